@@ -1,0 +1,1 @@
+"""The paged KV cache: host allocator, device tensors, and who sees whom in one pass."""

@@ -1,0 +1,116 @@
+"""The host side of the KV cache: which page belongs to which slot, and which pages hold a known prefix.
+
+A page is `size` consecutive rows of the KV tensors. Full pages of committed tokens are sealed: named by a digest of
+all tokens up to their end, so a later request that starts alike shares them. A shared page is never written: writes
+happen past the committed length, sharing only below it. Invariant (`check`): every page is free, idle (sealed, kept
+in case it is wanted again, first to go when room is needed) or held by as many slots as its count of users says.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+
+import numpy as np
+
+
+class Pages:
+    """Page allocator over `count` pages of `size` rows for `slots` slots of at most `context` tokens."""
+
+    def __init__(self, count: int, size: int, slots: int, context: int) -> None:
+        self.count, self.size = count, size
+        # rows[slot, i]: the row of the KV tensors that holds logical index i
+        self.rows = np.zeros((slots, -(-context // size) * size), dtype=np.int64)
+        self.held: list[list[int]] = [[] for _ in range(slots)]
+        self.free = list(range(count - 1, -1, -1))
+        self.idle: OrderedDict[int, None] = OrderedDict()
+        self.users = [0] * count
+        self.digest_of: dict[int, bytes] = {}
+        self.page_of: dict[bytes, int] = {}
+        self.chain: list[list[bytes]] = [[] for _ in range(slots)]
+
+    @property
+    def available(self) -> int:
+        """Pages that can be had without taking one from a slot."""
+        return len(self.free) + len(self.idle)
+
+    def match(self, slot: int, tokens: Sequence[int]) -> int:
+        """Give an empty slot the sealed pages of the longest known prefix; returns how many tokens they hold.
+
+        At least one token is always left to read.
+        """
+        digest = b""
+        for start in range(0, len(tokens) - self.size, self.size):
+            digest = _digest(digest, tokens[start : start + self.size])
+            page = self.page_of.get(digest)
+            if page is None:
+                break
+            self.idle.pop(page, None)
+            self._give(slot, page)
+            self.chain[slot].append(digest)
+        return len(self.held[slot]) * self.size
+
+    def grow(self, slot: int, upto: int) -> bool:
+        """Make room for `upto` tokens in all. False, and nothing changed, when there are not enough pages."""
+        need = -(-upto // self.size) - len(self.held[slot])
+        if need > self.available or upto > self.rows.shape[1]:
+            return False
+        for _ in range(need):
+            self._give(slot, self._take())
+        return True
+
+    def shrink(self, slot: int, upto: int) -> None:
+        """Give back the pages past `upto` tokens."""
+        keep = -(-upto // self.size)
+        while len(self.held[slot]) > keep:
+            self._drop(self.held[slot].pop())
+
+    def seal(self, slot: int, tokens: Sequence[int], upto: int) -> None:
+        """Name the full pages of the first `upto` committed tokens, so that others can share them."""
+        chain = self.chain[slot]
+        while (len(chain) + 1) * self.size <= upto:
+            start = len(chain) * self.size
+            digest = _digest(chain[-1] if chain else b"", tokens[start : start + self.size])
+            page = self.held[slot][len(chain)]
+            if digest not in self.page_of and page not in self.digest_of:
+                self.page_of[digest], self.digest_of[page] = page, digest
+            chain.append(digest)
+
+    def release(self, slot: int) -> None:
+        """Give back all pages of a slot; sealed ones stay known until their room is needed."""
+        self.shrink(slot, 0)
+        self.chain[slot].clear()
+
+    def check(self) -> None:
+        """Assert the invariant."""
+        users = Counter(page for held in self.held for page in held)
+        assert [users[p] for p in range(self.count)] == self.users, "users do not match the slots"
+        states = [*self.free, *self.idle, *users]
+        assert sorted(states) == list(range(self.count)), "a page is lost or in two states"
+        assert all(page in self.digest_of for page in self.idle), "an idle page has no digest"
+
+    def _take(self) -> int:
+        if self.free:
+            return self.free.pop()
+        page, _ = self.idle.popitem(last=False)
+        del self.page_of[self.digest_of.pop(page)]
+        return page
+
+    def _give(self, slot: int, page: int) -> None:
+        at = len(self.held[slot]) * self.size
+        self.rows[slot, at : at + self.size] = np.arange(page * self.size, (page + 1) * self.size)
+        self.held[slot].append(page)
+        self.users[page] += 1
+
+    def _drop(self, page: int) -> None:
+        self.users[page] -= 1
+        if self.users[page] == 0:
+            if page in self.digest_of:
+                self.idle[page] = None
+            else:
+                self.free.append(page)
+
+
+def _digest(previous: bytes, tokens: Sequence[int]) -> bytes:
+    return hashlib.blake2b(previous + np.asarray(tokens, dtype=np.int64).tobytes(), digest_size=16).digest()

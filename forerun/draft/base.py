@@ -1,0 +1,55 @@
+"""What a proposer is and what it may know of a request.
+
+A proposer keeps its own state by slot and reads, when asked, whatever committed tokens it has missed (its lag): there
+is no callback for "accepted" and no special case for "all accepted". It never sees the engine, the target's cache or
+a verdict, and any failure to propose is a root without children, never an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from forerun.sampling import SamplingParams
+from forerun.types import Draft
+from forerun.verify import Noise
+
+
+@dataclass(slots=True)
+class Row:
+    """The view of one request a proposer gets for one round.
+
+    Attributes:
+        slot: the request's place in the device tables; the key of the proposer's own state.
+        tokens: all committed tokens, prompt and output, read-only; the last one is the root.
+        params: the request's sampling parameters, in case the proposer draws as the target will.
+        noise: the round's noise; `noise.target(depth)` is what the target will draw with after a node at `depth`.
+        depth: how deep the draft may be, at least 1.
+        coupled: the rule matches tokens: every node is GIVEN, and sharing the target's noise pays. Otherwise
+            nodes may be SAMPLED, with `Draft.probs` the law they were really drawn from.
+        branching: the rule takes trees; otherwise the draft must be a chain.
+    """
+
+    slot: int
+    tokens: Sequence[int]
+    params: SamplingParams
+    noise: Noise
+    depth: int
+    coupled: bool = True
+    branching: bool = True
+
+
+class Proposer:
+    """Base of all proposers. `name` is what statistics and coloured output call it."""
+
+    name = ""
+
+    def open(self, slot: int, tokens: Sequence[int]) -> None:
+        """A request was given `slot`, first or after a preemption; `tokens` are all it has so far."""
+
+    def close(self, slot: int, finished: Sequence[int] | None = None) -> None:
+        """The slot is free again. `finished` is the whole text if the request ended, None if it was preempted."""
+
+    def propose(self, rows: Sequence[Row]) -> list[Draft]:
+        """One draft a row, at most `row.depth` deep. Must not change what a later call would propose for others."""
+        raise NotImplementedError

@@ -1,0 +1,5 @@
+"""The few operations that take the time, one signature each. `reference` is plain torch and runs anywhere."""
+
+from forerun.kernels import reference
+
+__all__ = ["reference"]

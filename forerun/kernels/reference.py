@@ -1,0 +1,68 @@
+"""The operations of a decoder in plain torch: the reference every faster kernel is tested against.
+
+Letters: T tokens, H hidden, R rows of a group, N queries a row, K keys a row, D head size.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [T, in] times weight [out, in] transposed, plus bias."""
+    return F.linear(x, weight, bias)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root-mean-square norm over the last axis, at least in float32. `weight` is kept in the computing precision."""
+    return F.rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(x.dtype)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """Layer norm over the last axis, at least in float32."""
+    return F.layer_norm(x.to(weight.dtype), weight.shape, weight, bias, eps).to(x.dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of the first 2 * R channels. x [T, heads, D], cos and sin [T, 1, R] -> [T, heads, D]"""
+    half = cos.shape[-1]
+    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1)
+
+
+def activate(x: Tensor, kind: str) -> Tensor:
+    """The MLP's non-linearity: silu, gelu or gelu_tanh."""
+    if kind == "silu":
+        return F.silu(x)
+    return F.gelu(x, approximate="tanh" if kind == "gelu_tanh" else "none")
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float | None = None
+) -> Tensor:
+    """Attention with grouped heads.
+
+    Args:
+        q: [R, N, Hq, D] queries.
+        k, v: [R, K, Hkv, D] keys and values.
+        mask: [R, N, K] bool, True where a query sees a key; None when every query sees every key.
+        scale: factor on the scores.
+        softcap: c in c * tanh(score / c), applied before the mask (Gemma 2).
+
+    Returns:
+        [R, N, Hq, D]
+    """
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    mask = mask[:, None] if mask is not None else None
+    if softcap is None:
+        out = F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    else:
+        groups = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        scores = torch.tanh(q @ k.transpose(-1, -2) * scale / softcap) * softcap
+        if mask is not None:
+            scores = scores.masked_fill(~mask, -torch.inf)
+        out = scores.float().softmax(-1).to(v.dtype) @ v if v.dtype.itemsize < 4 else scores.softmax(-1) @ v
+    return out.transpose(1, 2)

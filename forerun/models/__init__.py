@@ -1,0 +1,1 @@
+"""Models: configuration, weights and the one decoder."""

@@ -1,0 +1,60 @@
+"""Tables of rotary embeddings: cos and sin of every position, a function of the position alone.
+
+Being a function of the position is what makes a chunk, a tree and a one-token pass agree. Two published scalings
+depend on the length of the text instead, and are pinned down here: `dynamic` uses, for position t, the base that a
+text of t + 1 tokens would have (what one-token steps in transformers do); `longrope` uses its long factors for all
+texts when the engine's context exceeds the length the model was first trained on, and its short ones otherwise.
+The formulas of the other scalings are transformers' own.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from forerun.errors import LoadError
+from forerun.models.config import ModelConfig, Rope
+
+
+def rope_tables(config: ModelConfig, rope: Rope, context: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin of positions 0..context-1. -> [context, 1, dim / 2] each, in `dtype`"""
+    kind, positions = rope.parameters["rope_type"], torch.arange(context, dtype=torch.float64)
+    factor = 1.0
+    if kind in ("default", "linear"):
+        inverse = _inverse(rope.parameters["rope_theta"], rope.dim) / rope.parameters.get("factor", 1.0)
+    elif kind == "dynamic":
+        inverse = _dynamic(config, rope, positions)
+    else:
+        inverse, factor = _published(config, rope, context)
+    angles = positions[:, None] * inverse.double()
+    return tuple((f(angles) * factor).to(dtype)[:, None] for f in (torch.cos, torch.sin))  # type: ignore[return-value]
+
+
+def _inverse(theta: float, dim: int) -> Tensor:
+    """Inverse frequencies, rounded to float32 as checkpoints were trained with. [dim / 2]"""
+    return 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+
+
+def _dynamic(config: ModelConfig, rope: Rope, positions: Tensor) -> Tensor:
+    """NTK-aware base that grows with the length of the text. [context, dim / 2]"""
+    length = (positions + 1).clamp(min=config.context)
+    growth = rope.parameters["factor"] * length / config.context - (rope.parameters["factor"] - 1)
+    theta = rope.parameters["rope_theta"] * growth ** (rope.dim / (rope.dim - 2))
+    return 1.0 / theta[:, None] ** (torch.arange(0, rope.dim, 2, dtype=torch.float64) / rope.dim)
+
+
+def _published(config: ModelConfig, rope: Rope, context: int) -> tuple[Tensor, float]:
+    """llama3, yarn and longrope, computed by transformers. ([dim / 2], factor on cos and sin)"""
+    from transformers import AutoConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    kind = rope.parameters["rope_type"]
+    if kind not in ROPE_INIT_FUNCTIONS:
+        raise LoadError(f"rope_type {kind!r} is not supported; known: default, {', '.join(ROPE_INIT_FUNCTIONS)}")
+    hf = AutoConfig.for_model(**config.raw)
+    hf.rope_parameters = rope.parameters
+    try:
+        inverse, factor = ROPE_INIT_FUNCTIONS[kind](hf, torch.device("cpu"), seq_len=context)
+    except (KeyError, TypeError, ValueError) as error:
+        raise LoadError(f"the {kind} rope parameters of this model cannot be used: {error!r}") from None
+    return inverse, float(factor)

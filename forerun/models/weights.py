@@ -1,0 +1,227 @@
+"""Checkpoint tensors to the decoder's weights: nothing missing, nothing misshapen, nothing left over.
+
+A table names, for each of the decoder's tensors, the checkpoint tensors it is made of (query, key and value become
+one matrix, gate and up another). Files are mapped, one tensor at a time is converted, so the peak is one tensor over
+the model itself.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from forerun.errors import LoadError
+from forerun.models.config import ModelConfig
+
+
+@dataclass(slots=True)
+class Norm:
+    """A norm's weight [H] and, for layer norms, bias [H]; kept in float32 at least."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+
+@dataclass(slots=True)
+class Linear:
+    """A linear layer: weight [out, in], bias [out]."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+
+@dataclass(slots=True)
+class Layer:
+    """One decoder layer. qkv stacks query, key and value; up stacks gate and up where the MLP is gated."""
+
+    attention_norm: Norm
+    qkv: Linear
+    out: Linear
+    mlp_norm: Norm
+    up: Linear
+    down: Linear
+    q_norm: Norm | None = None
+    k_norm: Norm | None = None
+    attention_out_norm: Norm | None = None
+    mlp_out_norm: Norm | None = None
+
+
+@dataclass(slots=True)
+class Weights:
+    """All tensors of a decoder. `positions` [context, H] only where positions are learned."""
+
+    embed: Tensor
+    layers: list[Layer]
+    norm: Norm
+    head: Linear
+    positions: Tensor | None = None
+
+
+class Checkpoint:
+    """The safetensors files of a directory, read tensor by tensor; remembers what has been taken."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.taken: set[str] = set()
+        try:
+            self.files = [safe_open(path, framework="pt") for path in self._paths()]
+            self.where = {name: file for file in self.files for name in file.keys()}  # noqa: SIM118
+        except (SafetensorError, OSError, ValueError, KeyError) as error:
+            raise LoadError(f"the weights in {directory} cannot be read: {error}") from None
+
+    def _paths(self) -> list[Path]:
+        index = self.directory / "model.safetensors.index.json"
+        if index.is_file():
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            paths = [self.directory / name for name in names]
+            missing = [path.name for path in paths if not path.is_file()]
+            if missing:
+                raise LoadError(f"{index} names files that are not there: {', '.join(missing)}; download them again")
+            return paths
+        paths = sorted(self.directory.glob("*.safetensors"))
+        if not paths:
+            pickled = any(self.directory.glob("*.bin"))
+            hint = "convert its .bin files to safetensors" if pickled else "give a Hugging Face model directory"
+            raise LoadError(f"{self.directory} has no *.safetensors weights; {hint}")
+        return paths
+
+    def take(self, names: list[str], shape: tuple[int, ...], transpose: bool = False) -> Tensor:
+        """The named tensors stacked along their first axis, checked against `shape`."""
+        parts = []
+        for name in names:
+            if name not in self.where:
+                raise LoadError(f"{self.directory}: the checkpoint lacks the tensor {name}; it is incomplete")
+            try:
+                part = self.where[name].get_tensor(name)
+            except (SafetensorError, OSError) as error:
+                raise LoadError(f"{self.directory}: tensor {name} cannot be read: {error}") from None
+            if not part.is_floating_point():
+                raise LoadError(f"{self.directory}: tensor {name} is {part.dtype}; quantised checkpoints are not read")
+            parts.append(part.T if transpose else part)
+            self.taken.add(name)
+        if any(p.shape[1:] != shape[1:] for p in parts) or sum(p.shape[0] for p in parts) != shape[0]:
+            found = " + ".join(str(list(p.shape)) for p in parts)
+            raise LoadError(f"{self.directory}: {' + '.join(names)} is {found}, but config.json asks for {list(shape)}")
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def has(self, name: str) -> bool:
+        return name in self.where
+
+    def finish(self, ignored: tuple[str, ...]) -> None:
+        """Raise LoadError for tensors nobody took, but for those whose names end in one of `ignored`."""
+        left = sorted(n for n in self.where if n not in self.taken and not n.endswith(ignored))
+        if left:
+            shown = ", ".join(left[:4]) + (f" and {len(left) - 4} more" if len(left) > 4 else "")
+            raise LoadError(f"{self.directory}: {len(left)} tensors fit no part of this model: {shown}")
+
+
+LLAMA_NAMES = {
+    "embed": "embed_tokens",
+    "norm": "norm",
+    "layer": "layers.{i}.",
+    "attention_norm": "input_layernorm",
+    "qkv": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+    "q_norm": "self_attn.q_norm",
+    "k_norm": "self_attn.k_norm",
+    "out": "self_attn.o_proj",
+    "mlp_norm": "post_attention_layernorm",
+    "up": ["mlp.gate_proj", "mlp.up_proj"],
+    "down": "mlp.down_proj",
+}
+NAMES = {
+    "llama": LLAMA_NAMES,
+    "phi3": LLAMA_NAMES | {"qkv": "self_attn.qkv_proj", "up": "mlp.gate_up_proj"},
+    "gpt2": {
+        "embed": "wte",
+        "positions": "wpe",
+        "norm": "ln_f",
+        "layer": "h.{i}.",
+        "attention_norm": "ln_1",
+        "qkv": "attn.c_attn",
+        "out": "attn.c_proj",
+        "mlp_norm": "ln_2",
+        "up": "mlp.c_fc",
+        "down": "mlp.c_proj",
+    },
+}
+SANDWICH = {
+    "attention_out_norm": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+    "mlp_out_norm": "post_feedforward_layernorm",
+}
+IGNORED = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")  # buffers that older versions saved
+
+
+class _Builder:
+    """Takes the decoder's tensors out of a checkpoint, in the engine's dtype and on its device."""
+
+    def __init__(self, config: ModelConfig, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
+        self.config, self.checkpoint, self.dtype, self.device = config, checkpoint, dtype, device
+        self.names = NAMES[config.layout] | (SANDWICH if config.sandwich else {})
+        prefixes = ("model.", "transformer.", "")
+        self.prefix = next((p for p in prefixes if checkpoint.has(f"{p}{self.names['embed']}.weight")), "model.")
+
+    def tensor(self, part: str, layer: int | None, suffix: str, shape: tuple[int, ...]) -> Tensor:
+        stems = self.names[part]
+        at = self.prefix + ("" if layer is None else str(self.names["layer"]).format(i=layer))
+        names = [f"{at}{stem}.{suffix}" for stem in ([stems] if isinstance(stems, str) else stems)]
+        # GPT-2 keeps its matrices as [in, out]
+        transpose = self.config.layout == "gpt2" and layer is not None and len(shape) == 2
+        return self.checkpoint.take(names, shape, transpose)
+
+    def to(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        return tensor.to(device=self.device, dtype=dtype or self.dtype).contiguous()
+
+    def norm(self, part: str, layer: int | None = None, size: int | None = None) -> Norm:
+        """Norm weights stay in float32 at least: they are few and half precision would round 1 + w."""
+        shape, kind = (size or self.config.hidden,), self.config.norm
+        exact = torch.promote_types(self.dtype, torch.float32)
+        weight = self.to(self.tensor(part, layer, "weight", shape), exact)
+        if kind == "rms_plus_one":
+            weight = weight + 1
+        return Norm(weight, self.to(self.tensor(part, layer, "bias", shape), exact) if kind == "layer" else None)
+
+    def linear(self, part: str, layer: int, out: int, inner: int, bias: bool) -> Linear:
+        weight = self.to(self.tensor(part, layer, "weight", (out, inner)))
+        return Linear(weight, self.to(self.tensor(part, layer, "bias", (out,))) if bias else None)
+
+    def layer(self, i: int) -> Layer:
+        c = self.config
+        queries, both = c.heads * c.head_dim, (c.heads + 2 * c.kv_heads) * c.head_dim
+        return Layer(
+            attention_norm=self.norm("attention_norm", i),
+            qkv=self.linear("qkv", i, both, c.hidden, c.qkv_bias),
+            out=self.linear("out", i, c.hidden, queries, c.out_bias),
+            mlp_norm=self.norm("mlp_norm", i),
+            up=self.linear("up", i, c.intermediate * (2 if c.gated else 1), c.hidden, c.mlp_bias),
+            down=self.linear("down", i, c.hidden, c.intermediate, c.mlp_bias),
+            q_norm=self.norm("q_norm", i, c.head_dim) if c.qk_norm else None,
+            k_norm=self.norm("k_norm", i, c.head_dim) if c.qk_norm else None,
+            attention_out_norm=self.norm("attention_out_norm", i) if c.sandwich else None,
+            mlp_out_norm=self.norm("mlp_out_norm", i) if c.sandwich else None,
+        )
+
+    def build(self) -> Weights:
+        c = self.config
+        embed = self.to(self.tensor("embed", None, "weight", (c.vocab, c.hidden)))
+        positions = None
+        if c.learned_positions:
+            positions = self.to(self.tensor("positions", None, "weight", (c.context, c.hidden)))
+        layers = [self.layer(i) for i in range(c.layers)]
+        norm = self.norm("norm")
+        if c.tied:
+            head, ignored = embed, (*IGNORED, "lm_head.weight")
+        else:
+            head, ignored = self.to(self.checkpoint.take(["lm_head.weight"], (c.vocab, c.hidden))), IGNORED
+        self.checkpoint.finish(ignored)
+        return Weights(embed, layers, norm, Linear(head), positions)
+
+
+def load_weights(config: ModelConfig, directory: Path, dtype: torch.dtype, device: torch.device) -> Weights:
+    """Read every tensor of the model. Raises LoadError for one missing, misshapen or left over."""
+    return _Builder(config, Checkpoint(directory), dtype, device).build()

@@ -1,0 +1,86 @@
+"""Randomness as a function: noise(seed, lane, counter, token), counter-based, no generator objects.
+
+The same arguments give the same noise on any batch, device and day, so plain and speculative decoding draw alike.
+The mixer is SplitMix64's finaliser (Steele, Lea, Flood 2014): stream `key`, element i is mix(key + i * GOLDEN).
+"""
+
+import math
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+MASK = (1 << 64) - 1
+GOLDEN = 0x9E3779B97F4A7C15
+_M1, _M2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+
+class Lane(IntEnum):
+    """What a stream of noise is for. Two lanes are independent."""
+
+    TARGET = 0  # the target's draw at an absolute position; a coupled drafter shares it
+    DRAFT = 1  # a drafter's own draws
+    ACCEPT = 2  # accept-or-reject coins
+    RESIDUAL = 3  # the token drawn from a residual, or as a bonus
+
+
+def mix(x: int) -> int:
+    """SplitMix64's finaliser on one unsigned 64-bit integer."""
+    x &= MASK
+    x = ((x ^ (x >> 30)) * _M1) & MASK
+    x = ((x ^ (x >> 27)) * _M2) & MASK
+    return x ^ (x >> 31)
+
+
+def stream(seed: int, lane: Lane, *counters: int) -> int:
+    """The 64-bit key of one stream of noise."""
+    key = mix(seed + GOLDEN * (1 + lane))
+    for counter in counters:
+        key = mix(key + GOLDEN * (counter + 1))
+    return key
+
+
+def uniform(key: int, index: int = 0) -> float:
+    """Element `index` of a stream, uniform in the open interval (0, 1), 53 bits."""
+    return ((mix(key + GOLDEN * (index + 1)) >> 11) + 0.5) * 2.0**-53
+
+
+def _signed(x: int) -> int:
+    return x - (1 << 64) if x >> 63 else x
+
+
+def _shift(x: Tensor, bits: int) -> Tensor:
+    """Logical right shift of int64: torch's own is arithmetic."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def gumbel(keys: Tensor, tokens: Tensor) -> Tensor:
+    """Standard Gumbel noise of the given tokens in the given streams. int64 [K], int64 [K] -> float64 [K]"""
+    x = keys + (tokens + 1) * _signed(GOLDEN)
+    x = (x ^ _shift(x, 30)) * _signed(_M1)
+    x = (x ^ _shift(x, 27)) * _signed(_M2)
+    x = x ^ _shift(x, 31)
+    u = (_shift(x, 11).double() + 0.5) * 2.0**-53
+    return -torch.log(-torch.log(u))
+
+
+def gumbel_scalar(key: int, token: int) -> float:
+    """`gumbel` of one token in one stream, in plain Python: its naive twin."""
+    return -math.log(-math.log(uniform(key, token)))
+
+
+def perturb(scores: Tensor, keys: list[int]) -> Tensor:
+    """Scores plus Gumbel noise, -inf where a score is. [M, V], M stream keys -> float64 [M, V]
+
+    Noise is made only for finite scores, so a row that top-k has thinned out costs next to nothing.
+    """
+    row, token = torch.nonzero(scores > -math.inf, as_tuple=True)
+    key = torch.tensor([_signed(k) for k in keys], dtype=torch.int64, device=scores.device)
+    noisy = torch.full(scores.shape, -math.inf, dtype=torch.float64, device=scores.device)
+    noisy[row, token] = scores[row, token].double() + gumbel(key[row], token)
+    return noisy
+
+
+def gumbel_argmax(scores: Tensor, keys: list[int]) -> Tensor:
+    """One draw from softmax(scores) for each row, by Gumbel-max; ties go to the lowest id. [M, V] -> int64 [M]"""
+    return perturb(scores, keys).argmax(-1)

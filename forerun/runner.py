@@ -1,0 +1,42 @@
+"""One pass of a model over any mixture of prefill chunks, single tokens and draft trees."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from forerun.cache.attention import Attention, Segment
+from forerun.cache.kv import KVCache
+from forerun.models.decoder import Decoder
+from forerun.types import Forward
+
+
+class Runner:
+    """A decoder and its KV cache. The target has one; so has every drafter that is a model."""
+
+    def __init__(self, decoder: Decoder, *, tokens: int, page: int, slots: int) -> None:
+        """Room for `tokens` tokens of KV in pages of `page`, for `slots` requests at a time."""
+        self.decoder = decoder
+        self.cache = KVCache(
+            decoder.config,
+            tokens=tokens,
+            page=page,
+            slots=slots,
+            context=decoder.context,
+            dtype=decoder.dtype,
+            device=decoder.device,
+        )
+
+    @torch.inference_mode()
+    def forward(self, segments: Sequence[Segment], boundaries: Sequence[int] = ()) -> Forward:
+        """One pass. The slots must have room (`Pages.grow`); logits come in the order of the segments' `want`."""
+        device = self.decoder.device
+        attention = Attention(segments, self.cache, self.decoder.config)
+        ids = torch.tensor([token for s in segments for token in s.tokens], device=device)
+        want, start = [], 0
+        for segment in segments:
+            want += [start + i for i in segment.want]
+            start += len(segment.tokens)
+        chosen = torch.tensor(want, dtype=torch.int64, device=device)
+        return self.decoder.forward(ids, attention.positions, attention, chosen, boundaries)

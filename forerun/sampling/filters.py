@@ -1,0 +1,129 @@
+"""Logits to scores: every sampling parameter, applied per tree node with that node's own hypothetical prefix.
+
+Scores are log-probabilities up to a constant per row; what a filter forbids is -inf, and a greedy row keeps its
+argmax alone. A row's scores depend on that row only, never on the rest of the batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from forerun.errors import ForerunError
+from forerun.sampling.params import SamplingParams
+from forerun.types import Draft
+
+
+class SamplingState:
+    """What the filters must remember of one request: its parameters and the tokens counted by penalties."""
+
+    def __init__(self, params: SamplingParams, prompt: Sequence[int], end_ids: Sequence[int]) -> None:
+        """`end_ids` are the tokens that stop this request: min_tokens keeps them out."""
+        self.params = params
+        self.end_ids = sorted(set(end_ids))
+        self.produced = 0
+        self.prompt_tokens = set(prompt) if params.penalised else set()
+        self.output_counts: Counter[int] = Counter()
+
+    @property
+    def special(self) -> bool:
+        """Whether a filter needs more than the row's own logits."""
+        return bool(self.params.logit_bias) or self.params.penalised or self.produced < self.params.min_tokens
+
+    def append(self, token: int) -> None:
+        """Count one committed output token."""
+        self.produced += 1
+        if self.params.penalised:
+            self.output_counts[token] += 1
+
+
+def filter_logits(logits: Tensor, drafts: Sequence[Draft], states: Sequence[SamplingState]) -> Tensor:
+    """The scores of the token after each node.
+
+    Args:
+        logits: [M, V] raw target logits, the nodes of all drafts one after the other.
+        drafts: one tree a request.
+        states: the sampling state of each request.
+
+    Returns:
+        [M, V] scores in the dtype of the logits.
+    """
+    if not torch.isfinite(logits.amax(-1)).all():
+        raise ForerunError("the model produced logits that are not finite: check its weights, or use another dtype")
+    if any(state.special for state in states):
+        logits = logits.clone()
+        start = 0
+        for draft, state in zip(drafts, states, strict=True):
+            if state.special:
+                _adjust(logits[start : start + len(draft)], draft, state)
+            start += len(draft)
+    return shape_logits(logits, [s.params for d, s in zip(drafts, states, strict=True) for _ in d.tokens])
+
+
+def _adjust(logits: Tensor, draft: Draft, state: SamplingState) -> None:
+    """Bias, penalties and min_tokens of one request, in place. [N, V]"""
+    params, device = state.params, logits.device
+    if params.logit_bias:
+        ids = torch.tensor(list(params.logit_bias), device=device)
+        logits[:, ids] += torch.tensor(list(params.logit_bias.values()), dtype=logits.dtype, device=device)
+    for node, depth in enumerate(draft.depths()):
+        if params.penalised:
+            path = [draft.tokens[i] for i in draft.path_to(node)[1:]]
+            _penalise(logits[node], state, state.output_counts + Counter(path))
+        if state.produced + depth < params.min_tokens:
+            logits[node, state.end_ids] = -math.inf
+
+
+def _penalise(row: Tensor, state: SamplingState, output: Counter[int]) -> None:
+    """Repetition, presence and frequency penalties of one node, in place. [V]"""
+    params = state.params
+    if params.repetition_penalty != 1.0 and (state.prompt_tokens or output):
+        seen = torch.tensor(sorted(state.prompt_tokens | output.keys()), device=row.device)
+        values = row[seen]
+        row[seen] = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
+    if output and (params.presence_penalty or params.frequency_penalty):
+        ids = torch.tensor(list(output), device=row.device)
+        counts = torch.tensor(list(output.values()), dtype=row.dtype, device=row.device)
+        row[ids] -= params.presence_penalty + params.frequency_penalty * counts
+
+
+def shape_logits(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """Temperature, top-k, top-p and min-p, each row with its own parameters. [M, V], M parameters -> scores [M, V]"""
+    if all(p.temperature == 0 for p in params):
+        return _greedy(logits)
+    device = logits.device
+    temperature = torch.tensor([p.temperature or 1.0 for p in params], dtype=logits.dtype, device=device)
+    scores = logits / temperature[:, None]
+    if any(p.top_k or p.top_p < 1 for p in params):
+        scores = _top_k_top_p(scores, params)
+    if any(p.min_p for p in params):
+        floor = torch.tensor([math.log(p.min_p) if p.min_p else -math.inf for p in params], device=device)
+        floor = floor.to(scores.dtype)[:, None] + scores.amax(-1, keepdim=True)
+        scores = scores.masked_fill(scores < floor, -math.inf)
+    if any(p.temperature == 0 for p in params):
+        greedy = torch.tensor([p.temperature == 0 for p in params], device=device)
+        scores = torch.where(greedy[:, None], _greedy(logits), scores)
+    return scores
+
+
+def _greedy(logits: Tensor) -> Tensor:
+    """0 at the argmax (the lowest id among equals), -inf elsewhere."""
+    return torch.full_like(logits, -math.inf).scatter_(-1, logits.argmax(-1, keepdim=True), 0.0)
+
+
+def _top_k_top_p(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    vocab, device = scores.shape[-1], scores.device
+    ordered, index = scores.sort(-1, descending=True, stable=True)
+    k = torch.tensor([min(p.top_k, vocab) or vocab for p in params], device=device)
+    ordered = ordered.masked_fill(ordered < ordered.gather(-1, k[:, None] - 1), -math.inf)
+    if any(p.top_p < 1 for p in params):
+        probs = ordered.softmax(-1)
+        before = probs.cumsum(-1) - probs
+        # a rounded sum must not cut anything where top_p is 1
+        top_p = torch.tensor([p.top_p if p.top_p < 1 else 2.0 for p in params], dtype=scores.dtype, device=device)
+        ordered = ordered.masked_fill(before >= top_p[:, None], -math.inf)
+    return torch.empty_like(scores).scatter_(-1, index, ordered)

@@ -1,0 +1,131 @@
+"""What travels between the parts: drafts, verdicts, forward passes, events.
+
+Structure (tokens, parents, paths) is host data, one object a request, ragged: nothing is padded and nothing
+depends on what else is in the batch. Whatever has a vocabulary axis is a tensor on the model's device.
+Letters: N nodes of a draft, T flat tokens of a pass, M flat positions that need logits, V vocabulary, H hidden.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor
+
+
+class Law(IntEnum):
+    """How a drafted token was drawn, given everything drafted before it: what its q is."""
+
+    GIVEN = 0  # a function of the context: q is one-hot
+    SAMPLED = 1  # drawn from probs[parent]
+    WITHOUT_REPLACEMENT = 2  # drawn from probs[parent] without its earlier siblings drawn so
+
+
+@dataclass(slots=True)
+class Draft:
+    """One request's draft tree. Node 0 is the root, the last committed token; a parent precedes its children.
+
+    `parents[0]` is -1; siblings stand in the order in which they were chosen. `probs` [N, V] float64 holds, for
+    node i, the law its SAMPLED or WITHOUT_REPLACEMENT children were really drawn from; None when all are GIVEN.
+    """
+
+    tokens: list[int]
+    parents: list[int]
+    sources: list[str]
+    laws: list[Law]
+    probs: np.ndarray | None = None
+
+    @classmethod
+    def root(cls, token: int) -> Draft:
+        """The tree of a request that does not speculate."""
+        return cls([token], [-1], [""], [Law.GIVEN])
+
+    @classmethod
+    def chain(cls, root: int, tokens: list[int], source: str) -> Draft:
+        """A deterministic continuation of the root."""
+        n = len(tokens)
+        return cls([root, *tokens], list(range(-1, n)), ["", *[source] * n], [Law.GIVEN] * (n + 1))
+
+    def add(self, token: int, parent: int, source: str, law: Law = Law.GIVEN) -> int:
+        """Append a node below `parent`; returns its index."""
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self.sources.append(source)
+        self.laws.append(law)
+        return len(self.tokens) - 1
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def depths(self) -> list[int]:
+        """Distance of each node from the root."""
+        depths = [0]
+        for parent in self.parents[1:]:
+            depths.append(depths[parent] + 1)
+        return depths
+
+    def children(self) -> list[list[int]]:
+        """The children of each node, in the order in which they were chosen."""
+        children: list[list[int]] = [[] for _ in self.tokens]
+        for node, parent in enumerate(self.parents[1:], start=1):
+            children[parent].append(node)
+        return children
+
+    def path_to(self, node: int) -> list[int]:
+        """Nodes from the root to `node`, both included."""
+        path = []
+        while node >= 0:
+            path.append(node)
+            node = self.parents[node]
+        return path[::-1]
+
+
+@dataclass(slots=True)
+class Verdict:
+    """What a rule decided about one draft.
+
+    `path` is the nodes kept, root first; `tokens` is the accepted tokens (those of path[1:]) followed by exactly one
+    drawn from the target. So len(tokens) == len(path), which is also the number of KV rows that survive.
+    """
+
+    tokens: list[int]
+    path: list[int]
+
+
+@dataclass(slots=True)
+class Forward:
+    """What one pass of the model gives: logits [M, V] of the wanted positions, features {boundary: [T, H]}.
+
+    Boundary i is the hidden state that enters layer i; boundary `layers` is what the last layer left.
+    """
+
+    logits: Tensor
+    features: dict[int, Tensor] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class TokenLogprobs:
+    """Natural-log probabilities the target gave at one output position, before any sampling parameter."""
+
+    token_id: int
+    logprob: float
+    top: dict[int, float]
+
+
+@dataclass(slots=True)
+class Event:
+    """New tokens of one request, as they leave the engine.
+
+    `sources[i]` names the proposer whose drafted token was accepted, or is "" where the token is the target's own
+    draw. `text` is what became printable; `finish_reason` is None until the last event ("stop", "length", "abort").
+    """
+
+    request_id: int
+    token_ids: list[int]
+    sources: list[str]
+    text: str = ""
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: str | None = None

@@ -1,0 +1,21 @@
+"""Verification rules: what part of a draft the target would have said itself.
+
+Every rule takes the drafts, the scores after each node and one `Noise` a request, and gives one `Verdict` a request.
+A rule never sees a request, and no rule but `typical` changes what is said (`lossy`).
+"""
+
+from forerun.verify import block, match, token, tree, typical
+from forerun.verify.base import Noise, Rule, ratio
+
+RULES: dict[str, Rule] = {
+    rule.name: rule
+    for rule in (
+        Rule("match", match.verify, coupled=True, branching=True),
+        Rule("token", ratio(token.verify_chain)),
+        Rule("block", ratio(block.verify_chain)),
+        Rule("tree", ratio(tree.verify_tree), branching=True),
+        Rule("typical", typical.verify, coupled=True, branching=True, lossy=True),
+    )
+}
+
+__all__ = ["RULES", "Noise", "Rule"]

@@ -1,0 +1,117 @@
+"""What a rule is, the noise rules draw with, and what the ratio rules share.
+
+`match` draws the target's own token at every node with noise keyed by seed and absolute position, so its output
+is a function of (weights, prompt, parameters, seed) alone. The ratio rules toss coins keyed by (seed, root position):
+each round commits at least one token, so no coin is ever used twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from torch import Tensor
+
+from forerun import rng
+from forerun.rng import Lane
+from forerun.types import Draft, Law, Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Noise:
+    """The noise of one request in one round. `root` is the absolute position of the draft's root."""
+
+    seed: int
+    root: int
+
+    def target(self, depth: int) -> int:
+        """The stream of the target's draw after a node at `depth`; a coupled drafter draws its children with it."""
+        return rng.stream(self.seed, Lane.TARGET, self.root + depth + 1)
+
+    def draft(self, node: int) -> int:
+        """The stream of a drafter's own draw of a child of `node`."""
+        return rng.stream(self.seed, Lane.DRAFT, self.root, node)
+
+    def accept(self, p: float, q: float, node: int) -> bool:
+        """True with probability min(1, p / q); never where p is 0."""
+        return rng.uniform(rng.stream(self.seed, Lane.ACCEPT, self.root, node)) * q < p
+
+    def draw(self, weights: np.ndarray, node: int) -> int:
+        """A token with probability proportional to its weight [V]; never one of weight 0."""
+        total = np.cumsum(weights)
+        u = rng.uniform(rng.stream(self.seed, Lane.RESIDUAL, self.root, node))
+        return int(np.searchsorted(total, min(u * total[-1], np.nextafter(total[-1], 0)), side="right"))
+
+
+class Coins(Protocol):
+    """The part of `Noise` the ratio rules use; tests replace it by one that enumerates every outcome."""
+
+    def accept(self, p: float, q: float, node: int) -> bool: ...
+    def draw(self, weights: np.ndarray, node: int) -> int: ...
+
+
+Verify = Callable[[Sequence[Draft], Tensor, Sequence[Noise]], list[Verdict]]
+RatioRule = Callable[[Draft, np.ndarray, Coins], Verdict]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A rule and what drafting must know of it.
+
+    coupled: drafters share the target's noise and every node is GIVEN; otherwise they sample and keep their law.
+    branching: the draft may be a tree; otherwise a chain.
+    lossy: the output is not the target's.
+    """
+
+    name: str
+    verify: Verify
+    coupled: bool = False
+    branching: bool = False
+    lossy: bool = False
+
+
+def ratio(rule: RatioRule) -> Verify:
+    """Run a rule on float64 probabilities, one request at a time."""
+
+    def verify(drafts: Sequence[Draft], scores: Tensor, noises: Sequence[Noise]) -> list[Verdict]:
+        p = scores.double().softmax(-1).cpu().numpy()
+        verdicts, start = [], 0
+        for draft, noise in zip(drafts, noises, strict=True):
+            verdicts.append(rule(draft, p[start : start + len(draft)], noise))
+            start += len(draft)
+        return verdicts
+
+    return verify
+
+
+def residual(p: np.ndarray, q: np.ndarray) -> np.ndarray:
+    """[p - q]+, the unnormalised law after a rejection; p itself where rounding left nothing. [V]"""
+    rest = np.maximum(p - q, 0)
+    return rest if rest.sum() > 0 else p
+
+
+def law_of(draft: Draft, node: int) -> np.ndarray | None:
+    """q of `node` given everything drafted before it [V]; None means one-hot."""
+    if draft.laws[node] is Law.GIVEN:
+        return None
+    assert draft.probs is not None, "a sampled node needs the law it was drawn from"
+    parent = draft.parents[node]
+    q: np.ndarray = draft.probs[parent]
+    if draft.laws[node] is Law.WITHOUT_REPLACEMENT:
+        earlier = [
+            i for i in range(1, node) if draft.parents[i] == parent and draft.laws[i] is Law.WITHOUT_REPLACEMENT
+        ]
+        q = q.copy()
+        q[[draft.tokens[i] for i in earlier]] = 0
+        q = q / q.sum()
+    assert q[draft.tokens[node]] > 0, "a drafter proposed a token its own law forbids"
+    return q
+
+
+def one_hot(token: int, like: np.ndarray) -> np.ndarray:
+    """The law that always gives `token`, in the shape and dtype of `like`. [V]"""
+    q = np.zeros_like(like)
+    q[token] = 1
+    return q

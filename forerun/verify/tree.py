@@ -1,0 +1,46 @@
+"""Generalised traversal verification: one recursion, exact for any mixture of children.
+
+A node holds the target's law, scaled by the mass with which its prefix is accepted. Each child takes its share: if
+its subtree is accepted, done; if not, what it could have taken is subtracted and the next sibling is tried. Children
+may be sampled with or without replacement or be given (n-gram, greedy); on a chain this is block verification, with
+children drawn without replacement it is traversal verification (2505.12398). Sampled siblings should come before
+given ones. Promises the target's distribution.
+"""
+
+import numpy as np
+
+from forerun.types import Draft, Verdict
+from forerun.verify.base import Coins, law_of, one_hot
+
+
+def verify_tree(draft: Draft, p: np.ndarray, coins: Coins) -> Verdict:
+    """p [N, V]: the target's law after each node."""
+    children = draft.children()
+
+    def visit(node: int, mass: float) -> tuple[int, int] | None:
+        """(last node kept, token drawn after it), or None when the prefix ending in `node` is rejected."""
+        rest = mass * p[node]
+        for child in children[node]:
+            token = draft.tokens[child]
+            q = law_of(draft, child)
+            if q is None:
+                q = one_hot(token, rest)
+            accepted = visit(child, min(1, rest[token] / q[token]))
+            if accepted:
+                return accepted
+            rest = np.maximum(rest - q, 0)
+            left = rest.sum()
+            whole = left + 1 - mass
+            if whole > 0:
+                rest, mass = rest / whole, left / whole
+            else:
+                mass = 1
+        if node == 0 or coins.accept(mass, 1, node):
+            return node, coins.draw(rest if rest.sum() > 0 else p[node], node)
+        return None
+
+    accepted = visit(0, 1)
+    assert accepted is not None, "the root always accepts"
+    node, drawn = accepted
+    path = draft.path_to(node)
+    return Verdict([*(draft.tokens[i] for i in path[1:]), drawn], path)
