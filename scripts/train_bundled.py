@@ -147,7 +147,10 @@ def train(role: str, out: Path, minutes: float, target: LlamaForCausalLM | None,
             optimizer.zero_grad()
         step, seen = step + 1, seen + ids.numel()
         if step % 50 == 0:
-            print(f"{role} step {step} {100 * elapsed:.0f}% loss {loss.item():.3f} {seen / (time.time() - begin):.0f} tok/s", flush=True)
+            print(
+                f"{role} step {step} {100 * elapsed:.0f}% loss {loss.item():.3f} {seen / (time.time() - begin):.0f} tok/s",
+                flush=True,
+            )
         if time.time() - last > 600:
             last = time.time()
             print(f"{role} held-out perplexity {perplexity(model, held, 16):.2f}", flush=True)

@@ -71,7 +71,9 @@ def load_config(directory: Path) -> ModelConfig:
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise LoadError(f"{directory} is no model: it has no config.json; give a Hugging Face model directory") from None
+        raise LoadError(
+            f"{directory} is no model: it has no config.json; give a Hugging Face model directory"
+        ) from None
     except (OSError, ValueError) as error:
         raise LoadError(f"{path} cannot be read: {error}") from None
     family = raw.get("model_type") if isinstance(raw, dict) else None
@@ -216,7 +218,9 @@ def _gemma2(c: Json) -> Json:
 
 def _gemma3(c: Json) -> Json:
     pattern = c.get("sliding_window_pattern") or c.get("_sliding_window_pattern") or 6
-    default = ["full_attention" if (i + 1) % pattern == 0 else "sliding_attention" for i in range(c["num_hidden_layers"])]
+    default = [
+        "full_attention" if (i + 1) % pattern == 0 else "sliding_attention" for i in range(c["num_hidden_layers"])
+    ]
     types = c.get("layer_types") or default
     fields = _gemma2(c | {"layer_types": types, "rope_parameters": None, "rope_scaling": None})
     both = c.get("rope_parameters") or {}

@@ -100,9 +100,7 @@ def law_of(draft: Draft, node: int) -> np.ndarray | None:
     parent = draft.parents[node]
     q: np.ndarray = draft.probs[parent]
     if draft.laws[node] is Law.WITHOUT_REPLACEMENT:
-        earlier = [
-            i for i in range(1, node) if draft.parents[i] == parent and draft.laws[i] is Law.WITHOUT_REPLACEMENT
-        ]
+        earlier = [i for i in range(1, node) if draft.parents[i] == parent and draft.laws[i] is Law.WITHOUT_REPLACEMENT]
         q = q.copy()
         q[[draft.tokens[i] for i in earlier]] = 0
         q = q / q.sum()

@@ -1,0 +1,90 @@
+"""Config: every option of the engine, in one frozen dataclass. The CLI's flags and the library's keywords are these."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from forerun.errors import ConfigError, nearest
+
+DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+RULE_NAMES = ("match", "token", "block", "tree", "typical")  # verify.RULES, named here so that --help needs no torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """How an engine is built.
+
+    Args:
+        model: a Hugging Face model directory or Hub id; None is the bundled model.
+        draft: off, auto, ngram, suffix or model:DIR_OR_HUB_ID. auto is the bundled draft for the bundled model,
+            suffix for any other.
+        depth: most tokens drafted ahead: a number, or auto to choose by measured cost and acceptance, zero included.
+        width: nodes a level of a draft model's tree; 1 drafts chains.
+        rule: match (same tokens as plain decoding), token, block or tree (same distribution), or typical (lossy).
+        dtype: auto is float32 on CPU and the checkpoint's own on CUDA.
+        device: auto takes CUDA where there is one.
+        threads: CPU threads; 0 leaves torch's choice.
+        context: most tokens of one request, prompt included; None is the model's own limit.
+        max_rows: requests that run at the same time.
+        chunk: most prompt tokens of one request read in one pass.
+        page: tokens in one page of the KV cache.
+        kv_tokens: tokens the KV cache holds over all requests; None fits it to the free memory.
+    """
+
+    model: str | None = None
+    draft: str = "auto"
+    depth: int | str = "auto"
+    width: int = 1
+    rule: str = "match"
+    dtype: str = "auto"
+    device: str = "auto"
+    threads: int = 0
+    context: int | None = None
+    max_rows: int = 16
+    chunk: int = 512
+    page: int = 16
+    kv_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.rule not in RULE_NAMES:
+            raise ConfigError(f"there is no rule {self.rule!r}: {nearest(self.rule, RULE_NAMES)}")
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"there is no dtype {self.dtype!r}: {nearest(self.dtype, DTYPES)}")
+        object.__setattr__(self, "depth", parse_depth(self.depth))
+        for name, low, high in (
+            ("width", 1, 16),
+            ("threads", 0, 1024),
+            ("context", 2, 1 << 24),
+            ("max_rows", 1, 1024),
+            ("chunk", 1, 1 << 20),
+            ("page", 1, 1024),
+            ("kv_tokens", 2, 1 << 32),
+        ):
+            value = getattr(self, name)
+            if value is None and name in ("context", "kv_tokens"):
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+                raise ConfigError(f"{name}={value!r} is out of range: give a whole number from {low} to {high}")
+        if self.width > 1 and self.rule in ("token", "block"):
+            raise ConfigError(
+                f"rule {self.rule} verifies chains, but width={self.width} drafts trees: use rule match or tree"
+            )
+
+    @classmethod
+    def of(cls, **options: Any) -> Config:
+        """Config from keyword arguments; an unknown name is an error that names the nearest."""
+        known = [f.name for f in fields(cls)]
+        for name in options:
+            if name not in known:
+                raise ConfigError(f"there is no option {name!r}: {nearest(name, known)}")
+        return cls(**options)
+
+
+def parse_depth(depth: int | str) -> int | str:
+    """`auto`, or a number of tokens from 0 to 64."""
+    if isinstance(depth, str) and depth.isdigit():
+        depth = int(depth)
+    if depth != "auto" and (not isinstance(depth, int) or isinstance(depth, bool) or not 0 <= depth <= 64):
+        raise ConfigError(f"depth={depth!r} is out of range: give auto or a whole number from 0 to 64")
+    return depth

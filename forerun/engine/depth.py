@@ -1,0 +1,162 @@
+"""How deep to draft: as deep as pays, down to zero.
+
+`Auto` keeps two things it has measured: what a pass costs by its number of tokens and what drafting costs by depth
+(seconds, per proposer), and how often each request's drafts are accepted. It then takes the depths with the most
+expected tokens a second. Depth never changes the output under `match`; under the ratio rules it depends on past
+rounds only, which keeps them exact (non-anticipating).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+DEEPEST = 16
+PRIOR = 0.6  # acceptance assumed of a proposer nothing is known of
+STRENGTH = 4.0  # how many observations the prior is worth
+PROBE_FIRST, PROBE_LAST = 16, 256  # steps without drafting before one is tried again; doubles while it fails
+
+
+@dataclass(slots=True)
+class Acceptance:
+    """Discounted counts of accepted and rejected drafted tokens, and the state of probing."""
+
+    accepted: float = 0.0
+    rejected: float = 0.0
+    skipped: int = 0
+    patience: int = PROBE_FIRST
+
+    def rate(self, prior: float) -> float:
+        """Probability that the next drafted token is accepted, given that those before it were."""
+        return (self.accepted + STRENGTH * prior) / (self.accepted + self.rejected + STRENGTH)
+
+    def add(self, drafted: int, accepted: int, keep: float) -> None:
+        """One round: a draft accepted to its end tells nothing of what would have come after (censored)."""
+        self.accepted = keep * self.accepted + accepted
+        self.rejected = keep * self.rejected + (accepted < drafted)
+
+
+@dataclass(slots=True)
+class Curve:
+    """Seconds by size, learned: a running mean at each size seen, interpolated, hopeful beyond the largest."""
+
+    slope: float  # growth per unit assumed beyond what was seen, as a share of the last value
+    seen: dict[int, float] = field(default_factory=dict)
+
+    def add(self, size: int, seconds: float) -> None:
+        """One measurement; a spike (another program, a page fault) counts as three times the mean at most."""
+        old = self.seen.get(size)
+        self.seen[size] = seconds if old is None else old + 0.2 * (min(seconds, 3 * old) - old)
+
+    def at(self, size: int) -> float | None:
+        """Expected seconds, or None where nothing was measured yet."""
+        if not self.seen:
+            return None
+        below = max((s for s in self.seen if s <= size), default=None)
+        above = min((s for s in self.seen if s >= size), default=None)
+        if below is None:
+            return self.seen[above] if above is not None else None
+        if above is None:
+            return self.seen[below] * (1 + self.slope * (size - below))
+        if above == below:
+            return self.seen[below]
+        share = (size - below) / (above - below)
+        return self.seen[below] + share * (self.seen[above] - self.seen[below])
+
+
+@dataclass(slots=True)
+class Wish:
+    """One request that could draft: its proposer, the most it may draft, its acceptance and what a level costs."""
+
+    source: str
+    limit: int
+    acceptance: Acceptance
+    width: int = 1
+
+
+class DepthPolicy(Protocol):
+    """Chooses depths before a step and learns from it afterwards."""
+
+    def choose(self, wishes: Sequence[Wish], tokens: int) -> list[int]:
+        """The depth of each request, 0 to its limit. `tokens` are in the pass in any case."""
+
+    def record_draft(self, source: str, depth: int, seconds: float) -> None:
+        """Drafting to `depth` took so long."""
+
+    def record_pass(self, tokens: int, seconds: float) -> None:
+        """A target pass over so many tokens, with its verification, took so long."""
+
+    def record_verdict(self, source: str, acceptance: Acceptance, drafted: int, accepted: int) -> None:
+        """A draft `drafted` deep was accepted `accepted` deep."""
+
+
+class Auto:
+    """The depths with the most expected tokens a second, by measured cost and acceptance, with probes."""
+
+    def __init__(self) -> None:
+        self.passes = Curve(slope=0.02)
+        self.drafts: dict[str, Curve] = defaultdict(lambda: Curve(slope=0.5))
+        self.sources: dict[str, Acceptance] = defaultdict(Acceptance)
+
+    def choose(self, wishes: Sequence[Wish], tokens: int) -> list[int]:
+        """Add drafted tokens in order of their chance to be accepted; keep the best point on the way."""
+        rates = [w.acceptance.rate(self.sources[w.source].rate(PRIOR)) for w in wishes]
+        depths, expected, added = [0] * len(wishes), float(max(len(wishes), 1)), 0
+        best, best_speed = list(depths), expected / self._pass(tokens)
+        heap = [(-rate, i) for i, rate in enumerate(rates) if wishes[i].limit > 0]
+        heapq.heapify(heap)
+        while heap:
+            chance, i = heapq.heappop(heap)
+            depths[i] += 1
+            expected -= chance
+            added += wishes[i].width
+            cost = self._pass(tokens + added) + self._draft(wishes, depths)
+            if expected / cost > best_speed:
+                best, best_speed = list(depths), expected / cost
+            if depths[i] < min(wishes[i].limit, DEEPEST):
+                heapq.heappush(heap, (chance * rates[i], i))
+        return [self._probe(wish, depth) for wish, depth in zip(wishes, best, strict=True)]
+
+    def _probe(self, wish: Wish, depth: int) -> int:
+        """Now and then draft where it does not seem to pay, or nothing would ever be learned again."""
+        state = wish.acceptance
+        if depth or not wish.limit:
+            state.skipped = 0
+            return depth
+        state.skipped += 1
+        if state.skipped < state.patience:
+            return 0
+        state.skipped, state.patience = 0, min(2 * state.patience, PROBE_LAST)
+        return min(2, wish.limit)
+
+    def _pass(self, tokens: int) -> float:
+        seconds = self.passes.at(tokens)
+        return 1.0 if seconds is None else seconds
+
+    def _draft(self, wishes: Sequence[Wish], depths: Sequence[int]) -> float:
+        """Proposers work one after the other, each on all its requests at once, as long as its deepest takes."""
+        deepest: dict[str, int] = {}
+        for wish, depth in zip(wishes, depths, strict=True):
+            deepest[wish.source] = max(deepest.get(wish.source, 0), depth)
+        total = 0.0
+        for source, depth in deepest.items():
+            if depth:
+                seconds = self.drafts[source].at(depth)
+                total += 0.1 * depth * self._pass(1) if seconds is None else seconds
+        return total
+
+    def record_draft(self, source: str, depth: int, seconds: float) -> None:
+        self.drafts[source].add(depth, seconds)
+
+    def record_pass(self, tokens: int, seconds: float) -> None:
+        if tokens <= 64:  # larger passes are prefill: another regime, and no depth to choose
+            self.passes.add(tokens, seconds)
+
+    def record_verdict(self, source: str, acceptance: Acceptance, drafted: int, accepted: int) -> None:
+        acceptance.add(drafted, accepted, keep=0.9)
+        self.sources[source].add(drafted, accepted, keep=0.99)
+        if accepted:
+            acceptance.patience = PROBE_FIRST

@@ -1,0 +1,273 @@
+"""The engine: `add` requests, `step` until there is nothing to do.
+
+A step is plan, propose, one pass, verify, commit. Plain decoding is a draft without children, a prefill chunk is a
+chain of known tokens before the root: there is no other path. Proposing and verifying change nothing; committing is
+the only mutation. Invariant between steps: the KV cache of a running slot holds a prefix of its tokens[:-1].
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from forerun.cache.attention import Segment
+from forerun.draft.base import Proposer, Row
+from forerun.engine.depth import Auto, DepthPolicy, Wish
+from forerun.engine.request import Request
+from forerun.engine.scheduler import Scheduler, Work
+from forerun.errors import CapacityError, ConfigError, RequestError, nearest
+from forerun.models.text import TextStream, Tokenizer
+from forerun.runner import Runner
+from forerun.sampling import SamplingParams, SamplingState, filter_logits
+from forerun.types import Draft, Event, TokenLogprobs, Verdict
+from forerun.verify import RULES, Noise
+
+OFF = "off"
+
+
+class Engine:
+    """Continuous batching over one target and any number of proposers. One thread at a time may use it."""
+
+    def __init__(
+        self,
+        target: Runner,
+        proposers: Mapping[str, Proposer],
+        *,
+        rule: str = "match",
+        chunk: int = 512,
+        tokenizer: Tokenizer | None = None,
+        policy: DepthPolicy | None = None,
+    ) -> None:
+        """`proposers` by the name requests choose them with; without a tokenizer there is no text, only token ids."""
+        self.target, self.proposers, self.rule = target, proposers, RULES[rule]
+        self.tokenizer, self.policy = tokenizer, policy or Auto()
+        self.scheduler = Scheduler(target.cache, proposers, len(target.cache.length), chunk)
+        self.requests: dict[int, Request] = {}
+        self._ids = itertools.count()
+        self._aborted: list[Event] = []
+
+    def add(
+        self, tokens: Sequence[int], params: SamplingParams, *, draft: str = OFF, depth: int | str = "auto"
+    ) -> Request:
+        """Queue one request (`n` is the caller's affair). Raises RequestError or CapacityError if it cannot be served."""
+        config, cache = self.target.decoder.config, self.target.cache
+        if draft != OFF and draft not in self.proposers:
+            raise ConfigError(f"this engine has no draft {draft!r}: {nearest(draft, [OFF, *self.proposers])}")
+        if not tokens:
+            raise RequestError("the prompt is empty: give at least one token")
+        outside = [t for t in (*tokens, *params.logit_bias, *params.stop_token_ids) if not 0 <= t < config.vocab]
+        if outside:
+            raise RequestError(f"token id {outside[0]} is not in the vocabulary of {config.vocab}")
+        if params.stop_strings and self.tokenizer is None:
+            raise RequestError("stop strings need a tokenizer, and this engine has none: use stop_token_ids")
+        room = self.target.decoder.context - len(tokens)
+        if room < 1:
+            limit = self.target.decoder.context
+            raise RequestError(f"the prompt has {len(tokens)} tokens, the context only {limit}: shorten the prompt")
+        limit = min(params.max_tokens, room)
+        rows = cache.pages.count * cache.pages.size
+        if len(tokens) + limit > rows:
+            raise CapacityError(
+                f"prompt and max_tokens need {len(tokens) + limit} tokens of KV cache, which holds {rows}: "
+                "lower max_tokens or raise kv_tokens"
+            )
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        own_ends = () if params.ignore_eos else config.end_ids
+        ends = frozenset((*own_ends, *params.stop_token_ids))
+        request = Request(
+            id=next(self._ids),
+            tokens=list(tokens),
+            prompt_length=len(tokens),
+            params=params,
+            seed=seed,
+            limit=limit,
+            draft=draft,
+            depth=depth,
+            end_ids=ends,
+            state=SamplingState(params, tokens, sorted(ends)),
+            text=TextStream(self.tokenizer, tokens, params.stop_strings) if self.tokenizer else None,
+        )
+        request.stats.prompt_tokens = len(tokens)
+        self.requests[request.id] = request
+        self.scheduler.waiting.append(request)
+        return request
+
+    def abort(self, request: Request) -> None:
+        """End a request now; its last event comes with the next step."""
+        if request.id in self.requests:
+            request.finish_reason = "abort"
+            self._close(request)
+            text = request.text.take(finished=True) if request.text else ""
+            self._aborted.append(Event(request.id, [], [], text, finish_reason="abort"))
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step would do anything."""
+        return bool(self.requests or self._aborted)
+
+    def step(self) -> list[Event]:
+        """One pass of the target, and what came of it."""
+        events, self._aborted = self._aborted, []
+        works = self.scheduler.plan()
+        if not works:
+            return events
+        start = time.perf_counter()
+        drawing = [work for work in works if work.draws]
+        drafts = dict(zip((w.request.id for w in drawing), self._propose(works, drawing), strict=True))
+        drafted = time.perf_counter()
+        segments = [self._segment(work, drafts.get(work.request.id)) for work in works]
+        logits = self.target.forward(segments).logits
+        trees = [drafts[w.request.id] for w in drawing]
+        verdicts = self._verify(drawing, trees, logits)
+        verified = time.perf_counter()
+        self.policy.record_pass(sum(len(s.tokens) for s in segments), verified - drafted)
+        for work in works:
+            if not work.draws:
+                self.target.cache.commit(work.request.slot, range(work.count))
+                self._seal(work.request)
+        first = 0
+        for work, draft, verdict in zip(drawing, trees, verdicts, strict=True):
+            stats = work.request.stats
+            stats.draft_seconds += drafted - start
+            stats.verify_seconds += verified - drafted
+            events.append(self._land(work, draft, verdict, logits[first : first + len(draft)]))
+            first += len(draft)
+        return events
+
+    def _propose(self, works: Sequence[Work], drawing: Sequence[Work]) -> list[Draft]:
+        """One draft for each request that draws, roots where it does not pay or there is no room."""
+        depths = self._depths(works, drawing)
+        drafts = {w.request.id: Draft.root(w.request.tokens[-1]) for w in drawing}
+        groups: dict[str, list[Request]] = defaultdict(list)
+        for work in drawing:
+            if depths[work.request.id]:
+                groups[work.request.draft].append(work.request)
+        for name, requests in groups.items():
+            start = time.perf_counter()
+            rows = [self._row(request, depths[request.id]) for request in requests]
+            proposed = self.proposers[name].propose(rows)
+            lag = max(len(r.tokens) - r.proposed for r in requests)
+            if lag <= 2 * max(row.depth for row in rows):  # reading a long lag is no measure of a round
+                self.policy.record_draft(name, max(row.depth for row in rows), time.perf_counter() - start)
+            for request, draft in zip(requests, proposed, strict=True):
+                request.proposed = len(request.tokens)
+                if self.target.cache.pages.grow(request.slot, len(request.tokens) - 1 + len(draft)):
+                    drafts[request.id] = draft
+        return list(drafts.values())
+
+    def _depths(self, works: Sequence[Work], drawing: Sequence[Work]) -> dict[int, int]:
+        """Depth of each drawing request: what it asked for, or what the policy says. The pass that ends a prompt
+        drafts nothing, so that the first token comes soonest."""
+        limits, wishes, free = {}, [], []
+        for work in drawing:
+            request = work.request
+            drafts = request.draft != OFF and work.count == 1
+            limits[request.id] = request.limit - request.produced - 1 if drafts else 0
+            if request.depth == "auto" and limits[request.id]:
+                proposer = self.proposers[request.draft]
+                wishes.append(
+                    Wish(request.draft, limits[request.id], request.acceptance, getattr(proposer, "width", 1))
+                )
+                free.append(request.id)
+        chosen = self.policy.choose(wishes, sum(w.count for w in works))
+        asked = {w.request.id: w.request.depth for w in drawing}
+        depths = {i: min(depth, limits[i]) for i, depth in asked.items() if isinstance(depth, int)}
+        return dict.fromkeys(limits, 0) | depths | dict(zip(free, chosen, strict=True))
+
+    def _row(self, request: Request, depth: int) -> Row:
+        return Row(
+            slot=request.slot,
+            tokens=request.tokens,
+            params=request.params,
+            noise=Noise(request.seed, len(request.tokens) - 1),
+            depth=depth,
+            coupled=self.rule.coupled,
+            branching=self.rule.branching,
+        )
+
+    def _segment(self, work: Work, draft: Draft | None) -> Segment:
+        """The known tokens to read, and the draft behind them: its root is the last of them."""
+        request, count = work.request, work.count
+        at = self.target.cache.length[request.slot]
+        tokens, parents = request.tokens[at : at + count], list(range(-1, count - 1))
+        if draft is None:
+            return Segment(request.slot, tokens, parents, [])
+        parents += [count - 1 + parent for parent in draft.parents[1:]]
+        want = list(range(count - 1, count - 1 + len(draft)))
+        return Segment(request.slot, tokens + draft.tokens[1:], parents, want)
+
+    def _verify(self, drawing: Sequence[Work], drafts: Sequence[Draft], logits: Tensor) -> list[Verdict]:
+        """The rule's verdict on each draft, from logits [M, V]."""
+        if not drawing:
+            return []
+        with torch.inference_mode():
+            scores = filter_logits(logits, drafts, [w.request.state for w in drawing])
+            noises = [Noise(w.request.seed, len(w.request.tokens) - 1) for w in drawing]
+            return self.rule.verify(drafts, scores, noises)
+
+    def _land(self, work: Work, draft: Draft, verdict: Verdict, logits: Tensor) -> Event:
+        """Commit a verdict: keep the path's keys, append its tokens up to the one that ends the request."""
+        request, path = work.request, verdict.path
+        read = work.count - 1  # known tokens before the root
+        self.target.cache.commit(request.slot, [*range(read), *(read + node for node in path)])
+        if request.stats.steps == 0:
+            request.stats.first_token_seconds = time.perf_counter() - request.arrived
+        request.stats.steps += 1
+        self._count(request, draft, verdict)
+        taken = 0
+        for token in verdict.tokens:
+            request.append(token)
+            taken += 1
+            if request.finish_reason:
+                break
+        sources = [*(draft.sources[node] for node in path[1:]), ""][:taken]
+        event = Event(request.id, verdict.tokens[:taken], sources, finish_reason=request.finish_reason)
+        if request.params.logprobs is not None:
+            event.logprobs = _logprobs(logits[path[:taken]], event.token_ids, request.params.logprobs)
+        if request.text:
+            event.text = request.text.take(finished=request.finish_reason is not None)
+        if request.finish_reason:
+            self._close(request)
+        else:
+            self._seal(request)
+        return event
+
+    def _count(self, request: Request, draft: Draft, verdict: Verdict) -> None:
+        """Statistics of one verdict, and what the depth policy learns from it."""
+        kept = set(verdict.path)
+        for node in range(1, len(draft)):
+            source = request.stats.by_source[draft.sources[node]]
+            source.drafted += 1
+            source.accepted += node in kept
+        request.stats.drafted += len(draft) - 1
+        request.stats.accepted += len(verdict.path) - 1
+        if len(draft) > 1:
+            depth, accepted = max(draft.depths()), len(verdict.path) - 1
+            self.policy.record_verdict(request.draft, request.acceptance, depth, accepted)
+
+    def _seal(self, request: Request) -> None:
+        cache = self.target.cache
+        cache.pages.seal(request.slot, request.tokens, cache.length[request.slot])
+
+    def _close(self, request: Request) -> None:
+        request.stats.seconds = time.perf_counter() - request.arrived
+        if request.slot >= 0:
+            self._seal(request)
+        self.scheduler.finish(request)
+        del self.requests[request.id]
+
+
+def _logprobs(logits: Tensor, tokens: Sequence[int], top: int) -> list[TokenLogprobs]:
+    """Raw log-probabilities of the chosen tokens and the `top` likeliest. logits [K, V], K tokens"""
+    laws = logits.log_softmax(-1)
+    values, ids = laws.topk(min(top, laws.shape[-1]))
+    return [
+        TokenLogprobs(token, float(laws[i, token]), dict(zip(ids[i].tolist(), values[i].tolist(), strict=True)))
+        for i, token in enumerate(tokens)
+    ]

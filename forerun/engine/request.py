@@ -1,0 +1,63 @@
+"""One request: its tokens, parameters and progress. The scheduler is the only one that moves it about."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from forerun.engine.depth import Acceptance
+from forerun.engine.stats import RequestStats
+from forerun.models.text import TextStream
+from forerun.sampling import SamplingParams, SamplingState
+
+WAITING = -1
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """`tokens` are prompt and output; the KV cache of its slot holds tokens[:length], the last is the next root.
+
+    `limit` is the most output tokens it may have; `draft` names its proposer and `depth` what it asked for.
+    """
+
+    id: int
+    tokens: list[int]
+    prompt_length: int
+    params: SamplingParams
+    seed: int
+    limit: int
+    draft: str
+    depth: int | str
+    end_ids: frozenset[int]
+    state: SamplingState
+    text: TextStream | None
+    slot: int = WAITING
+    stats: RequestStats = field(default_factory=RequestStats)
+    acceptance: Acceptance = field(default_factory=Acceptance)
+    proposed: int = 0  # tokens when a draft was last asked for: its proposer's lag
+    finish_reason: str | None = None
+    arrived: float = field(default_factory=time.perf_counter)
+
+    @property
+    def output(self) -> Sequence[int]:
+        """The tokens produced so far."""
+        return self.tokens[self.prompt_length :]
+
+    @property
+    def produced(self) -> int:
+        return len(self.tokens) - self.prompt_length
+
+    def append(self, token: int) -> None:
+        """Commit one output token and see whether it is the last."""
+        self.tokens.append(token)
+        self.state.append(token)
+        self.stats.completion_tokens += 1
+        if token in self.end_ids:
+            self.finish_reason = "stop"
+        elif self.text is not None:
+            self.text.append(token)
+            if self.text.stopped:
+                self.finish_reason = "stop"
+        if self.finish_reason is None and self.produced >= self.limit:
+            self.finish_reason = "length"

@@ -1,0 +1,96 @@
+"""Who runs, and how many tokens of each: admission, prefill in chunks, preemption, release. No tensors.
+
+Slots are given in order of arrival. When the KV pool is full the newest request goes back to the front of the queue
+and reads its tokens again later; the oldest never waits, so everything ends. A request that could not end alone in
+an empty pool is refused on arrival.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from forerun.cache.kv import KVCache
+from forerun.draft.base import Proposer
+from forerun.engine.request import WAITING, Request
+
+
+@dataclass(slots=True)
+class Work:
+    """`count` tokens of one request to read in this pass; `draws` when that reaches its root."""
+
+    request: Request
+    count: int
+    draws: bool
+
+
+class Scheduler:
+    """Requests that wait and run over one KV cache."""
+
+    def __init__(self, cache: KVCache, proposers: Mapping[str, Proposer], slots: int, chunk: int) -> None:
+        self.cache, self.proposers, self.chunk = cache, proposers, chunk
+        self.budget = chunk + slots
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []  # in order of admission
+        self.slots = list(range(slots - 1, -1, -1))
+
+    def plan(self) -> list[Work]:
+        """The work of the next pass: decoding requests first, then prompts as far as the budget goes."""
+        if not self._reserve():
+            self._admit()
+        pending = [(r, len(r.tokens) - self.cache.length[r.slot]) for r in self.running]
+        works, budget = [], self.budget
+        for request, count in sorted(pending, key=lambda pair: pair[1] > 1):
+            take = min(count, self.chunk, budget)
+            if take:
+                works.append(Work(request, take, draws=take == count))
+                budget -= take
+        return works
+
+    def _reserve(self) -> bool:
+        """Room for every running request's known tokens, oldest first; True if somebody had to go for it."""
+        preempted = False
+        for request in list(self.running):
+            while request.slot != WAITING and not self.cache.pages.grow(request.slot, len(request.tokens)):
+                self._preempt(self.running[-1])
+                preempted = True
+        return preempted
+
+    def _preempt(self, request: Request) -> None:
+        self._release(request, finished=False)
+        request.stats.preemptions += 1
+        self.waiting.appendleft(request)
+
+    def _admit(self) -> None:
+        """Start waiting requests while there are slots, and pages for all their tokens."""
+        while self.waiting and self.slots:
+            request, slot = self.waiting[0], self.slots[-1]
+            cached = self.cache.open(slot, request.tokens)
+            if not self.cache.pages.grow(slot, len(request.tokens)):
+                self.cache.close(slot)
+                assert self.running, "a request that fits no empty pool was let in"
+                return
+            self.waiting.popleft()
+            self.slots.pop()
+            request.slot = slot
+            request.stats.cached_tokens = max(request.stats.cached_tokens, min(cached, request.prompt_length))
+            request.proposed = 0
+            self.running.append(request)
+            if request.draft in self.proposers:
+                self.proposers[request.draft].open(slot, request.tokens)
+
+    def finish(self, request: Request) -> None:
+        """Take a request out, wherever it is."""
+        if request.slot == WAITING:
+            self.waiting.remove(request)
+        else:
+            self._release(request, finished=True)
+
+    def _release(self, request: Request, finished: bool) -> None:
+        if request.draft in self.proposers:
+            self.proposers[request.draft].close(request.slot, request.tokens if finished else None)
+        self.cache.close(request.slot)
+        self.slots.append(request.slot)
+        self.running.remove(request)
+        request.slot = WAITING

@@ -1,0 +1,51 @@
+"""What is counted about one request."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(slots=True)
+class SourceStats:
+    """Tokens one proposer drafted, and how many of them were accepted."""
+
+    drafted: int = 0
+    accepted: int = 0
+
+
+@dataclass(slots=True)
+class RequestStats:
+    """Counters of one request.
+
+    steps: target passes that produced tokens. drafted, accepted: draft nodes verified, and those kept.
+    draft_seconds, verify_seconds: time of the steps it took part in, spent proposing and in the target pass with
+    its rule; a step shared by several requests counts in full for each. seconds: from its arrival to its end.
+    """
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    preemptions: int = 0
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    seconds: float = 0.0
+    first_token_seconds: float = 0.0
+    by_source: defaultdict[str, SourceStats] = field(default_factory=lambda: defaultdict(SourceStats))
+
+    @property
+    def accepted_length(self) -> float:
+        """Tokens emitted per target pass, the target's own one included."""
+        return self.completion_tokens / self.steps if self.steps else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        names = [n for n in self.__slots__ if n != "by_source"]
+        values: dict[str, Any] = {name: getattr(self, name) for name in names}
+        values = {k: round(v, 6) if isinstance(v, float) else v for k, v in values.items()}
+        sources = {name: {"drafted": s.drafted, "accepted": s.accepted} for name, s in self.by_source.items()}
+        return values | {"accepted_length": round(self.accepted_length, 4), "by_source": sources}

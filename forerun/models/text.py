@@ -1,0 +1,137 @@
+"""Text to tokens and back: tokenizer, chat template, incremental detokenizer with stop strings."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers.decoders import DecodeStream
+
+from forerun.errors import LoadError, RequestError
+
+Message = dict[str, Any]
+
+# Classes that add nothing to tokenizer.json, so that it can be read without importing transformers (a second).
+PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
+
+
+class Tokenizer:
+    """A model's tokenizer, whichever way the model's authors stored it."""
+
+    def __init__(self, directory: Path) -> None:
+        """Raises LoadError when the directory has no usable tokenizer."""
+        self.directory = directory
+        self._backend = self._load()
+
+    def _load(self) -> tokenizers.Tokenizer:
+        plain, settings = self.directory / "tokenizer.json", self.directory / "tokenizer_config.json"
+        try:
+            kind = (
+                json.loads(settings.read_text(encoding="utf-8")).get("tokenizer_class") if settings.is_file() else None
+            )
+            if plain.is_file() and kind in PLAIN_CLASSES:
+                return tokenizers.Tokenizer.from_file(str(plain))
+            backend = getattr(self._slow, "backend_tokenizer", None)
+        except LoadError:
+            raise
+        except Exception as error:  # the tokenizers library raises bare Exception
+            raise LoadError(f"the tokenizer in {self.directory} cannot be read: {error}") from None
+        if backend is None:
+            raise LoadError(f"the tokenizer in {self.directory} has no tokenizer.json form, which forerun needs")
+        return backend
+
+    @cached_property
+    def _slow(self) -> Any:
+        """transformers' tokenizer: it knows every way of storing one, and chat templates."""
+        from transformers import AutoTokenizer
+
+        try:
+            return AutoTokenizer.from_pretrained(self.directory)
+        except (OSError, ValueError, KeyError, ImportError) as error:
+            raise LoadError(f"the tokenizer in {self.directory} cannot be read: {error}") from None
+
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        """Token ids of a text; `special` adds what the model expects around a text (often a first token)."""
+        ids: list[int] = self._backend.encode(text, add_special_tokens=special).ids
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of token ids, special tokens left out."""
+        text: str = self._backend.decode(list(ids), skip_special_tokens=True)
+        return text
+
+    def vocabulary(self) -> dict[str, int]:
+        """Every token's spelling and id."""
+        vocabulary: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
+        return vocabulary
+
+    def stream(self, prompt: Sequence[int]) -> DecodeStream:
+        """A decoder of one token at a time that goes on from `prompt`."""
+        return DecodeStream(ids=list(prompt)[-8:], skip_special_tokens=True)
+
+    def step(self, stream: DecodeStream, token: int) -> str:
+        """The text that `token` completes; "" while a character is unfinished."""
+        return stream.step(self._backend, token) or ""
+
+    def chat(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids of a conversation, ready for the assistant's answer; a plain layout where the model has none."""
+        for message in messages:
+            if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
+                raise RequestError(f"a chat message needs a role and a content, not {message!r}")
+        if not self.has_chat_template:
+            text = "".join(f"{m['role']}: {m['content']}\n" for m in messages) + "assistant:"
+            return self.encode(text)
+        try:
+            text = self._slow.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # templates raise what they like
+            raise RequestError(f"the model's chat template refuses this conversation: {error}") from None
+        return self.encode(text, special=False)
+
+    @cached_property
+    def has_chat_template(self) -> bool:
+        """Whether the model says how a conversation is written."""
+        if (self.directory / "chat_template.jinja").is_file():
+            return True
+        settings = self.directory / "tokenizer_config.json"
+        return settings.is_file() and bool(json.loads(settings.read_text(encoding="utf-8")).get("chat_template"))
+
+
+class TextStream:
+    """The text of one output as its tokens arrive: whole characters, nothing past a stop string.
+
+    What might be the beginning of a stop string is held back until it is known not to be.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str]) -> None:
+        self.tokenizer, self.stops = tokenizer, stops
+        self.stream = tokenizer.stream(prompt)
+        self.text = ""
+        self.sent = 0
+        self.stopped = False
+
+    def append(self, token: int) -> None:
+        """Add one token; `stopped` says whether it completed a stop string, which is then cut off."""
+        before = len(self.text)
+        self.text += self.tokenizer.step(self.stream, token)
+        reach = max(map(len, self.stops), default=0)
+        found = [at for at in (self.text.find(s, max(0, before - reach + 1)) for s in self.stops) if at >= 0]
+        if found:
+            self.text, self.stopped = self.text[: min(found)], True
+
+    def take(self, finished: bool) -> str:
+        """The text that can be shown now and was not before."""
+        end = len(self.text)
+        if not finished:
+            end -= max((self._overlap(stop) for stop in self.stops), default=0)
+        new = self.text[self.sent : end]
+        self.sent = max(self.sent, end)
+        return new
+
+    def _overlap(self, stop: str) -> int:
+        """How much of the end of the text could be the beginning of `stop`."""
+        sizes = range(min(len(stop) - 1, len(self.text)), 0, -1)
+        return next((n for n in sizes if self.text.endswith(stop[:n])), 0)

@@ -1,0 +1,124 @@
+"""Tiny random-weight models, one a family, written by transformers as ordinary Hugging Face directories.
+
+`family(name)` is a family or a variant of one (`llama-yarn`); all share VOCAB. Weights are scaled up so that the
+next-token laws are peaked and attention matters: a wrong mask or position then shows.
+"""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers as hf
+
+from forerun.models.decoder import Decoder, load_decoder
+
+VOCAB = 64
+_BASE: dict[str, Any] = dict(
+    vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=256, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+)  # fmt: skip
+_GEMMA = dict(_BASE, num_hidden_layers=4, head_dim=8, query_pre_attn_scalar=12, sliding_window=7)
+_LONG = dict(short_factor=[1.0, 1.1], long_factor=[2.0, 3.0])
+
+FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
+    "llama": (hf.LlamaConfig, hf.LlamaForCausalLM, _BASE),
+    "mistral": (hf.MistralConfig, hf.MistralForCausalLM, dict(_BASE, sliding_window=7)),
+    "qwen2": (
+        hf.Qwen2Config, hf.Qwen2ForCausalLM,
+        dict(_BASE, tie_word_embeddings=True, use_sliding_window=True, sliding_window=7, max_window_layers=1),
+    ),
+    "qwen3": (hf.Qwen3Config, hf.Qwen3ForCausalLM, dict(_BASE, head_dim=16)),
+    "smollm3": (hf.SmolLM3Config, hf.SmolLM3ForCausalLM, dict(_BASE, num_hidden_layers=4, no_rope_layer_interval=4)),
+    "phi3": (hf.Phi3Config, hf.Phi3ForCausalLM, dict(_BASE, sliding_window=9)),
+    "gemma2": (
+        hf.Gemma2Config, hf.Gemma2ForCausalLM,
+        dict(_GEMMA, attn_logit_softcapping=5.0, final_logit_softcapping=8.0),
+    ),
+    "gemma3": (hf.Gemma3TextConfig, hf.Gemma3ForCausalLM, dict(_GEMMA, layer_types=["sliding_attention"] * 3 + ["full_attention"])),
+    "gpt2": (
+        hf.GPT2Config, hf.GPT2LMHeadModel,
+        dict(vocab_size=VOCAB, n_embd=32, n_layer=3, n_head=4, n_positions=256, bos_token_id=1, eos_token_id=2),
+    ),
+}  # fmt: skip
+
+
+def rope(kind: str, **parameters: Any) -> dict[str, Any]:
+    """A Llama configuration with a scaled rope."""
+    return dict(_BASE, rope_parameters=dict(rope_type=kind, rope_theta=10000.0, **parameters))
+
+
+VARIANTS: dict[str, tuple[type, type, dict[str, Any]]] = {
+    "llama-linear": (hf.LlamaConfig, hf.LlamaForCausalLM, rope("linear", factor=4.0)),
+    "llama-dynamic": (hf.LlamaConfig, hf.LlamaForCausalLM, rope("dynamic", factor=2.0)),
+    "llama-yarn": (
+        hf.LlamaConfig, hf.LlamaForCausalLM, rope("yarn", factor=4.0, original_max_position_embeddings=64),
+    ),
+    "llama-llama3": (
+        hf.LlamaConfig, hf.LlamaForCausalLM,
+        rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64),
+    ),
+    "llama-biased": (hf.LlamaConfig, hf.LlamaForCausalLM, dict(_BASE, attention_bias=True, mlp_bias=True)),
+    "phi3-longrope": (
+        hf.Phi3Config, hf.Phi3ForCausalLM,
+        dict(
+            _BASE, original_max_position_embeddings=64,
+            rope_parameters=dict(rope_type="longrope", rope_theta=10000.0, partial_rotary_factor=0.5, **_LONG),
+        ),
+    ),
+    "gemma3-scaled": (
+        hf.Gemma3TextConfig, hf.Gemma3ForCausalLM,
+        dict(
+            _GEMMA, layer_types=["sliding_attention"] * 3 + ["full_attention"],
+            rope_parameters={
+                "sliding_attention": dict(rope_type="default", rope_theta=10000.0),
+                "full_attention": dict(rope_type="linear", rope_theta=1e6, factor=8.0),
+            },
+        ),
+    ),
+}  # fmt: skip
+
+
+def hf_model(name: str, seed: int = 0, **overrides: Any) -> Any:
+    """The transformers model of a family or variant, float32, random weights of some consequence."""
+    config_class, model_class, settings = (FAMILIES | VARIANTS)[name]
+    torch.manual_seed(seed)
+    model = model_class(config_class(**(settings | overrides))).eval()
+    with torch.no_grad():
+        for key, value in model.named_parameters():
+            value.normal_(0.0, 0.6 if value.ndim > 1 else 0.1)
+            if value.ndim == 1 and key.endswith("weight") and "gemma" not in name:  # norms scale by 1, Gemma's by 1 + w
+                value.add_(1.0)
+            if "embed" in key or "wte" in key or "wpe" in key:
+                value.mul_(1.2)
+    return model
+
+
+@functools.cache
+def family(name: str, seed: int = 0) -> Path:
+    """A directory holding the tiny model; written once a test run."""
+    directory = Path(tempfile.mkdtemp(prefix=f"forerun-{name}-"))
+    hf_model(name, seed).save_pretrained(directory)
+    return directory
+
+
+@functools.cache
+def drafter(name: str, noise: float = 0.15) -> Path:
+    """A model that often agrees with `family(name)`: the same weights, disturbed."""
+    directory = Path(tempfile.mkdtemp(prefix=f"forerun-{name}-draft-"))
+    model = hf_model(name)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for value in model.parameters():
+            value.add_(torch.randn_like(value) * noise * value.std().clamp(min=1e-3))
+    model.save_pretrained(directory)
+    return directory
+
+
+@functools.cache
+def decoder(directory: Path, dtype: torch.dtype = torch.float64, device: str = "cpu") -> Decoder:
+    """A loaded decoder of 256 positions, shared by the tests that use it."""
+    return load_decoder(directory, dtype, torch.device(device), 256)
