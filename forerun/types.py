@@ -120,12 +120,18 @@ class Event:
     """New tokens of one request, as they leave the engine.
 
     `sources[i]` names the proposer whose drafted token was accepted, or is "" where the token is the target's own
-    draw. `text` is what became printable; `finish_reason` is None until the last event ("stop", "length", "abort").
+    draw; `pieces[i]` is the text it made printable (none while a character or a stop string is unfinished).
+    `finish_reason` is None until the last event ("stop", "length", "abort").
     """
 
     request_id: int
     token_ids: list[int]
     sources: list[str]
-    text: str = ""
+    pieces: list[str]
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: str | None = None
+
+    @property
+    def text(self) -> str:
+        """What became printable with this event."""
+        return "".join(self.pieces)

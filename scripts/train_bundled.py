@@ -147,10 +147,8 @@ def train(role: str, out: Path, minutes: float, target: LlamaForCausalLM | None,
             optimizer.zero_grad()
         step, seen = step + 1, seen + ids.numel()
         if step % 50 == 0:
-            print(
-                f"{role} step {step} {100 * elapsed:.0f}% loss {loss.item():.3f} {seen / (time.time() - begin):.0f} tok/s",
-                flush=True,
-            )
+            speed = seen / (time.time() - begin)
+            print(f"{role} step {step} {100 * elapsed:.0f}% loss {loss.item():.3f} {speed:.0f} tok/s", flush=True)
         if time.time() - last > 600:
             last = time.time()
             print(f"{role} held-out perplexity {perplexity(model, held, 16):.2f}", flush=True)
@@ -174,10 +172,11 @@ A {shape} Llama-architecture decoder of {parameters:,} parameters for Python cod
 `scripts/train_bundled.py` ({stage}). It exists so that `forerun` can show and test speculation without a
 download; it completes simple Python and knows nothing else.
 
-- Data: the Python standard library's source (PSF licence), {train_tokens:,} tokens, of which it saw {seen_tokens:,} with
-  repetition; one module in twenty, chosen by a hash of its path, was held out ({held_out_tokens:,} tokens).
+- Data: the Python standard library's source (PSF licence), {train_tokens:,} tokens; it saw {seen_tokens:,}, with
+  repetition. One module in twenty, chosen by a hash of its path, was held out ({held_out_tokens:,} tokens).
 - Held-out perplexity per token (byte-level BPE, 4,096 tokens): **{held_out_perplexity}**.
-- Trained for {minutes:g} minutes on 2 CPU cores, bfloat16 autocast, AdamW, seed 1. Weights are bfloat16. Context: 1,024 tokens.
+- Trained for {minutes:g} minutes on 2 CPU cores, bfloat16 autocast, Muon and AdamW, seed 1.
+- Weights are bfloat16; context 1,024 tokens.
 - Licence of the weights: Apache-2.0.
 """
 

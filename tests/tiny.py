@@ -82,14 +82,17 @@ VARIANTS: dict[str, tuple[type, type, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def hf_model(name: str, seed: int = 0, **overrides: Any) -> Any:
-    """The transformers model of a family or variant, float32, random weights of some consequence."""
+def hf_model(name: str, seed: int = 0, gain: float = 1.0, **overrides: Any) -> Any:
+    """The transformers model of a family or variant, float32, random weights of some consequence.
+
+    A lower `gain` makes smaller weights, and so less of a difference between two orders of summation.
+    """
     config_class, model_class, settings = (FAMILIES | VARIANTS)[name]
     torch.manual_seed(seed)
     model = model_class(config_class(**(settings | overrides))).eval()
     with torch.no_grad():
         for key, value in model.named_parameters():
-            value.normal_(0.0, 0.6 if value.ndim > 1 else 0.1)
+            value.normal_(0.0, 0.6 * gain if value.ndim > 1 else 0.1)
             if value.ndim == 1 and key.endswith("weight") and "gemma" not in name:  # norms scale by 1, Gemma's by 1 + w
                 value.add_(1.0)
             if "embed" in key or "wte" in key or "wpe" in key:
@@ -98,10 +101,10 @@ def hf_model(name: str, seed: int = 0, **overrides: Any) -> Any:
 
 
 @functools.cache
-def family(name: str, seed: int = 0) -> Path:
+def family(name: str, seed: int = 0, gain: float = 1.0) -> Path:
     """A directory holding the tiny model; written once a test run."""
     directory = Path(tempfile.mkdtemp(prefix=f"forerun-{name}-"))
-    hf_model(name, seed).save_pretrained(directory)
+    hf_model(name, seed, gain).save_pretrained(directory)
     return directory
 
 

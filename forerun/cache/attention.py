@@ -114,13 +114,13 @@ class Attention:
             keys = rows if isinstance(rows, slice) else rows[None]
             return _Group(slice(at, at + queries), keys, self._masks(segments, depths, queries, width), None)
         index = np.minimum(np.arange(queries), np.asarray(counts)[:, None] - 1) + np.asarray(starts)[:, None]
-        rows = np.stack([self.cache.pages.rows[s.slot, :width] for s in segments])
+        table = np.stack([self.cache.pages.rows[s.slot, :width] for s in segments])
         # past a slot's own end stand rows of whoever had them before: masked, but read, so read something finite
-        rows = np.where(np.arange(width) < np.asarray(totals)[:, None], rows, rows[:, :1])
+        table = np.where(np.arange(width) < np.asarray(totals)[:, None], table, table[:, :1])
         filled = np.arange(queries) < np.asarray(counts)[:, None]
         return _Group(
             self._tensor(index),
-            self._tensor(rows),
+            self._tensor(table),
             self._masks(segments, depths, queries, width),
             None if filled.all() else self._tensor(filled),
         )

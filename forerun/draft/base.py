@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from forerun.sampling import SamplingParams
+from forerun.sampling.params import SamplingParams
 from forerun.types import Draft
 from forerun.verify import Noise
 

@@ -19,7 +19,7 @@ from forerun import rng
 from forerun.cache.attention import Segment
 from forerun.draft.base import Proposer, Row
 from forerun.runner import Runner
-from forerun.sampling import shape_logits
+from forerun.sampling.filters import shape_logits
 from forerun.types import Draft, Law
 
 CHUNK = 512  # most tokens of a slot read in one pass while catching up

@@ -24,7 +24,8 @@ from forerun.engine.scheduler import Scheduler, Work
 from forerun.errors import CapacityError, ConfigError, RequestError, nearest
 from forerun.models.text import TextStream, Tokenizer
 from forerun.runner import Runner
-from forerun.sampling import SamplingParams, SamplingState, filter_logits
+from forerun.sampling.filters import SamplingState, filter_logits
+from forerun.sampling.params import SamplingParams
 from forerun.types import Draft, Event, TokenLogprobs, Verdict
 from forerun.verify import RULES, Noise
 
@@ -55,7 +56,7 @@ class Engine:
     def add(
         self, tokens: Sequence[int], params: SamplingParams, *, draft: str = OFF, depth: int | str = "auto"
     ) -> Request:
-        """Queue one request (`n` is the caller's affair). Raises RequestError or CapacityError if it cannot be served."""
+        """Queue one request (`n` is the caller's affair). Raises RequestError or CapacityError if it cannot serve."""
         config, cache = self.target.decoder.config, self.target.cache
         if draft != OFF and draft not in self.proposers:
             raise ConfigError(f"this engine has no draft {draft!r}: {nearest(draft, [OFF, *self.proposers])}")
@@ -103,8 +104,8 @@ class Engine:
         if request.id in self.requests:
             request.finish_reason = "abort"
             self._close(request)
-            text = request.text.take(finished=True) if request.text else ""
-            self._aborted.append(Event(request.id, [], [], text, finish_reason="abort"))
+            rest = request.text.take(finished=True) if request.text else ""
+            self._aborted.append(Event(request.id, [], [], [rest], finish_reason="abort"))
 
     @property
     def busy(self) -> bool:
@@ -220,18 +221,16 @@ class Engine:
             request.stats.first_token_seconds = time.perf_counter() - request.arrived
         request.stats.steps += 1
         self._count(request, draft, verdict)
-        taken = 0
+        pieces: list[str] = []
         for token in verdict.tokens:
-            request.append(token)
-            taken += 1
+            pieces.append(request.append(token))
             if request.finish_reason:
                 break
+        taken = len(pieces)
         sources = [*(draft.sources[node] for node in path[1:]), ""][:taken]
-        event = Event(request.id, verdict.tokens[:taken], sources, finish_reason=request.finish_reason)
+        event = Event(request.id, verdict.tokens[:taken], sources, pieces, finish_reason=request.finish_reason)
         if request.params.logprobs is not None:
             event.logprobs = _logprobs(logits[path[:taken]], event.token_ids, request.params.logprobs)
-        if request.text:
-            event.text = request.text.take(finished=request.finish_reason is not None)
         if request.finish_reason:
             self._close(request)
         else:

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from forerun.engine.depth import Acceptance
 from forerun.engine.stats import RequestStats
 from forerun.models.text import TextStream
-from forerun.sampling import SamplingParams, SamplingState
+from forerun.sampling.filters import SamplingState
+from forerun.sampling.params import SamplingParams
 
 WAITING = -1
 
@@ -48,8 +49,8 @@ class Request:
     def produced(self) -> int:
         return len(self.tokens) - self.prompt_length
 
-    def append(self, token: int) -> None:
-        """Commit one output token and see whether it is the last."""
+    def append(self, token: int) -> str:
+        """Commit one output token and see whether it is the last; returns the text that it made printable."""
         self.tokens.append(token)
         self.state.append(token)
         self.stats.completion_tokens += 1
@@ -61,3 +62,4 @@ class Request:
                 self.finish_reason = "stop"
         if self.finish_reason is None and self.produced >= self.limit:
             self.finish_reason = "length"
+        return self.text.take(finished=self.finish_reason is not None) if self.text else ""

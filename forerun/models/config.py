@@ -114,7 +114,8 @@ def _rope(raw: Json, parameters: Json | None, head_dim: int) -> Rope:
     parameters = dict(parameters or {})
     parameters["rope_type"] = parameters.get("rope_type", parameters.pop("type", "default"))
     parameters.setdefault("rope_theta", raw.get("rope_theta", 10000.0))
-    fraction = parameters.setdefault("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
+    fraction: float = parameters.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0
+    parameters["partial_rotary_factor"] = fraction
     return Rope(int(head_dim * fraction), parameters)
 
 

@@ -74,7 +74,9 @@ class Decoder:
             logits = torch.tanh(logits / c.logit_softcap) * c.logit_softcap
         return Forward(logits, features)
 
-    def _attention(self, x: Tensor, i: int, layer: Layer, rotation: tuple[Tensor, Tensor] | None, attend: Attend):
+    def _attention(
+        self, x: Tensor, i: int, layer: Layer, rotation: tuple[Tensor, Tensor] | None, attend: Attend
+    ) -> Tensor:
         c, tokens = self.config, x.shape[0]
         qkv = self._linear(self._norm(x, layer.attention_norm), layer.qkv).view(tokens, -1, c.head_dim)
         qk, v = qkv[:, : c.heads + c.kv_heads], qkv[:, c.heads + c.kv_heads :]

@@ -32,7 +32,8 @@ def rope_tables(config: ModelConfig, rope: Rope, context: int, dtype: torch.dtyp
 
 def _inverse(theta: float, dim: int) -> Tensor:
     """Inverse frequencies, rounded to float32 as checkpoints were trained with. [dim / 2]"""
-    return 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    frequencies: Tensor = theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    return 1.0 / frequencies
 
 
 def _dynamic(config: ModelConfig, rope: Rope, positions: Tensor) -> Tensor:
@@ -40,7 +41,8 @@ def _dynamic(config: ModelConfig, rope: Rope, positions: Tensor) -> Tensor:
     length = (positions + 1).clamp(min=config.context)
     growth = rope.parameters["factor"] * length / config.context - (rope.parameters["factor"] - 1)
     theta = rope.parameters["rope_theta"] * growth ** (rope.dim / (rope.dim - 2))
-    return 1.0 / theta[:, None] ** (torch.arange(0, rope.dim, 2, dtype=torch.float64) / rope.dim)
+    frequencies: Tensor = theta[:, None] ** (torch.arange(0, rope.dim, 2, dtype=torch.float64) / rope.dim)
+    return 1.0 / frequencies
 
 
 def _published(config: ModelConfig, rope: Rope, context: int) -> tuple[Tensor, float]:

@@ -35,7 +35,7 @@ class Tokenizer:
             )
             if plain.is_file() and kind in PLAIN_CLASSES:
                 return tokenizers.Tokenizer.from_file(str(plain))
-            backend = getattr(self._slow, "backend_tokenizer", None)
+            backend: tokenizers.Tokenizer | None = getattr(self._slow, "backend_tokenizer", None)
         except LoadError:
             raise
         except Exception as error:  # the tokenizers library raises bare Exception

@@ -70,7 +70,7 @@ class Checkpoint:
         self.taken: set[str] = set()
         try:
             self.files = [safe_open(path, framework="pt") for path in self._paths()]
-            self.where = {name: file for file in self.files for name in file.keys()}  # noqa: SIM118
+            self.where = {name: file for file in self.files for name in file.keys()}  # type: ignore[no-untyped-call]  # noqa: SIM118
         except (SafetensorError, OSError, ValueError, KeyError) as error:
             raise LoadError(f"the weights in {directory} cannot be read: {error}") from None
 
@@ -97,7 +97,7 @@ class Checkpoint:
             if name not in self.where:
                 raise LoadError(f"{self.directory}: the checkpoint lacks the tensor {name}; it is incomplete")
             try:
-                part = self.where[name].get_tensor(name)
+                part = self.where[name].get_tensor(name)  # type: ignore[no-untyped-call]
             except (SafetensorError, OSError) as error:
                 raise LoadError(f"{self.directory}: tensor {name} cannot be read: {error}") from None
             if not part.is_floating_point():
@@ -120,7 +120,9 @@ class Checkpoint:
             raise LoadError(f"{self.directory}: {len(left)} tensors fit no part of this model: {shown}")
 
 
-LLAMA_NAMES = {
+Names = dict[str, str | list[str]]
+
+LLAMA_NAMES: Names = {
     "embed": "embed_tokens",
     "norm": "norm",
     "layer": "layers.{i}.",
@@ -133,7 +135,7 @@ LLAMA_NAMES = {
     "up": ["mlp.gate_proj", "mlp.up_proj"],
     "down": "mlp.down_proj",
 }
-NAMES = {
+NAMES: dict[str, Names] = {
     "llama": LLAMA_NAMES,
     "phi3": LLAMA_NAMES | {"qkv": "self_attn.qkv_proj", "up": "mlp.gate_up_proj"},
     "gpt2": {
@@ -149,7 +151,7 @@ NAMES = {
         "down": "mlp.c_proj",
     },
 }
-SANDWICH = {
+SANDWICH: Names = {
     "attention_out_norm": "post_attention_layernorm",
     "mlp_norm": "pre_feedforward_layernorm",
     "mlp_out_norm": "post_feedforward_layernorm",
@@ -215,10 +217,10 @@ class _Builder:
         layers = [self.layer(i) for i in range(c.layers)]
         norm = self.norm("norm")
         if c.tied:
-            head, ignored = embed, (*IGNORED, "lm_head.weight")
+            head = embed
         else:
-            head, ignored = self.to(self.checkpoint.take(["lm_head.weight"], (c.vocab, c.hidden))), IGNORED
-        self.checkpoint.finish(ignored)
+            head = self.to(self.checkpoint.take(["lm_head.weight"], (c.vocab, c.hidden)))
+        self.checkpoint.finish((*IGNORED, "lm_head.weight") if c.tied else IGNORED)
         return Weights(embed, layers, norm, Linear(head), positions)
 
 

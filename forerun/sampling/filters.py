@@ -117,7 +117,7 @@ def _greedy(logits: Tensor) -> Tensor:
 
 def _top_k_top_p(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     vocab, device = scores.shape[-1], scores.device
-    ordered, index = scores.sort(-1, descending=True, stable=True)
+    ordered, index = scores.sort(dim=-1, descending=True, stable=True)
     k = torch.tensor([min(p.top_k, vocab) or vocab for p in params], device=device)
     ordered = ordered.masked_fill(ordered < ordered.gather(-1, k[:, None] - 1), -math.inf)
     if any(p.top_p < 1 for p in params):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -63,9 +62,9 @@ class SamplingParams:
         for name in _WHOLE:
             if getattr(self, name) is not None and not isinstance(getattr(self, name), int):
                 raise RequestError(f"{name}={getattr(self, name)!r} must be a whole number")
-        if not 0 < self.top_p or math.isnan(self.top_p):
+        if self.top_p == 0:
             raise RequestError(f"top_p={self.top_p} is out of range: give a number over 0 and at most 1")
-        if not 0 < self.repetition_penalty:
+        if self.repetition_penalty == 0:
             raise RequestError(f"repetition_penalty={self.repetition_penalty} must be over 0; 1 leaves logits alone")
         if self.min_tokens > self.max_tokens:
             raise RequestError(f"min_tokens={self.min_tokens} is over max_tokens={self.max_tokens}: lower it")

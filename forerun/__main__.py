@@ -1,0 +1,3 @@
+from forerun.cli import main
+
+main()

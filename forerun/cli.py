@@ -1,0 +1,272 @@
+"""The command line. Flags are the fields of `Config` and `SamplingParams`; heavy imports wait until a verb runs.
+
+Exit codes: 0 done, 1 a failure while running, 2 bad input, 130 interrupted. Text goes to stdout, all else to stderr.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from forerun.config import Config
+from forerun.errors import ForerunError, RequestError
+from forerun.sampling.params import SamplingParams
+
+if TYPE_CHECKING:
+    from forerun.llm import LLM, Completion
+
+app = typer.Typer(
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Lossless speculative decoding: the same tokens as plain decoding, sooner.",
+)
+
+CONFIG_TYPES = {"model": str, "depth": str, "context": int, "kv_tokens": int}
+SAMPLING_TYPES = {"logit_bias": list[str], "stop": list[str], "stop_token_ids": list[int], "seed": int, "logprobs": int}
+SHORT = {"model": "-m", "max_tokens": "-n", "temperature": "-t"}
+USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]  # typer does not export it by name
+COLOURS = {"model": "cyan", "ngram": "green", "suffix": "yellow"}
+
+
+def _help_of(cls: type) -> dict[str, str]:
+    """The help of each field: its entry under Args in the class's docstring."""
+    section = inspect.cleandoc(cls.__doc__ or "").split("Args:\n")[1]
+    entries = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", section, flags=re.M)
+    return {name: " ".join(text.split()) for name, text in entries}
+
+
+def _flags(cls: type, types: dict[str, Any], panel: str, leave_out: tuple[str, ...] = ()) -> list[inspect.Parameter]:
+    """One command-line option for each field of a dataclass; None means that the flag was not given."""
+    parameters = []
+    for field in fields(cls):
+        if field.name in leave_out:
+            continue
+        kind = types.get(field.name, type(field.default))
+        names = [f"--{field.name.replace('_', '-')}", *([SHORT[field.name]] if field.name in SHORT else [])]
+        default = "" if field.name in types else f" [dim](default: {field.default})[/dim]"
+        text = _help_of(cls)[field.name].replace("[", "\\[") + (default if kind is not bool else "")
+        option = typer.Option(*names, help=text, rich_help_panel=panel, show_default=False)
+        annotation = Annotated[kind | None, option]  # type: ignore[valid-type]
+        parameters.append(
+            inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+        )
+    return parameters
+
+
+def _with_flags(*, leave_out: tuple[str, ...] = ()) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a verb the flags of Config and SamplingParams, collected into `config` and `sampling`."""
+    engine = _flags(Config, CONFIG_TYPES, "Engine")
+    sampling = _flags(SamplingParams, SAMPLING_TYPES, "Sampling", leave_out)
+
+    def wrap(verb: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(verb, eval_str=True)
+        own = [p for p in signature.parameters.values() if p.name not in ("config", "sampling")]
+
+        def run(**given: Any) -> None:
+            def take(group: list[inspect.Parameter]) -> dict[str, Any]:
+                values = {p.name: given.pop(p.name) for p in group}
+                return {name: value for name, value in values.items() if value not in (None, [])}
+
+            verb(config=take(engine), sampling=take(sampling), **given)
+
+        run.__name__, run.__doc__ = verb.__name__, verb.__doc__
+        run.__signature__ = inspect.Signature([*own, *engine, *sampling])  # type: ignore[attr-defined]
+        return run
+
+    return wrap
+
+
+@contextmanager
+def _loading(quiet: bool) -> Iterator[None]:
+    """A spinner on stderr while a model loads; nothing where stderr is no terminal."""
+    if quiet or not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status("loading"):
+        yield
+
+
+def _load(config: dict[str, Any], quiet: bool) -> LLM:
+    with _loading(quiet):
+        Config.of(**config)  # bad options are cheaper to find before torch is imported
+        from forerun.llm import LLM
+
+        return LLM(**config)
+
+
+def _params(sampling: dict[str, Any], **defaults: Any) -> SamplingParams:
+    """SamplingParams from flags; `--logit-bias ID=AMOUNT` may be repeated."""
+    options = defaults | sampling
+    if "logit_bias" in options:
+        try:
+            pairs = [entry.split("=") for entry in options["logit_bias"]]
+            options["logit_bias"] = {int(token): float(amount) for token, amount in pairs}
+        except ValueError:
+            raise RequestError(f"--logit-bias {options['logit_bias'][0]!r} is not ID=AMOUNT, such as 42=-5") from None
+    return SamplingParams.of(**options)
+
+
+@app.command(epilog="[dim]forerun generate 'def fib(n):' --temperature 0.8 --seed 1 --max-tokens 64[/dim]")
+@_with_flags()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The text to continue; - reads it from stdin.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a completion.")] = False,
+    *,
+    config: dict[str, Any],
+    sampling: dict[str, Any],
+) -> None:
+    """Continue a text. Accepted drafted tokens are coloured on a terminal."""
+    params = _params(sampling)
+    text = sys.stdin.read() if prompt == "-" else prompt
+    llm = _load(config, as_json)
+    if params.n > 1 or as_json:
+        for completion in llm.generate(text, params):
+            print(json.dumps(_as_dict(completion)) if as_json else completion.text)
+            _summarise(completion, as_json)
+        return
+    _summarise(_show(llm, text, params), as_json)
+
+
+@app.command(epilog="[dim]forerun chat --model path/of/a/chat/model[/dim]")
+@_with_flags(leave_out=("n",))
+def chat(
+    system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object an answer.")] = False,
+    *,
+    config: dict[str, Any],
+    sampling: dict[str, Any],
+) -> None:
+    """Talk with a model, a line at a time. Ctrl-D or /exit ends."""
+    params = _params(sampling, max_tokens=sampling.get("max_tokens", 512))
+    llm = _load(config, as_json)
+    if llm.tokenizer is not None and not llm.tokenizer.has_chat_template:
+        print("note: this model has no chat template; it may not answer like an assistant", file=sys.stderr)
+        params = _params({**sampling, "stop": [*sampling.get("stop", []), "\nuser:"]}, max_tokens=params.max_tokens)
+    messages = [{"role": "system", "content": system}] if system else []
+    for line in _lines():
+        if line.strip() == "/exit":
+            return
+        messages.append({"role": "user", "content": line})
+        if as_json:
+            (completion,) = llm.generate(messages, params)
+            print(json.dumps(_as_dict(completion)), flush=True)
+        else:
+            completion = _show(llm, messages, params)
+            _summarise(completion, as_json)
+        messages.append({"role": "assistant", "content": completion.text})
+
+
+def _lines() -> Iterator[str]:
+    """What the user types, prompted for on a terminal."""
+    while True:
+        try:
+            yield input("> " if sys.stdin.isatty() else "")
+        except EOFError:
+            return
+
+
+def _show(llm: LLM, prompt: Any, params: SamplingParams) -> Completion:
+    """Print a completion as it comes, tokens that were drafted in the colour of their source."""
+    from rich.console import Console
+    from rich.text import Text
+
+    stream, console = llm.stream(prompt, params), Console(highlight=False, soft_wrap=True)
+    for event in stream:
+        for piece, source in zip(event.pieces, [*event.sources, ""], strict=False):
+            if console.is_terminal:
+                console.print(Text(piece, style=COLOURS.get(source, "cyan") if source else ""), end="")
+            else:
+                sys.stdout.write(piece)
+        sys.stdout.flush()
+    print()
+    return stream.completion
+
+
+def _summarise(completion: Completion, quiet: bool) -> None:
+    """One line on stderr: how much, how fast, how far speculation got."""
+    if quiet:
+        return
+    stats = completion.stats
+    decoding = stats.seconds - stats.first_token_seconds
+    rest = stats.completion_tokens - stats.completion_tokens / max(stats.steps, 1)
+    speed = f"{rest / decoding:.0f} tokens/s" if decoding > 0 and stats.steps > 1 else "one pass"
+    sources = ", ".join(
+        f"{name} {s.accepted} of {s.drafted} drafted accepted" for name, s in stats.by_source.items() if name
+    )
+    print(
+        f"{stats.completion_tokens} tokens, {speed}, {stats.accepted_length:.2f} tokens per target pass"
+        f" ({sources or 'no drafts'}), seed {completion.seed}, {completion.finish_reason}",
+        file=sys.stderr,
+    )
+
+
+def _as_dict(completion: Completion) -> dict[str, Any]:
+    """A completion as plain values."""
+    values = {
+        "text": completion.text,
+        "token_ids": completion.token_ids,
+        "finish_reason": completion.finish_reason,
+        "seed": completion.seed,
+        "stats": completion.stats.as_dict(),
+    }
+    if completion.logprobs is not None:
+        values["logprobs"] = [{"token_id": e.token_id, "logprob": e.logprob, "top": e.top} for e in completion.logprobs]
+    return values
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from forerun import __version__
+
+        print(f"forerun {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Run the command line and exit. Every error on purpose is one line on stderr."""
+    if len(sys.argv) == 1:
+        sys.argv.append("--help")
+    try:
+        code = app(standalone_mode=False)
+    except ForerunError as error:
+        code = _say(str(error), 1 if type(error) is ForerunError else 2)
+    except USAGE_ERROR as error:
+        command = error.ctx.command_path if error.ctx else "forerun"  # type: ignore[attr-defined]
+        code = _say(f"{error.format_message()} (see {command} --help)", 2)  # type: ignore[attr-defined]
+    except (typer.Abort, KeyboardInterrupt):
+        code = _say("interrupted", 130)
+    except BrokenPipeError:  # the reader has gone, as in `forerun generate ... | head -1`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 1
+    sys.exit(code)
+
+
+def _say(message: str, code: int) -> int:
+    print(f"forerun: {' '.join(message.split())}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""Draft names to proposers: off, auto, ngram, suffix, model:DIR_OR_HUB_ID."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from forerun.draft.base import Proposer
+from forerun.draft.model import DraftModel
+from forerun.draft.ngram import NGram
+from forerun.draft.suffix import Suffix
+from forerun.errors import ConfigError, nearest
+from forerun.models.hub import BUNDLED
+from forerun.runner import Runner
+
+SIMPLE = ("off", "auto", "ngram", "suffix")
+
+
+def parse_draft(spec: str, bundled_target: bool = False) -> tuple[str, str]:
+    """A draft option as (name, argument); `auto` becomes what it stands for. Raises ConfigError."""
+    name, _, argument = spec.partition(":")
+    if name == "auto" and not argument:
+        return ("model", str(BUNDLED / "draft")) if bundled_target else ("suffix", "")
+    if name == "model":
+        if not argument:
+            raise ConfigError("draft 'model' needs a model: write model:DIRECTORY or model:HUB_ID")
+        return name, argument
+    if name not in SIMPLE:
+        raise ConfigError(f"there is no draft {spec!r}: {nearest(name, [*SIMPLE, 'model:...'])}")
+    if argument:
+        raise ConfigError(f"draft {name!r} takes no argument, but was given {argument!r}")
+    return name, argument
+
+
+def make_proposers(
+    name: str, argument: str, load: Callable[[str], Runner], vocab: int, width: int
+) -> dict[str, Proposer]:
+    """The proposers of an engine: those that need no weights, and the draft model if one is asked for."""
+    proposers: dict[str, Proposer] = {"ngram": NGram(), "suffix": Suffix()}
+    if name == "model":
+        proposers["model"] = DraftModel(load(argument), vocab, width)
+    return proposers

@@ -1,0 +1,252 @@
+"""LLM: a model and its engine behind two calls, `generate` and `stream`."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from forerun import rng
+from forerun.config import Config
+from forerun.draft.registry import make_proposers, parse_draft
+from forerun.engine.engine import Engine
+from forerun.engine.request import Request
+from forerun.engine.stats import RequestStats
+from forerun.errors import RequestError
+from forerun.load import check_vocabulary, load_tokenizer, make_runner, pick_device
+from forerun.models.decoder import Decoder
+from forerun.models.hub import find_model
+from forerun.models.text import Message, Tokenizer
+from forerun.runner import Runner
+from forerun.sampling.params import SamplingParams
+from forerun.types import Event, TokenLogprobs
+
+WHAT_IS_A_PROMPT = "a prompt is a string, a list of token ids or a list of chat messages"
+Prompt = str | Sequence[int] | Sequence[Message]
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One finished output.
+
+    Attributes:
+        text: the output as text, without the stop string or end-of-text token; "" without a tokenizer.
+        token_ids: the output's tokens, the one that ended it included.
+        finish_reason: stop (a stop string or token), length (max_tokens or the context), or abort.
+        stats: what it took: steps, drafted, accepted, accepted_length, by_source, seconds.
+        sources: for each token, the proposer whose draft was accepted, or "" for the target's own.
+        logprobs: one entry a token where the parameters asked for them.
+        seed: the seed it was drawn with; the same seed gives the same tokens.
+        prompt_token_ids: the prompt as the model read it.
+    """
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    stats: RequestStats
+    sources: list[str]
+    logprobs: list[TokenLogprobs] | None
+    seed: int
+    prompt_token_ids: list[int]
+
+
+class LLM:
+    """A model that generates with speculation. `LLM()` is the small bundled model for Python code.
+
+    Not thread-safe: one thread at a time.
+
+    Usage:
+        llm = LLM("path/or/hub-id", draft="model:path/of/a/smaller/one")
+        llm.generate(["def fib(n):"], SamplingParams(temperature=0.8, seed=1))[0].text
+        for event in llm.stream("def fib(n):"): print(event.text, end="")
+
+    Args:
+        model: a Hugging Face model directory or Hub id; None is the bundled model.
+        options: the fields of `Config`.
+    """
+
+    def __init__(self, model: str | Path | None = None, **options: Any) -> None:
+        self.config = Config.of(model=None if model is None else str(model), **options)
+        if self.config.threads:
+            torch.set_num_threads(self.config.threads)
+        device = pick_device(self.config.device)
+        name, argument = parse_draft(self.config.draft, bundled_target=self.config.model is None)
+        directory = find_model(self.config.model)
+        self.tokenizer = load_tokenizer(directory)
+        target = make_runner(self.config, directory, device)
+        vocab = target.decoder.config.vocab
+
+        def load_draft(where: str) -> Runner:
+            drafter = find_model(where)
+            check_vocabulary(self.tokenizer, drafter, vocab)
+            return make_runner(self.config, drafter, device, target)
+
+        proposers = make_proposers(name, argument, load_draft, vocab, self.config.width)
+        self.draft = name
+        self.engine = Engine(
+            target, proposers, rule=self.config.rule, chunk=self.config.chunk, tokenizer=self.tokenizer
+        )
+        self._jobs: dict[int, _Job] = {}
+
+    @property
+    def decoder(self) -> Decoder:
+        """The target model."""
+        return self.engine.target.decoder
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | None = None,
+        *,
+        draft: str | None = None,
+        depth: int | str | None = None,
+    ) -> list[Completion]:
+        """Complete one prompt or many, all at the same time.
+
+        Args:
+            prompts: a string, a list of token ids, a list of chat messages ({"role", "content"}), or a list of those.
+            params: how to choose tokens and when to stop.
+            draft: off, or a proposer of this engine (ngram, suffix, model), for this call; None is the engine's own.
+            depth: auto or a number, for this call; None is the engine's own.
+
+        Returns:
+            `params.n` completions a prompt, in the order of the prompts.
+
+        Raises:
+            RequestError, CapacityError: a prompt or parameters that cannot be served; nothing is generated then.
+        """
+        params = params or SamplingParams()
+        jobs: list[_Job] = []
+        try:
+            for prompt in _as_list(prompts):
+                jobs += self._add(self._tokens(prompt), params, draft, depth)
+            while any(not job.done for job in jobs):
+                self._step()
+        finally:
+            self._drop(jobs)
+        return [job.completion() for job in jobs]
+
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        draft: str | None = None,
+        depth: int | str | None = None,
+    ) -> Stream:
+        """Complete one prompt and give its events as they come. Arguments as for `generate`; n must be 1."""
+        params = params or SamplingParams()
+        if params.n != 1:
+            raise RequestError(f"stream gives one completion, not n={params.n}: use generate, or several streams")
+        (job,) = self._add(self._tokens(prompt), params, draft, depth)
+        return Stream(self, job)
+
+    def _add(self, tokens: list[int], params: SamplingParams, draft: str | None, depth: int | str | None) -> list[_Job]:
+        draft = self.draft if draft in (None, "auto") else draft
+        depth = self.config.depth if depth is None else depth
+        jobs = []
+        for i in range(params.n):
+            mine = params if params.seed is None else replace(params, seed=derive_seed(params.seed, i))
+            job = _Job(self.engine.add(tokens, mine, draft=str(draft), depth=depth))
+            self._jobs[job.request.id] = job
+            jobs.append(job)
+        return jobs
+
+    def _step(self) -> None:
+        for event in self.engine.step():
+            if event.request_id in self._jobs:
+                self._jobs[event.request_id].receive(event)
+
+    def _drop(self, jobs: Sequence[_Job]) -> None:
+        for job in jobs:
+            self._jobs.pop(job.request.id, None)
+            self.engine.abort(job.request)
+
+    def _tokens(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            return self._text().encode(prompt)
+        if not isinstance(prompt, Sequence):
+            raise RequestError(WHAT_IS_A_PROMPT)
+        if prompt and all(isinstance(item, dict) for item in prompt):
+            return self._text().chat(prompt)  # type: ignore[arg-type]
+        if all(isinstance(item, int) and not isinstance(item, bool) for item in prompt):
+            return list(prompt)  # type: ignore[arg-type]
+        raise RequestError(WHAT_IS_A_PROMPT)
+
+    def _text(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise RequestError("this model directory has no tokenizer: give prompts as lists of token ids")
+        return self.tokenizer
+
+
+class Stream:
+    """The events of one request. Leaving the loop early ends the request; `completion` is what there is so far."""
+
+    def __init__(self, llm: LLM, job: _Job) -> None:
+        self._llm, self._job = llm, job
+
+    def __iter__(self) -> Iterator[Event]:
+        job = self._job
+        try:
+            while job.inbox or not job.done:
+                while not job.inbox:
+                    self._llm._step()
+                yield job.inbox.popleft()
+        finally:
+            self._llm._drop([job])
+
+    @property
+    def completion(self) -> Completion:
+        """The output so far, whole once the loop has ended."""
+        return self._job.completion()
+
+
+class _Job:
+    """One request of this LLM and what has come of it."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.inbox: deque[Event] = deque()
+        self.events: list[Event] = []
+        self.done = False
+
+    def receive(self, event: Event) -> None:
+        self.inbox.append(event)
+        self.events.append(event)
+        self.done = event.finish_reason is not None
+
+    def completion(self) -> Completion:
+        request, wants = self.request, self.request.params.logprobs is not None
+        return Completion(
+            text="".join(event.text for event in self.events),
+            token_ids=list(request.output),
+            finish_reason=request.finish_reason or "abort",
+            stats=request.stats,
+            sources=[source for event in self.events for source in event.sources],
+            logprobs=[entry for event in self.events for entry in event.logprobs or ()] if wants else None,
+            seed=request.seed,
+            prompt_token_ids=request.tokens[: request.prompt_length],
+        )
+
+
+def derive_seed(seed: int, index: int) -> int:
+    """The seed of completion `index` of n: the first is `seed` itself."""
+    return seed if index == 0 else rng.mix(seed + rng.GOLDEN * index) >> 1
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or many, as many. A list of ints or of messages is one prompt."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise RequestError(WHAT_IS_A_PROMPT)
+    items = list(prompts)
+    if not items:
+        raise RequestError("there is no prompt: give a string, token ids or chat messages, or a list of those")
+    if all(isinstance(item, (int, dict)) for item in items):
+        return [items]  # type: ignore[list-item]
+    return items  # type: ignore[return-value]

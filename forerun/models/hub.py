@@ -1,0 +1,41 @@
+"""Where a model is: the bundled one, a directory here, or a repository on the Hugging Face Hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from forerun.errors import LoadError
+
+BUNDLED = Path(__file__).parent.parent / "bundled"
+WANTED = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "tokenizer.model", "*.txt"]
+
+
+def find_model(name: str | None) -> Path:
+    """The directory of a model: None is the bundled one; anything that is no directory is asked of the Hub."""
+    if name is None:
+        return BUNDLED / "target"
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise LoadError(f"{name} is a file: give the directory that holds config.json and the weights")
+    if name.startswith((".", "/", "~")) or name.count("/") != 1 or not all(name.split("/")):
+        raise LoadError(f"there is no directory {name}: give a model directory, or a Hub id such as Qwen/Qwen3-0.6B")
+    return _download(name)
+
+
+def _download(repository: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(repository, allow_patterns=WANTED, ignore_patterns=["original/*", "onnx/*"]))
+    except LocalEntryNotFoundError:
+        reason = "it is not in the local cache and the Hub cannot be reached"
+    except HFValidationError:
+        reason = "that is no valid Hub id"
+    except HfHubHTTPError as error:
+        reason = str(error).strip().splitlines()[-1]
+    except OSError as error:
+        reason = str(error)
+    raise LoadError(f"there is no directory {repository} here, nor can it be had from the Hub: {reason}")

@@ -1,0 +1,87 @@
+"""Engines over tiny models for the tests, with every proposer, in float64."""
+
+from __future__ import annotations
+
+import torch
+
+from forerun.draft.model import DraftModel
+from forerun.draft.ngram import NGram
+from forerun.draft.suffix import Suffix
+from forerun.engine.engine import Engine
+from forerun.engine.request import Request
+from forerun.runner import Runner
+from forerun.sampling.params import SamplingParams
+from tests import tiny
+
+PROPOSERS = ("ngram", "suffix", "model", "tree")
+
+
+def engine(
+    family: str = "llama",
+    *,
+    rule: str = "match",
+    tokens: int = 1024,
+    chunk: int = 64,
+    page: int = 4,
+    slots: int = 8,
+    dtype: torch.dtype = torch.float64,
+    device: str = "cpu",
+) -> Engine:
+    """A target, and proposers named ngram, suffix, model (chains) and tree (width 3) that often agree with it."""
+    target = tiny.decoder(tiny.family(family), dtype, device)
+    small = tiny.decoder(tiny.drafter(family), dtype, device)
+
+    def runner(decoder: object) -> Runner:
+        return Runner(decoder, tokens=tokens, page=page, slots=slots)  # type: ignore[arg-type]
+
+    proposers = {
+        "ngram": NGram(longest=3, shortest=1),
+        "suffix": Suffix(shortest=1),
+        "model": DraftModel(runner(small), tiny.VOCAB),
+        "tree": DraftModel(runner(small), tiny.VOCAB, width=1 if rule in ("token", "block") else 3),
+    }
+    return Engine(runner(target), proposers, rule=rule, chunk=chunk)
+
+
+def prompts(count: int = 8) -> list[list[int]]:
+    """Prompts of many lengths; some repeat themselves, some begin alike."""
+    generator = torch.Generator().manual_seed(5)
+    common = torch.randint(3, tiny.VOCAB, (9,), generator=generator).tolist()
+    result = []
+    for i in range(count):
+        own = torch.randint(3, tiny.VOCAB, (2 + 5 * i,), generator=generator).tolist()
+        result.append(common + own if i % 2 else own * 2)
+    return result
+
+
+def params(i: int, temperature: float, length: int = 20) -> SamplingParams:
+    """The parameters of request i: a seed of its own, no early end."""
+    return SamplingParams(temperature=temperature, seed=100 + i, max_tokens=length + i % 3, ignore_eos=True)
+
+
+def finish(engine: Engine) -> None:
+    """Step until nothing is left, then check that nothing leaked."""
+    while engine.busy:
+        engine.step()
+    check_idle(engine)
+
+
+def check_idle(engine: Engine) -> None:
+    """Every page and slot is back, in the target's pool and in the drafters'."""
+    caches = [engine.target.cache, *(p.runner.cache for p in engine.proposers.values() if isinstance(p, DraftModel))]
+    for cache in caches:
+        cache.pages.check()
+        assert cache.pages.available == cache.pages.count
+    assert not engine.scheduler.running and not engine.scheduler.waiting and not engine.requests
+    assert len(engine.scheduler.slots) == len(engine.target.cache.length)
+
+
+def run(engine: Engine, draft: str, temperature: float, *, arrivals: int = 1, depth: int | str = 4) -> list[Request]:
+    """Eight requests, `arrivals` steps between one and the next."""
+    requests = []
+    for i, prompt in enumerate(prompts()):
+        requests.append(engine.add(prompt, params(i, temperature), draft=draft, depth=depth))
+        for _ in range(arrivals):
+            engine.step()
+    finish(engine)
+    return requests

@@ -1,0 +1,74 @@
+"""The depth policy: drafts when it pays, as deep as pays, not at all when it does not, and tries again."""
+
+import itertools
+
+from forerun.engine.depth import PROBE_FIRST, Acceptance, Auto, Curve, Wish
+
+
+def learned(rate: float, draft_cost: float, slope: float) -> tuple[Auto, Acceptance]:
+    """A policy that has measured a pass of 1 s, `slope` s more a token, and drafts of `draft_cost` s a token."""
+    policy, acceptance = Auto(), Acceptance(accepted=1000 * rate, rejected=1000 * (1 - rate))
+    for tokens in range(1, 33):
+        policy.record_pass(tokens, 1 + slope * (tokens - 1))
+    for depth in range(1, 17):
+        policy.record_draft("model", depth, draft_cost * depth)
+    return policy, acceptance
+
+
+def test_depth_is_the_optimum_of_the_published_formula() -> None:
+    """(1 - a^(K+1)) / (1 - a) / (1 + cK): the best K, for several acceptances a and costs c."""
+    for rate in (0.5, 0.7, 0.8, 0.9):
+        for cost in (0.02, 0.05, 0.1, 0.2):
+            policy, acceptance = learned(rate, cost, 0.0)
+            (depth,) = policy.choose([Wish("model", 16, acceptance)], 1)
+            a = acceptance.rate(policy.sources["model"].rate(0.6))
+            best = max(range(17), key=lambda k: (1 - a ** (k + 1)) / (1 - a) / (1 + cost * k))
+            assert depth == best
+
+
+def test_a_draft_that_costs_more_than_it_brings_is_left_alone() -> None:
+    policy, acceptance = learned(rate=0.2, draft_cost=0.5, slope=0.3)
+    assert policy.choose([Wish("model", 8, acceptance)], 1) == [0]
+
+
+def test_probes_are_rare_and_rarer_while_they_fail() -> None:
+    policy, acceptance = learned(rate=0.05, draft_cost=0.5, slope=0.3)
+    chosen = []
+    for _ in range(400):
+        (depth,) = policy.choose([Wish("model", 8, acceptance)], 1)
+        chosen.append(depth)
+        if depth:
+            policy.record_verdict("model", acceptance, depth, 0)
+    probes = [i for i, depth in enumerate(chosen) if depth]
+    assert probes[0] == PROBE_FIRST - 1
+    gaps = [b - a for a, b in itertools.pairwise(probes)]
+    assert gaps == sorted(gaps) and gaps[-1] >= 4 * PROBE_FIRST
+
+
+def test_a_draft_that_becomes_good_is_taken_up_again() -> None:
+    policy, acceptance = learned(rate=0.05, draft_cost=0.3, slope=0.0)
+    depths = []
+    for _ in range(800):
+        (depth,) = policy.choose([Wish("model", 8, acceptance)], 1)
+        depths.append(depth)
+        if depth:
+            policy.record_verdict("model", acceptance, depth, depth)
+    assert depths[0] == 0 and min(depths[-20:]) > 2
+
+
+def test_the_better_draft_of_a_batch_goes_deeper_and_limits_hold() -> None:
+    policy, good = learned(rate=0.9, draft_cost=0.01, slope=0.1)
+    poor = Acceptance(accepted=100, rejected=900)
+    depths = policy.choose([Wish("model", 16, good), Wish("model", 16, poor), Wish("model", 1, good)], 3)
+    assert depths[0] > depths[1] and depths[2] <= 1
+
+
+def test_curve_interpolates_and_hopes() -> None:
+    curve = Curve(slope=0.1)
+    assert curve.at(3) is None
+    curve.add(2, 1.0)
+    curve.add(6, 3.0)
+    assert (curve.at(1), curve.at(4), curve.at(6)) == (1.0, 2.0, 3.0)
+    assert curve.at(8) == 3.0 * 1.2
+    curve.add(2, 100.0)  # a spike moves the mean a little
+    assert curve.at(2) == 1.0 + 0.2 * 2.0

@@ -1,0 +1,148 @@
+"""The engine's bookkeeping: aborts, ends, limits, statistics, refusals; nothing leaks and nothing hangs."""
+
+import random
+
+import pytest
+
+from forerun.errors import CapacityError, ConfigError, RequestError
+from forerun.sampling.params import SamplingParams
+from tests import tiny
+from tests.engine import build
+
+
+def test_sixty_four_requests_with_random_everything() -> None:
+    """Random arrivals, lengths, parameters, drafts and aborts; all end, and the pools are whole again."""
+    chance, engine = random.Random(3), build.engine("qwen3", tokens=160, chunk=6)
+    requests, waiting = [], 64
+    while engine.busy or waiting:
+        if waiting and chance.random() < 0.4:
+            waiting -= 1
+            params = SamplingParams(
+                temperature=chance.choice([0.0, 0.7, 1.5]),
+                top_k=chance.choice([0, 3]),
+                repetition_penalty=chance.choice([1.0, 1.3]),
+                max_tokens=chance.randint(1, 25),
+                stop_token_ids=(5,),
+                logprobs=chance.choice([None, 2]),
+                seed=waiting,
+            )
+            prompt = [chance.randrange(3, tiny.VOCAB) for _ in range(chance.randint(1, 60))]
+            draft = chance.choice(["off", *build.PROPOSERS])
+            requests.append(engine.add(prompt, params, draft=draft, depth=chance.choice(["auto", 0, 2, 6])))
+        if requests and chance.random() < 0.05:
+            engine.abort(chance.choice(requests))
+        engine.step()
+        engine.target.cache.pages.check()
+    build.check_idle(engine)
+    assert len(requests) == 64
+    assert {r.finish_reason for r in requests} == {"stop", "length", "abort"}
+    assert all(r.produced <= r.limit for r in requests)
+
+
+def test_the_cache_holds_all_but_the_last_token() -> None:
+    """The one invariant, between any two steps."""
+    engine = build.engine("llama", chunk=5, tokens=128)
+    for i, prompt in enumerate(build.prompts()):
+        engine.add(prompt, build.params(i, 0.8), draft="tree", depth=3)
+    while engine.busy:
+        drew = {event.request_id for event in engine.step()}
+        for request in engine.scheduler.running:
+            length = engine.target.cache.length[request.slot]
+            assert length <= len(request.tokens) - 1
+            assert request.id not in drew or length == len(request.tokens) - 1
+
+
+def test_events_add_up() -> None:
+    engine = build.engine("llama")
+    request = engine.add(build.prompts()[2], SamplingParams(max_tokens=17, logprobs=3), draft="tree", depth=4)
+    events = []
+    while engine.busy:
+        events += engine.step()
+    tokens = [token for event in events for token in event.token_ids]
+    sources = [source for event in events for source in event.sources]
+    logprobs = [entry for event in events for entry in event.logprobs or ()]
+    assert tokens == list(request.output) and len(sources) == len(tokens) == 17
+    assert [entry.token_id for entry in logprobs] == tokens
+    assert all(len(entry.top) == 3 and entry.logprob <= 0 for entry in logprobs)
+    assert [event.finish_reason for event in events] == [None] * (len(events) - 1) + ["length"]
+    assert sum(source == "model" for source in sources) <= request.stats.accepted
+
+
+def test_logprobs_do_not_depend_on_speculation() -> None:
+    found = {}
+    for draft in ("off", "tree"):
+        engine = build.engine("llama")
+        engine.add(build.prompts()[2], SamplingParams(max_tokens=25, logprobs=2, temperature=0.8, seed=1), draft=draft)
+        entries = []
+        while engine.busy:
+            entries += [e for event in engine.step() for e in event.logprobs or ()]
+        found[draft] = entries
+    for mine, theirs in zip(found["tree"], found["off"], strict=True):
+        assert mine.token_id == theirs.token_id
+        assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-9)
+        assert mine.top == pytest.approx(theirs.top, abs=1e-9)
+
+
+def test_statistics_of_a_request() -> None:
+    engine = build.engine("llama")
+    request = engine.add(build.prompts()[1], build.params(1, 0.0), draft="model", depth=3)
+    build.finish(engine)
+    stats = request.stats
+    assert stats.prompt_tokens == len(build.prompts()[1])
+    assert stats.completion_tokens == request.produced == 21
+    assert stats.accepted_length == pytest.approx(21 / stats.steps)
+    assert 0 < stats.accepted <= stats.drafted == stats.by_source["model"].drafted
+    # every step emits what it accepted and one more, but for a last step cut short by max_tokens
+    assert stats.accepted + stats.steps - 3 <= 21 <= stats.accepted + stats.steps
+    assert stats.seconds >= stats.verify_seconds + stats.draft_seconds > 0
+    assert stats.as_dict()["by_source"]["model"]["accepted"] == stats.accepted
+
+
+def test_the_context_ends_a_request() -> None:
+    engine = build.engine("llama")
+    request = engine.add([5] * 250, SamplingParams(max_tokens=100, ignore_eos=True), draft="tree", depth=6)
+    build.finish(engine)
+    assert (len(request.tokens), request.finish_reason) == (256, "length")
+
+
+def test_an_aborted_request_says_so_once() -> None:
+    engine = build.engine("llama")
+    running = engine.add([5, 6], SamplingParams(max_tokens=50, ignore_eos=True), draft="model")
+    engine.step()
+    waiting = engine.add([5, 6], SamplingParams(max_tokens=50), draft="suffix")
+    for request in (running, waiting, running):
+        engine.abort(request)
+    events = engine.step()
+    assert [(e.request_id, e.finish_reason) for e in events] == [(running.id, "abort"), (waiting.id, "abort")]
+    build.check_idle(engine)
+
+
+def test_more_requests_than_slots_all_end() -> None:
+    engine = build.engine("llama", slots=2)
+    requests = [engine.add([7, i + 3], SamplingParams(max_tokens=4, ignore_eos=True)) for i in range(9)]
+    build.finish(engine)
+    assert all(r.produced == 4 for r in requests)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "options", "error", "says"),
+    [
+        ([], {}, RequestError, "empty"),
+        ([64], {}, RequestError, "vocabulary of 64"),
+        ([-1], {}, RequestError, "vocabulary"),
+        ([5] * 256, {}, RequestError, "context"),
+        ([5], {"logit_bias": {99: 1.0}}, RequestError, "token id 99"),
+        ([5], {"stop": "x"}, RequestError, "tokenizer"),
+        ([5] * 100, {"max_tokens": 100}, CapacityError, "kv_tokens"),
+    ],
+)
+def test_refusals(tokens: list[int], options: dict, error: type, says: str) -> None:
+    engine = build.engine("llama", tokens=128)
+    with pytest.raises(error, match=says):
+        engine.add(tokens, SamplingParams(**options))
+    assert not engine.busy
+
+
+def test_an_unknown_draft_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'ngram'"):
+        build.engine("llama").add([5], SamplingParams(), draft="ngrm")

@@ -1,0 +1,144 @@
+"""The promise: the same tokens as plain decoding, for every family, proposer, temperature, arrival, chunk and pool.
+
+In float64, so that no near tie can excuse a difference. The reference is plain decoding, one request at a time, in one
+chunk and a roomy pool.
+"""
+
+import functools
+
+import pytest
+import torch
+
+from forerun.sampling.params import SamplingParams
+from tests import tiny
+from tests.engine import build
+
+
+@functools.cache
+def plain(family: str, temperature: float) -> list[list[int]]:
+    """What each request says alone, without speculation."""
+    outputs = []
+    for i, prompt in enumerate(build.prompts()):
+        engine = build.engine(family)
+        request = engine.add(prompt, build.params(i, temperature), draft="off")
+        build.finish(engine)
+        outputs.append(list(request.output))
+    return outputs
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("draft", build.PROPOSERS)
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_alone(family: str, draft: str, temperature: float) -> None:
+    engine = build.engine(family)
+    for i in (1, 4):
+        request = engine.add(build.prompts()[i], build.params(i, temperature), draft=draft, depth=4)
+        build.finish(engine)
+        assert list(request.output) == plain(family, temperature)[i]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("draft", build.PROPOSERS)
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_staggered_small_chunks_small_pool(family: str, draft: str, temperature: float) -> None:
+    """Chunks of 3 tokens in pages of 4, and room for about two requests: preemption is certain."""
+    engine = build.engine(family, chunk=3, tokens=112)
+    requests = build.run(engine, draft, temperature)
+    assert [list(r.output) for r in requests] == plain(family, temperature)
+    assert sum(r.stats.preemptions for r in requests) > 0
+
+
+@pytest.mark.parametrize("draft", [*build.PROPOSERS, "off"])
+def test_depth_auto_changes_nothing_but_speed(draft: str) -> None:
+    requests = build.run(build.engine("llama"), draft, 0.8, depth="auto")
+    assert [list(r.output) for r in requests] == plain("llama", 0.8)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_plain_and_speculating_requests_side_by_side(temperature: float) -> None:
+    engine, drafts = build.engine("qwen3", chunk=5), ["off", *build.PROPOSERS]
+    requests = [
+        engine.add(prompt, build.params(i, temperature), draft=drafts[i % 5], depth=1 + i % 4)
+        for i, prompt in enumerate(build.prompts())
+    ]
+    build.finish(engine)
+    assert [list(r.output) for r in requests] == plain("qwen3", temperature)
+
+
+SPECIAL = [
+    SamplingParams(temperature=0.9, top_k=5, seed=3, max_tokens=30, ignore_eos=True),
+    SamplingParams(temperature=1.2, top_p=0.8, min_p=0.02, seed=4, max_tokens=30, ignore_eos=True),
+    SamplingParams(repetition_penalty=1.4, seed=5, max_tokens=30, ignore_eos=True),
+    SamplingParams(temperature=0.7, presence_penalty=0.9, frequency_penalty=0.6, seed=6, max_tokens=30),
+    SamplingParams(temperature=1.0, logit_bias={7: 4.0, 9: -100.0}, seed=7, max_tokens=30, min_tokens=25),
+    SamplingParams(frequency_penalty=1.5, stop_token_ids=(11, 17, 23), min_tokens=12, seed=8, max_tokens=30),
+]
+
+
+@pytest.mark.parametrize("draft", build.PROPOSERS)
+def test_sampling_parameters(draft: str) -> None:
+    """Every parameter, in one batch, acts as it does without speculation (T15)."""
+    outputs = {}
+    for name in ("off", draft):
+        engine = build.engine("llama")
+        requests = [engine.add(build.prompts()[i], p, draft=name, depth=5) for i, p in enumerate(SPECIAL)]
+        build.finish(engine)
+        outputs[name] = [(list(r.output), r.finish_reason) for r in requests]
+    assert outputs[draft] == outputs["off"]
+
+
+def test_drafts_are_worth_something() -> None:
+    """Guards the tests above: were nothing ever accepted, they would prove nothing."""
+    for draft in build.PROPOSERS:
+        requests = build.run(build.engine("llama"), draft, 0.0)
+        stats = [r.stats for r in requests]
+        assert 0 < sum(s.accepted for s in stats) < sum(s.drafted for s in stats)
+
+
+@pytest.mark.parametrize("rule", ["token", "block", "tree"])
+@pytest.mark.parametrize("draft", build.PROPOSERS)
+def test_ratio_rules_are_greedy_at_temperature_zero(rule: str, draft: str) -> None:
+    """At T = 0 the target's distribution is one token: every lossless rule must say it."""
+    requests = build.run(build.engine("llama", rule=rule), draft, 0.0)
+    assert [list(r.output) for r in requests] == plain("llama", 0.0)
+
+
+@pytest.mark.parametrize("rule", ["token", "block", "tree"])
+def test_ratio_rules_are_reproducible_alone(rule: str) -> None:
+    outputs = []
+    for _ in range(2):
+        engine = build.engine("llama", rule=rule)
+        request = engine.add(build.prompts()[3], build.params(3, 0.8), draft="tree", depth=3)
+        build.finish(engine)
+        outputs.append(list(request.output))
+    assert outputs[0] == outputs[1]
+
+
+def test_a_prefix_from_the_cache_changes_nothing() -> None:
+    engine = build.engine("llama")
+    prompt = build.prompts()[7]
+    outputs = []
+    for _ in range(3):
+        request = engine.add(prompt, build.params(7, 0.8), draft="model", depth=3)
+        build.finish(engine)
+        outputs.append(list(request.output))
+    assert outputs == [plain("llama", 0.8)[7]] * 3
+    assert request.stats.cached_tokens > 0
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("draft", build.PROPOSERS)
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_on_cuda(family: str, draft: str) -> None:
+    outputs = {}
+    for name in ("off", draft):
+        requests = build.run(build.engine(family, device="cuda", chunk=7), name, 0.8)
+        outputs[name] = [list(r.output) for r in requests]
+    assert outputs["off"] == outputs[draft]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_runs_in_other_precisions(dtype: torch.dtype) -> None:
+    """Near ties may differ there with plain torch kernels; lengths, bookkeeping and pages may not."""
+    requests = build.run(build.engine("llama", dtype=dtype), "tree", 0.8)
+    assert [r.stats.completion_tokens for r in requests] == [20 + i % 3 for i in range(8)]

@@ -1,0 +1,67 @@
+"""The shape of the code: imports go down, files and functions stay short, the public surface is a decision."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import forerun
+
+PACKAGE = Path(forerun.__file__).parent
+FILES = sorted(PACKAGE.rglob("*.py"))
+# Each floor may import from itself and from those below it.
+FLOORS = [
+    {"errors", "types", "rng", "config"},
+    {"kernels", "sampling", "verify"},
+    {"models"},
+    {"cache"},
+    {"runner", "load"},
+    {"draft"},
+    {"engine"},
+    {"llm"},
+    {"cli", "__main__", "__init__"},
+]
+FLOOR = {name: i for i, names in enumerate(FLOORS) for name in names}
+
+
+def part(module: str) -> str:
+    return module.split(".")[1] if "." in module else "__init__"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_go_down(path: Path) -> None:
+    mine = path.relative_to(PACKAGE).with_suffix("").parts[0]
+    if mine in ("__init__", "bundled"):
+        return
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("forerun."):
+            assert FLOOR[part(node.module)] <= FLOOR[mine], f"{path} imports {node.module}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_files_and_functions_are_short_and_explained(path: Path) -> None:
+    text = path.read_text()
+    tree = ast.parse(text)
+    assert len(text.splitlines()) <= 330
+    if path.name not in ("__main__.py",) and text.strip():
+        assert ast.get_docstring(tree), f"{path} has no docstring"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            body = node.end_lineno - node.body[0].lineno + 1
+            assert body <= 60, f"{path}:{node.lineno} {node.name} has {body} lines"
+
+
+def test_exported_names() -> None:
+    assert forerun.__all__ == [
+        "LLM", "CapacityError", "Completion", "Config", "ConfigError", "Event", "ForerunError", "LoadError",
+        "RequestError", "SamplingParams", "Stream",
+    ]  # fmt: skip
+    for name in forerun.__all__:
+        assert getattr(forerun, name).__doc__
+
+
+def test_rule_names_are_those_of_verify() -> None:
+    from forerun.config import RULE_NAMES
+    from forerun.verify import RULES
+
+    assert tuple(RULES) == RULE_NAMES

@@ -1,0 +1,137 @@
+"""The command line: output where it belongs, one line and the right exit code for any bad input, quick help."""
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from forerun import cli
+
+SMALL = ["--max-tokens", "8", "--kv-tokens", "2048"]
+
+
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr) of one command, in this process."""
+    monkeypatch.setattr(sys, "argv", ["forerun", *args])
+    with pytest.raises(SystemExit) as exit_:
+        cli.main()
+    out, err = capsys.readouterr()
+    return int(exit_.value.code or 0), out, err
+
+
+@pytest.fixture
+def forerun(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    return lambda *args: run(monkeypatch, capsys, *args)
+
+
+def test_generate_prints_text_and_a_summary(forerun) -> None:
+    code, out, err = forerun("generate", "def add(a, b):\n", *SMALL)
+    assert code == 0 and out.strip()
+    assert "tokens per target pass" in err and len(err.splitlines()) == 1
+
+
+def test_json_is_one_object_and_nothing_else(forerun) -> None:
+    code, out, err = forerun("generate", "def add(a, b):\n", "--json", "--logprobs", "2", "--depth", "3", *SMALL)
+    answer = json.loads(out)
+    assert code == 0 and not err
+    assert len(answer["token_ids"]) == 8 and answer["finish_reason"] == "length"
+    assert answer["stats"]["completion_tokens"] == 8 and len(answer["logprobs"]) == 8
+    plain = json.loads(forerun("generate", "def add(a, b):\n", "--json", "--draft", "off", *SMALL)[1])
+    assert plain["token_ids"] == answer["token_ids"]
+
+
+def test_n_prints_one_line_of_json_each(forerun) -> None:
+    _, out, _ = forerun("generate", "x = ", "--json", "--n", "3", "-t", "1", "--seed", "4", *SMALL)
+    assert len({json.loads(line)["seed"] for line in out.splitlines()}) == 3
+
+
+def test_prompt_from_stdin(forerun, monkeypatch: pytest.MonkeyPatch) -> None:
+    import io
+
+    monkeypatch.setattr(sys, "stdin", io.StringIO("def add(a, b):\n"))
+    assert json.loads(forerun("generate", "-", "--json", *SMALL)[1])["stats"]["prompt_tokens"] > 3
+
+
+def test_chat_answers_each_line(forerun, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = iter(["hello", "again", "/exit"])
+    monkeypatch.setattr("builtins.input", lambda _: next(lines))
+    code, out, err = forerun("chat", "--json", "--system", "be brief", *SMALL)
+    first, second = map(json.loads, out.splitlines())
+    assert code == 0 and "no chat template" in err
+    assert second["stats"]["prompt_tokens"] > first["stats"]["prompt_tokens"]
+
+
+BAD = {
+    "no such path": (["--model", "./nowhere"], "no directory ./nowhere"),
+    "a file": (["--model", __file__], "is a file"),
+    "no model in it": (["--model", str(Path(__file__).parent)], "no config.json"),
+    "no Hub id": (["--model", "a b/c d"], "a b/c d"),
+    "unknown draft": (["--draft", "ngrm"], "did you mean 'ngram'"),
+    "draft without a model": (["--draft", "model"], "model:DIRECTORY"),
+    "draft model that is none": (["--draft", "model:./nowhere"], "no directory"),
+    "unknown rule": (["--rule", "mach"], "did you mean 'match'"),
+    "unknown dtype": (["--dtype", "float23"], "did you mean 'float32'"),
+    "unknown device": (["--device", "gpu"], "device"),
+    "depth": (["--depth", "many"], "depth='many'"),
+    "width of a chain rule": (["--rule", "block", "--width", "2"], "width=2"),
+    "context": (["--context", "100000"], "at most 1024"),
+    "temperature": (["--temperature", "-1"], "temperature=-1.0 is out of range"),
+    "top-p": (["--top-p", "0"], "top_p"),
+    "nan": (["--temperature", "nan"], "temperature=nan"),
+    "contradiction": (["--min-tokens", "9", "--max-tokens", "3"], "min_tokens=9 is over max_tokens=3"),
+    "logit bias": (["--logit-bias", "4:1"], "ID=AMOUNT"),
+    "token outside": (["--logit-bias", "99999=1"], "token id 99999"),
+    "kv too small": (["--kv-tokens", "64"], "kv_tokens"),
+    "unknown flag": (["--temprature", "1"], "--temperature"),
+    "not a number": (["--max-tokens", "ten"], "--max-tokens"),
+}
+
+
+@pytest.mark.parametrize("args", BAD.values(), ids=BAD.keys())
+def test_bad_input(forerun, args: tuple[list[str], str]) -> None:
+    flags, says = args
+    code, out, err = forerun("generate", "def f():", *flags)
+    assert code == 2 and out == "" and "Traceback" not in err
+    assert says in err and err.startswith("forerun: ") and len(err.splitlines()) == 1
+
+
+def test_an_unknown_verb(forerun) -> None:
+    code, out, err = forerun("generat", "x")
+    assert (code, out) == (2, "") and "generate" in err and len(err.splitlines()) == 1
+
+
+def test_a_prompt_over_the_context(forerun) -> None:
+    code, out, err = forerun("generate", "x = 1\n" * 600, "--json")
+    assert (code, out) == (2, "") and "context" in err
+
+
+def test_help_imports_neither_torch_nor_transformers() -> None:
+    """What makes `forerun --help` quick, without a stopwatch."""
+    code = (
+        "import sys; from forerun import cli; sys.argv = ['forerun', 'generate', '--help']\n"
+        "try: cli.main()\nexcept SystemExit: pass\n"
+        "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for flag in ("--temperature", "--draft", "--logit-bias", "--kv-tokens", "--json"):
+        assert flag in done.stdout
+
+
+def test_interrupting_is_clean() -> None:
+    command = [sys.executable, "-m", "forerun", "generate", "x = 1", "--max-tokens", "900", "--ignore-eos"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    process.stdout.read(1)  # it has begun
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 130 and "Traceback" not in err
+
+
+def test_a_reader_that_goes_away_is_no_error_message() -> None:
+    command = f"{sys.executable} -m forerun generate 'x = 1' --max-tokens 300 --ignore-eos | head -c 1"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True)
+    assert "Traceback" not in done.stderr and "Exception" not in done.stderr

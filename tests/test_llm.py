@@ -1,0 +1,156 @@
+"""The library's surface: prompts of every kind, n, streams, stop strings, seeds, and refusals before any work."""
+
+import pytest
+import torch
+
+from forerun import LLM, ConfigError, RequestError, SamplingParams
+from forerun.llm import derive_seed
+from forerun.load import pick_device
+from forerun.models.hub import BUNDLED
+from tests import tiny
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    """The bundled model, in float64 so that equality needs no excuse."""
+    return LLM(dtype="float64", context=256, kv_tokens=4096)
+
+
+PROMPT = "def add(a, b):\n"
+
+
+def test_same_tokens_with_every_draft(llm: LLM) -> None:
+    for temperature in (0.0, 0.8):
+        params = SamplingParams(max_tokens=40, temperature=temperature, seed=4)
+        (plain,) = llm.generate(PROMPT, params, draft="off")
+        for draft in ("ngram", "suffix", "model", "auto"):
+            for depth in (None, 0, 3):
+                (other,) = llm.generate(PROMPT, params, draft=draft, depth=depth)
+                assert (other.token_ids, other.text) == (plain.token_ids, plain.text)
+        assert plain.stats.accepted_length == 1.0
+
+
+def test_prompts_of_every_kind(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=5)
+    ids = llm.tokenizer.encode(PROMPT)
+    messages = [{"role": "user", "content": "hello"}]
+    assert llm.generate(PROMPT, params)[0].token_ids == llm.generate(ids, params)[0].token_ids
+    many = llm.generate([PROMPT, ids, messages], params)
+    assert [c.token_ids for c in many[:2]] == [llm.generate(PROMPT, params)[0].token_ids] * 2
+    assert many[2].token_ids == llm.generate(messages, params)[0].token_ids
+    assert many[2].prompt_token_ids == llm.tokenizer.encode("user: hello\nassistant:")
+
+
+@pytest.mark.parametrize("prompt", [[], [[]], [1.5], [True], [["x"]], [{"role": "user"}], "", [[{"content": "x"}]]])
+def test_refused_prompts(llm: LLM, prompt: object) -> None:
+    with pytest.raises(RequestError):
+        llm.generate(prompt)  # type: ignore[arg-type]
+    assert not llm.engine.busy
+
+
+def test_one_bad_prompt_of_many_leaves_nothing_behind(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="context"):
+        llm.generate([PROMPT, [5] * 300])
+    llm.generate(PROMPT, SamplingParams(max_tokens=1))
+    assert not llm.engine.busy
+
+
+def test_n_completions_have_seeds_of_their_own(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=12, temperature=1.0, seed=9, n=3)
+    completions = llm.generate([PROMPT, "class A:\n"], params)
+    assert len(completions) == 6
+    assert [c.seed for c in completions[:3]] == [derive_seed(9, i) for i in range(3)]
+    assert len({tuple(c.token_ids) for c in completions[:3]}) > 1
+    (alone,) = llm.generate(PROMPT, SamplingParams(max_tokens=12, temperature=1.0, seed=completions[1].seed))
+    assert alone.token_ids == completions[1].token_ids
+
+
+def test_without_a_seed_the_result_names_one(llm: LLM) -> None:
+    first, second = (llm.generate(PROMPT, SamplingParams(max_tokens=12, temperature=1.0))[0] for _ in range(2))
+    assert first.seed != second.seed
+    (again,) = llm.generate(PROMPT, SamplingParams(max_tokens=12, temperature=1.0, seed=first.seed))
+    assert again.token_ids == first.token_ids
+
+
+def test_stream_gives_the_same_as_generate(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=30, temperature=0.8, seed=2, logprobs=1)
+    stream = llm.stream(PROMPT, params)
+    events = list(stream)
+    (whole,) = llm.generate(PROMPT, params, draft="off")
+    assert "".join(e.text for e in events) == whole.text == stream.completion.text
+    assert stream.completion.token_ids == whole.token_ids
+    assert [e.token_id for e in stream.completion.logprobs] == whole.token_ids
+
+
+def test_leaving_a_stream_early_ends_its_request(llm: LLM) -> None:
+    stream = llm.stream(PROMPT, SamplingParams(max_tokens=50, ignore_eos=True))
+    for _ in stream:
+        break
+    llm.generate(PROMPT, SamplingParams(max_tokens=1))
+    assert not llm.engine.busy and stream.completion.finish_reason == "abort"
+
+
+def test_two_streams_at_once(llm: LLM) -> None:
+    params = [SamplingParams(max_tokens=15, temperature=0.9, seed=s, ignore_eos=True) for s in (1, 2)]
+    alone = [llm.generate(PROMPT, p)[0].token_ids for p in params]
+    streams = [llm.stream(PROMPT, p) for p in params]
+    for _ in zip(*streams, strict=False):
+        pass
+    for stream in streams:
+        list(stream)
+    assert [s.completion.token_ids for s in streams] == alone
+
+
+def test_stop_strings_cut_the_text_wherever_tokens_end(llm: LLM) -> None:
+    (whole,) = llm.generate(PROMPT, SamplingParams(max_tokens=60))
+    for start, size in ((3, 1), (7, 4), (11, 9)):
+        stop = whole.text[start : start + size]
+        for draft in ("off", "auto"):
+            (cut,) = llm.generate(PROMPT, SamplingParams(max_tokens=60, stop=[stop, "never this"]), draft=draft)
+            assert cut.text == whole.text[: whole.text.index(stop)]
+            assert cut.finish_reason == "stop" and cut.token_ids == whole.token_ids[: len(cut.token_ids)]
+
+
+def test_end_of_text_stops_and_is_not_shown(llm: LLM) -> None:
+    (end,) = llm.decoder.config.end_ids
+    biased = SamplingParams(max_tokens=20, logit_bias={end: 100.0}, min_tokens=6)
+    (completion,) = llm.generate(PROMPT, biased)
+    assert completion.finish_reason == "stop" and completion.token_ids[6:] == [end]
+    assert "endoftext" not in completion.text
+    (on,) = llm.generate(PROMPT, SamplingParams(max_tokens=8, logit_bias={end: 100.0}, ignore_eos=True))
+    assert on.token_ids == [end] * 8 and on.finish_reason == "length"
+
+
+def test_a_model_without_a_tokenizer_takes_token_ids() -> None:
+    llm = LLM(tiny.family("llama"), draft=f"model:{tiny.drafter('llama')}", width=2, kv_tokens=512)
+    (completion,) = llm.generate([5, 6, 7], SamplingParams(max_tokens=5, ignore_eos=True))
+    assert len(completion.token_ids) == 5 and completion.text == ""
+    with pytest.raises(RequestError, match="tokenizer"):
+        llm.generate("text")
+
+
+def test_a_draft_of_another_vocabulary_is_refused() -> None:
+    with pytest.raises(ConfigError, match="they must be the same"):
+        LLM(tiny.family("llama"), draft="model:" + str(BUNDLED / "draft"), kv_tokens=512)
+
+
+def test_unknown_options_name_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'depth'"):
+        LLM(dept=3)
+    with pytest.raises(RequestError, match="did you mean 'temperature'"):
+        SamplingParams.of(temprature=1)
+
+
+def test_devices() -> None:
+    assert pick_device("cpu").type == "cpu"
+    for bad in ("gpu", "mps", "cuda:99"):
+        with pytest.raises(ConfigError, match="device"):
+            pick_device(bad)
+
+
+@pytest.mark.cuda
+def test_the_bundled_model_on_cuda() -> None:
+    llm = LLM(device="cuda", dtype="float64", kv_tokens=4096)
+    params = SamplingParams(max_tokens=60, temperature=0.8, seed=1)
+    (plain,), (fast,) = llm.generate(PROMPT, params, draft="off"), llm.generate(PROMPT, params, depth=4)
+    assert plain.token_ids == fast.token_ids and torch.cuda.is_available()

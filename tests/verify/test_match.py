@@ -1,0 +1,288 @@
+"""The promise of `match`: the output is, token for token, that of plain decoding with the same seed.
+
+It must hold for any draft whatever, at any temperature, in any batch. Guarded too: how often drafts that share the
+target's noise agree with it, that a rule's verdict does not depend on the batch, and what `typical` gives up.
+"""
+
+import math
+import random
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+
+from forerun import rng
+from forerun.rng import Lane
+from forerun.sampling.filters import SamplingState, filter_logits
+from forerun.sampling.params import SamplingParams
+from forerun.types import Draft, Law
+from forerun.verify import RULES, Noise, match
+from tests import oracle
+
+VOCAB, LENGTH, END = 8, 10, 3
+
+
+@dataclass
+class Request:
+    """One request of the toy engine: what it drafts with, and what it has so far."""
+
+    seed: int
+    params: SamplingParams
+    drafter: str = "none"
+    tokens: list[int] = field(default_factory=lambda: [1, 2])
+    rounds: int = 0
+
+    def __post_init__(self):
+        self.state = SamplingState(self.params, self.tokens, [END])
+        self.dice = random.Random(self.seed)
+
+    @property
+    def noise(self):
+        return Noise(self.seed, len(self.tokens) - 1)
+
+    def append(self, tokens):
+        for token in tokens:
+            self.tokens.append(token)
+            self.state.append(token)
+
+
+class ToyModel:
+    """The next token depends on the last two. Logits are a table [V, V, V]."""
+
+    def __init__(self, seed, disturb=0.0):
+        self.table = torch.randn(VOCAB, VOCAB, VOCAB, generator=torch.Generator().manual_seed(seed)) * 1.5
+        self.table += torch.randn(VOCAB, VOCAB, VOCAB, generator=torch.Generator().manual_seed(9)) * disturb
+
+    def logits(self, requests, drafts):
+        """After every node of every draft. [M, V]"""
+        before, last = [], []
+        for request, draft in zip(requests, drafts, strict=True):
+            before += [request.tokens[-2], *(draft.tokens[parent] for parent in draft.parents[1:])]
+            last += draft.tokens
+        return self.table[torch.tensor(before), torch.tensor(last)]
+
+
+TARGET, DRAFTER = ToyModel(0), ToyModel(0, disturb=0.6)
+
+
+def no_draft(request):
+    return Draft.root(request.tokens[-1])
+
+
+def random_chain(request):
+    tokens = [request.dice.randrange(VOCAB) for _ in range(request.dice.randrange(5))]
+    return Draft.chain(request.tokens[-1], tokens, "random")
+
+
+def random_tree(request):
+    """Up to three children a node, equal ones among them, to a ragged depth of at most 3."""
+    draft, depths = no_draft(request), [0]
+    for node in range(13):
+        if node < len(draft) and depths[node] < 3:
+            for _ in range(request.dice.randrange(4)):
+                draft.add(request.dice.randrange(VOCAB), node, "random")
+                depths.append(depths[node] + 1)
+    return draft
+
+
+def junk(request):
+    """A long repetition of the last token."""
+    return Draft.chain(request.tokens[-1], [request.tokens[-1]] * 6, "junk")
+
+
+def coupled(requests, width, depth=3):
+    """Trees of the drafter's `width` likeliest tokens a node, ranked with the noise the target will draw with."""
+    drafts = [no_draft(request) for request in requests]
+    first = [0] * len(drafts)
+    for level in range(depth):
+        scores = DRAFTER.logits(requests, drafts)
+        keys = [r.noise.target(d) for r, draft in zip(requests, drafts, strict=True) for d in draft.depths()]
+        best = iter(rng.perturb(scores, keys).topk(width).indices.tolist())
+        for i, draft in enumerate(drafts):
+            start, first[i] = first[i], len(draft)
+            for node, tokens in enumerate([next(best) for _ in range(len(draft))]):
+                for token in tokens if node >= start and draft.depths()[node] == level else ():
+                    draft.add(token, node, "coupled")
+    return drafts
+
+
+SINGLE = {"none": no_draft, "chain": random_chain, "tree": random_tree, "junk": junk}
+WIDTHS = {"coupled chain": 1, "coupled tree": 2}
+DRAFTERS = [*SINGLE, *WIDTHS]
+
+
+def propose(requests):
+    drafts = {id(r): SINGLE[r.drafter](r) for r in requests if r.drafter in SINGLE}
+    for name, width in WIDTHS.items():
+        group = [r for r in requests if r.drafter == name]
+        if group:
+            drafts |= {id(r): draft for r, draft in zip(group, coupled(group, width), strict=True)}
+    return [drafts[id(r)] for r in requests]
+
+
+def decode(requests, length=LENGTH):
+    """Run all requests together to at least `length` output tokens; the first `length` of each."""
+    active = requests
+    while active:
+        drafts = propose(active)
+        scores = filter_logits(TARGET.logits(active, drafts), drafts, [r.state for r in active])
+        for request, verdict in zip(active, match.verify(drafts, scores, [r.noise for r in active]), strict=True):
+            assert len(verdict.tokens) == len(verdict.path)
+            request.append(verdict.tokens)
+            request.rounds += 1
+        active = [r for r in active if len(r.tokens) < 2 + length]
+    return [r.tokens[2 : 2 + length] for r in requests]
+
+
+PLAIN = [
+    SamplingParams(temperature=1.0),
+    SamplingParams(temperature=0.7, top_k=5, top_p=0.9),
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=1.3, min_p=0.05),
+]
+SPECIAL = [
+    SamplingParams(temperature=1.0, presence_penalty=0.5, frequency_penalty=0.7, repetition_penalty=1.3),
+    SamplingParams(temperature=0.0, frequency_penalty=1.5, min_tokens=6),
+    SamplingParams(temperature=0.9, logit_bias={4: 2.0, END: 3.0}, min_tokens=8, top_p=0.8),
+]
+
+
+@pytest.mark.parametrize("choices, seeds", [(PLAIN, 10_000), (SPECIAL, 300)], ids=["stateless", "stateful"])
+def test_any_draft_gives_the_tokens_of_plain_decoding(choices, seeds):
+    def requests(drafters):
+        return [
+            Request(seed, choices[seed % len(choices)], drafters[seed // len(choices) % len(drafters)])
+            for seed in range(seeds)
+        ]
+
+    assert decode(requests(DRAFTERS)) == decode(requests(["none"]))
+
+
+def test_good_drafts_save_rounds():
+    """Without this, the test above could pass by accepting nothing."""
+    rounds = {}
+    for drafter in DRAFTERS:
+        requests = [Request(seed, PLAIN[0], drafter) for seed in range(200)]
+        decode(requests)
+        rounds[drafter] = sum(r.rounds for r in requests) / len(requests)
+    assert rounds["none"] == LENGTH
+    assert rounds["junk"] < LENGTH
+    assert rounds["coupled tree"] < rounds["coupled chain"] < 0.6 * LENGTH
+
+
+@pytest.mark.parametrize("where", [1, 4, 9])
+def test_a_request_that_starts_again_goes_on_alike(where):
+    """After a preemption nothing is left but the tokens: noise must come from seed and position alone."""
+    whole = decode([Request(seed, PLAIN[0], "coupled tree") for seed in range(50)])
+    resumed = [Request(seed, PLAIN[0], "tree", [1, 2, *tokens[:where]]) for seed, tokens in enumerate(whole)]
+    assert [tokens[:where] + rest for tokens, rest in zip(whole, decode(resumed, LENGTH), strict=True)] == [
+        tokens[:where] + r.tokens[2 + where : 12 + where] if False else tokens[:where] + r.tokens[2:12]
+        for tokens, r in zip(whole, resumed, strict=True)
+    ]
+
+
+def ragged_drafts(rule):
+    """Drafts of all sizes a rule takes, and the seeds of their requests."""
+    dice, drafts = np.random.default_rng(4), []
+    for size in [0, 3, 1, 5, 2, 0, 4, 4, 1, 6]:
+        q = oracle.softmax(dice.normal(size=(size + 1, VOCAB)))
+        draft = Draft([int(dice.integers(VOCAB))], [-1], [""], [Law.GIVEN], None if rule.coupled else q)
+        for node in range(1, size + 1):
+            parent = int(dice.integers(node)) if rule.branching else node - 1
+            law = Law.GIVEN if rule.coupled or node % 3 == 0 else Law.SAMPLED
+            draft.add(int(dice.choice(VOCAB, p=q[parent])), parent, "toy", law)
+        drafts.append(draft)
+    return drafts
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_verdict_does_not_depend_on_the_batch(name):
+    rule = RULES[name]
+    drafts = ragged_drafts(rule)
+    noises = [Noise(seed=70 + i, root=5 * i) for i in range(len(drafts))]
+    scores = torch.randn(sum(map(len, drafts)), VOCAB, generator=torch.Generator().manual_seed(3)) * 2
+    scores[:3, 2:] = -math.inf
+    alone = [
+        rule.verify([draft], rows, [noise])[0]
+        for draft, rows, noise in zip(drafts, scores.split([len(d) for d in drafts]), noises, strict=True)
+    ]
+    assert rule.verify(drafts, scores, noises) == alone
+    assert len({len(v.tokens) for v in alone}) > 1
+
+
+def test_equal_siblings_are_one():
+    """Of two children with the same token one is followed, and the output is the same."""
+    draft = Draft.root(0)
+    for token in (5, 5, 6):
+        draft.add(token, 0, "toy")
+    assert match.follow(draft, [5, 2, 3, 4]) in (match.Verdict([5, 2], [0, 1]), match.Verdict([5, 3], [0, 2]))
+    assert match.follow(draft, [6, 2, 3, 4]) == match.Verdict([6, 4], [0, 3])
+    assert match.follow(draft, [7, 2, 3, 4]) == match.Verdict([7], [0])
+
+
+def agreement(p, q):
+    """How often argmax(log p + g) is argmax(log q + g), for shared Gumbel noise g."""
+    both = (p > 0) & (q > 0)
+    with np.errstate(divide="ignore"):
+        return sum(1 / np.maximum(p / p[x], q / q[x]).sum() for x in np.flatnonzero(both))
+
+
+def random_laws(seed, vocab=6):
+    dice = np.random.default_rng(seed)
+    scores = dice.normal(size=vocab) * 2
+    return oracle.softmax(scores), oracle.softmax(scores + dice.normal(size=vocab) * 0.8)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_coupled_drafts_agree_as_often_as_theory_says(seed, tosses=20_000):
+    p, q = random_laws(seed)
+    noises = [Noise(seed, root) for root in range(tosses)]
+    drawn = rng.gumbel_argmax(torch.tensor(np.log(q)).expand(tosses, -1), [n.target(0) for n in noises]).tolist()
+    drafts = [Draft.chain(0, [token], "coupled") for token in drawn]
+    verdicts = match.verify(drafts, torch.tensor(np.log(p)).expand(2 * tosses, -1), noises)
+    accepted = sum(len(v.path) == 2 for v in verdicts) / tosses
+    expected = agreement(p, q)
+    assert abs(accepted - expected) < 4 * math.sqrt(expected * (1 - expected) / tosses)
+
+
+def test_agreement_is_never_below_its_bound():
+    for seed in range(300):
+        p, q = random_laws(seed)
+        apart = np.abs(p - q).sum() / 2
+        assert (1 - apart) / (1 + apart) - 1e-12 <= agreement(p, q) <= 1 - apart + 1e-12
+
+
+def test_the_noise_of_a_depth_is_the_noise_of_its_position():
+    """What makes speculative and plain decoding draw alike."""
+    assert Noise(7, 10).target(3) == Noise(7, 13).target(0) == rng.stream(7, Lane.TARGET, 14)
+
+
+def test_only_typical_is_lossy():
+    assert [rule.name for rule in RULES.values() if rule.lossy] == ["typical"]
+    assert all(rule.name == name for name, rule in RULES.items())
+
+
+@pytest.mark.parametrize("token, passes", [(0, True), (2, False)])
+def test_typical_says_a_plausible_draft_every_time(token, passes, tosses=2_000):
+    """p = (.6, .39, .01): a likely draft is said always, an unlikely one never, whatever p says."""
+    p = torch.tensor([0.6, 0.39, 0.01])
+    drafts = [Draft.chain(0, [token], "toy")] * tosses
+    verdicts = RULES["typical"].verify(drafts, p.log().expand(2 * tosses, -1), [Noise(1, i) for i in range(tosses)])
+    said = np.bincount([v.tokens[0] for v in verdicts], minlength=3) / tosses
+    assert {len(v.tokens) for v in verdicts} == ({2} if passes else {1})
+    if passes:
+        assert said[token] == 1  # total variation 1 - p(token) from the target
+    else:
+        assert abs(said - p.numpy()).max() < 0.05
+
+
+def test_typical_is_match_at_temperature_0():
+    """A one-hot law has no entropy, and only its own token passes."""
+    requests = [Request(seed, SamplingParams(temperature=0.0), "tree") for seed in range(100)]
+    drafts = propose(requests)
+    scores = filter_logits(TARGET.logits(requests, drafts), drafts, [r.state for r in requests])
+    noises = [r.noise for r in requests]
+    assert [v.tokens for v in RULES["typical"].verify(drafts, scores, noises)] == [
+        v.tokens for v in match.verify(drafts, scores, noises)
+    ]
