@@ -128,20 +128,28 @@ class Attention:
     def _masks(
         self, segments: list[Segment], depths: list[np.ndarray], queries: int, width: int
     ) -> dict[int | None, Tensor | None]:
+        """What each query sees, for each of the model's windows."""
         seen = np.zeros((len(segments), queries, width), dtype=bool)
-        distance = np.zeros_like(seen, dtype=np.int64)
-        windows = set(self.config.windows)
-        for r, (segment, depth) in enumerate(zip(segments, depths, strict=True)):
+        for r, segment in enumerate(segments):
             at, count = self.cache.length[segment.slot], len(segment.tokens)
             seen[r, :count, :at] = True
-            seen[r, :count, at : at + len(depth)] = _ancestors(segment.parents)[segment.offset :]
+            seen[r, :count, at : at + len(segment.parents)] = _ancestors(segment.parents)[segment.offset :]
             seen[r, count:, 0] = True  # a padding query must see something, or it is NaN
-            if windows != {None}:
-                position = np.concatenate([np.arange(at), at + depth, np.zeros(width - at - len(depth), dtype=int)])
-                query = np.pad(at + depth[segment.offset :], (0, queries - count))
-                distance[r] = query[:, None] - position
-        masks = {w: seen if w is None else seen & (distance < w) for w in windows}
+        masks: dict[int | None, np.ndarray] = {None: seen}
+        windows = set(self.config.windows) - {None}
+        if windows:
+            distance = self._distances(segments, depths, seen.shape)
+            masks |= {w: seen & (distance < w) for w in windows}
         return {w: None if mask.all() else self._tensor(mask) for w, mask in masks.items()}
+
+    def _distances(self, segments: list[Segment], depths: list[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
+        """How many positions each key lies before each query; 0 for padding. int32 [R, N, K]"""
+        distance = np.zeros(shape, dtype=np.int32)
+        for r, (segment, depth) in enumerate(zip(segments, depths, strict=True)):
+            at, count = self.cache.length[segment.slot], len(segment.tokens)
+            keys = np.concatenate([np.arange(at), at + depth]).astype(np.int32)
+            distance[r, :count, : len(keys)] = (at + depth[segment.offset :])[:, None] - keys
+        return distance
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)

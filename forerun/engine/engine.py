@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from forerun.cache.attention import Segment
+from forerun.config import parse_depth
 from forerun.draft.base import Proposer, Row
 from forerun.engine.depth import Auto, DepthPolicy, Wish
 from forerun.engine.request import Request
@@ -57,7 +58,7 @@ class Engine:
         self, tokens: Sequence[int], params: SamplingParams, *, draft: str = OFF, depth: int | str = "auto"
     ) -> Request:
         """Queue one request (`n` is the caller's affair). Raises RequestError or CapacityError if it cannot serve."""
-        config, cache = self.target.decoder.config, self.target.cache
+        config, cache, depth = self.target.decoder.config, self.target.cache, parse_depth(depth)
         if draft != OFF and draft not in self.proposers:
             raise ConfigError(f"this engine has no draft {draft!r}: {nearest(draft, [OFF, *self.proposers])}")
         if not tokens:

@@ -143,6 +143,12 @@ def test_refusals(tokens: list[int], options: dict, error: type, says: str) -> N
     assert not engine.busy
 
 
+def test_a_depth_that_is_none_is_refused() -> None:
+    for depth in (-1, 65, "deep", True):
+        with pytest.raises(ConfigError, match="depth"):
+            build.engine("llama").add([5], SamplingParams(), depth=depth)
+
+
 def test_an_unknown_draft_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match="did you mean 'ngram'"):
         build.engine("llama").add([5], SamplingParams(), draft="ngrm")

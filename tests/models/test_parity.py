@@ -28,7 +28,6 @@ from forerun.models.config import Rope, load_config
 from forerun.models.decoder import Decoder, load_decoder, longest_context
 from forerun.models.rope import rope_tables
 from forerun.runner import Runner
-from forerun.types import Draft
 from tests import tiny
 
 GAIN = 0.5  # keeps the rounding of float32, which two orders of summation differ by, well below the tolerance
@@ -402,12 +401,6 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_is(name: str) -> None:
     assert mine.weights.norm.weight.dtype is torch.float32
     assert (logits - exact).abs().mean() <= 1.3 * error
     assert error < 0.2 * exact.std()
-
-
-def test_tree_helpers_agree_with_draft() -> None:
-    """The tests' own notion of a path is that of Draft."""
-    draft = Draft([0, 1, 2, 3], [-1, 0, 0, 2], [""] * 4, [0] * 4)  # type: ignore[list-item]
-    assert [path_to(draft.parents, node) for node in range(4)] == [draft.path_to(node) for node in range(4)]
 
 
 @pytest.mark.cuda

@@ -1,0 +1,235 @@
+"""The noise everything is drawn with: a pure function of seed, lane, counters and token, uniform and independent.
+
+If streams for different purposes were alike, every rule would be biased though each of its lines is right; so the
+rules are also run with the engine's real noise, and with noise that shares one stream, which must be found out.
+"""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from forerun import rng
+from forerun.rng import Lane
+from forerun.types import Draft, Law
+from forerun.verify import RULES, Noise
+from tests import oracle
+
+COUNT = 20_000
+SURE = 1e-4  # seeds are fixed: a p-value below this is no bad luck
+
+
+def test_splitmix64_reference_vectors():
+    """The first outputs of SplitMix64 seeded with 0 and with 1234567."""
+    zero = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F, 0xF88BB8A8724C81EC]
+    other = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
+    assert [rng.mix(i * rng.GOLDEN) for i in range(1, 5)] == zero
+    assert [rng.mix(1234567 + i * rng.GOLDEN) for i in range(1, 5)] == other
+
+
+def test_uniform_is_element_of_a_splitmix_stream():
+    assert rng.uniform(0, 0) == ((0xE220A8397B1DCDAF >> 11) + 0.5) * 2.0**-53
+    assert rng.uniform(0, 3) == ((0xF88BB8A8724C81EC >> 11) + 0.5) * 2.0**-53
+
+
+@pytest.mark.parametrize("bits", [0, 1, 1 << 11, rng.MASK >> 1, rng.MASK - (1 << 11), rng.MASK], ids=hex)
+def test_uniform_is_never_0_or_1(bits, monkeypatch):
+    monkeypatch.setattr(rng, "mix", lambda x: bits)
+    assert 0 < rng.uniform(5) < 1
+    assert math.isfinite(rng.gumbel_scalar(5, 0))
+
+
+def test_gumbel_equals_its_scalar_twin():
+    keys = [rng.stream(seed, lane, 17) for seed in (0, 1, 2**63 - 1) for lane in Lane]
+    tokens = [0, 1, 2, 1000, 151_935, 2**31]
+    pairs = list(itertools.product(keys, tokens))
+    fast = rng.gumbel(
+        torch.tensor([k - (1 << 64) if k >> 63 else k for k, _ in pairs]), torch.tensor([t for _, t in pairs])
+    )
+    slow = torch.tensor([rng.gumbel_scalar(k, t) for k, t in pairs], dtype=torch.float64)
+    assert (fast - slow).abs().max() <= 1e-15 * slow.abs().max()
+
+
+def test_noise_of_a_token_does_not_depend_on_the_others():
+    """Not on the batch, the row's place in it, the vocabulary or what filters removed."""
+    keys = [rng.stream(3, Lane.TARGET, i) for i in range(6)]
+    whole = rng.perturb(torch.zeros(6, 40), keys)
+    assert torch.equal(rng.perturb(torch.zeros(1, 40), keys[4:5]), whole[4:5])
+    assert torch.equal(rng.perturb(torch.zeros(6, 20), keys), whole[:, :20])
+    some = torch.zeros(6, 40).masked_fill(torch.arange(40) % 3 == 0, -math.inf)
+    assert torch.equal(rng.perturb(some, keys), whole.masked_fill(some.isinf(), -math.inf))
+
+
+def test_only_finite_scores_are_drawn():
+    scores = torch.full((3, 9), -math.inf)
+    scores[[0, 1, 2], [8, 0, 4]] = torch.tensor([-80.0, 0.0, 5.0])
+    assert rng.gumbel_argmax(scores, [1, 2, 3]).tolist() == [8, 0, 4]
+
+
+def test_gumbel_argmax_draws_from_the_softmax():
+    law = np.array([0.5, 0.3, 0.15, 0.049, 0.001])
+    drawn = rng.gumbel_argmax(
+        torch.tensor(np.log(law)).expand(COUNT, -1), [rng.stream(11, Lane.TARGET, i) for i in range(COUNT)]
+    )
+    assert stats.chisquare(np.bincount(drawn, minlength=5), law * COUNT).pvalue > SURE
+
+
+STREAMS = {
+    "positions": lambda i: (rng.stream(5, Lane.TARGET, i), 0),
+    "seeds": lambda i: (rng.stream(i, Lane.TARGET, 3), 0),
+    "distant seeds": lambda i: (rng.stream(i << 43, Lane.DRAFT, 3, 1), 0),
+    "tokens": lambda i: (rng.stream(5, Lane.TARGET, 3), i),
+    "nodes": lambda i: (rng.stream(5, Lane.ACCEPT, 3, i), 0),
+    "roots": lambda i: (rng.stream(5, Lane.RESIDUAL, i, 0), 0),
+}
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_every_counter_gives_uniform_numbers(name):
+    values = [rng.uniform(*STREAMS[name](i)) for i in range(COUNT)]
+    assert stats.kstest(values, "uniform").pvalue > SURE
+    assert independent(values[:-1], values[1:]), "neighbours"
+    assert independent(values[:-2], values[2:]), "next neighbours"
+
+
+def independent(one, other):
+    """Whether pairs fill a 10 by 10 grid evenly."""
+    cells, _, _ = np.histogram2d(one, other, bins=10, range=[[0, 1], [0, 1]])
+    return stats.chisquare(cells.ravel()).pvalue > SURE
+
+
+def uses(i):
+    """The first number of each stream a round touches: its coins, its draws and the Gumbel noise of two tokens."""
+    noise, root = Noise(9, i), i
+    keys = [noise.target(0), noise.target(1), noise.draft(0), noise.draft(1)]
+    keys += [rng.stream(9, lane, root, node) for lane in (Lane.ACCEPT, Lane.RESIDUAL) for node in (0, 1)]
+    return [*map(rng.uniform, keys), rng.uniform(keys[0], 1), rng.uniform(keys[2], 1)]
+
+
+def test_streams_of_one_round_are_independent():
+    table = np.array([uses(2 * i) for i in range(COUNT // 2)]).T
+    assert all(independent(a, b) for a, b in itertools.combinations(table, 2))
+
+
+def test_lanes_of_one_seed_share_no_key():
+    keys = [rng.stream(s, lane, c) for s in range(20) for lane in Lane for c in range(50)]
+    keys += [rng.stream(s, lane, c, n) for s in range(20) for lane in Lane for c in range(20) for n in range(9)]
+    assert len(set(keys)) == len(keys)
+
+
+# `Noise.draw` and `Noise.accept` at their edges.
+
+EXTREMES = [2.0**-54, 2.0**-53, 0.5, 1 - 2.0**-53, 1.0]
+WEIGHTS = [
+    [0, 1, 0],
+    [0, 0, 1, 0, 0],
+    [1e-300, 0, 1e-300, 0],
+    [0, 5e-324, 0],
+    [0, 0.1, 0.2, 0, 0.7, 0],
+    [1, 1e-17, 0, 1e-17, 0],
+    [0, 1e300, 1e-300, 0],
+]
+
+
+@pytest.mark.parametrize("u", EXTREMES)
+@pytest.mark.parametrize("weights", WEIGHTS, ids=str)
+def test_draw_never_gives_a_token_of_weight_0(weights, u, monkeypatch):
+    monkeypatch.setattr(rng, "uniform", lambda key, index=0: u)
+    assert weights[Noise(1, 1).draw(np.array(weights, dtype=float), 0)] > 0
+
+
+def test_draw_never_gives_a_token_of_weight_0_by_chance():
+    dice = np.random.default_rng(0)
+    for i in range(3000):
+        weights = dice.random(12) * (dice.random(12) < 0.4)
+        weights[dice.integers(12)] += 1e-9
+        assert weights[Noise(2, i).draw(weights, 0)] > 0
+
+
+def test_draw_follows_its_weights():
+    weights = np.array([0.0, 2.0, 1.0, 0.0, 0.5, 0.01])
+    drawn = np.bincount([Noise(4, i).draw(weights, 0) for i in range(COUNT)], minlength=6)
+    positive = weights > 0
+    assert stats.chisquare(drawn[positive], weights[positive] / weights.sum() * COUNT).pvalue > SURE
+
+
+@pytest.mark.parametrize("u", [2.0**-54, 0.5, 1 - 2.0**-53])
+def test_accept_at_the_edges(u, monkeypatch):
+    monkeypatch.setattr(rng, "uniform", lambda key, index=0: u)
+    noise = Noise(1, 1)
+    assert not noise.accept(0, 0.3, 1) and not noise.accept(0, 0, 1)
+    assert noise.accept(0.3, 0.3, 1) and noise.accept(0.4, 0.3, 1) and noise.accept(1e-300, 0, 1)
+
+
+# The rules with real noise.
+
+
+class SharedNoise(Noise):
+    """The fault: drafts, coins and residuals use one stream."""
+
+    def draft(self, node):
+        return rng.stream(self.seed, Lane.DRAFT, self.root)
+
+    def accept(self, p, q, node):
+        return rng.uniform(self.draft(node)) * q < p
+
+    def draw(self, weights, node):
+        total = np.cumsum(weights)
+        return int(np.searchsorted(total, rng.uniform(self.draft(node)) * total[-1], side="right"))
+
+
+def real_draft(noise, context, drafter, depth, branching):
+    """A chain drawn with the round's own noise; where trees are taken, with the likeliest token beside each draw."""
+    draft, parent, laws = Draft.root(0), 0, {}
+    for _ in range(depth):
+        law = drafter[context + oracle.prefix_of(draft, parent)]
+        drawn = int(rng.gumbel_argmax(torch.tensor(np.log(law))[None], [noise.draft(parent)]))
+        laws[parent] = law
+        child = draft.add(drawn, parent, "toy", Law.SAMPLED)
+        if branching:
+            draft.add(int(law.argmax()), parent, "toy")
+        parent = child
+    draft.probs = np.stack([laws.get(node, drafter[()] * 0) for node in range(len(draft))])
+    return draft
+
+
+def speculate(rule, noise_class, models, depth, length, seed):
+    """One string of `length` tokens said in rounds, as the engine would."""
+    target, drafter = models
+    said = ()
+    while len(said) < length:
+        noise, context = noise_class(seed, 4 + len(said)), said[-1:]
+        draft = real_draft(noise, context, drafter, depth, RULES[rule].branching)
+        p = np.stack([target[context + oracle.prefix_of(draft, node)] for node in range(len(draft))])
+        said += tuple(RULES[rule].verify([draft], torch.tensor(p).log(), [noise])[0].tokens)
+    return said[:length]
+
+
+def string_p_value(rule, noise_class, depth=2, length=3, count=3000, vocab=3):
+    """The p-value of what `count` seeds said, against the target's joint law of `length` tokens."""
+    models = [last_token_only(table, max(depth + 1, length)) for table in oracle.toy_models("float", vocab, 1, seed=2)]
+    law = oracle.joint(models[0], length)
+    said = [speculate(rule, noise_class, models, depth, length, seed) for seed in range(count)]
+    rare = [s for s in law if law[s] * count < 5]
+    cells = [*([s] for s in law if s not in rare), *([rare] if rare else [])]
+    observed = [sum(map(said.count, cell)) for cell in cells]
+    return stats.chisquare(observed, [sum(law[s] for s in cell) * count for cell in cells]).pvalue
+
+
+def last_token_only(table, depth):
+    """A model whose law depends on the last token alone."""
+    vocab = len(table[()])
+    return {s: table[s[-1:]] for n in range(depth + 1) for s in itertools.product(range(vocab), repeat=n)}
+
+
+@pytest.mark.parametrize("rule", ["token", "block", "tree"])
+def test_rules_with_real_noise_say_the_target_s_strings(rule):
+    assert string_p_value(rule, Noise) > SURE
+
+
+@pytest.mark.parametrize("rule", ["token", "block", "tree"])
+def test_shared_noise_is_found_out(rule):
+    assert string_p_value(rule, SharedNoise) < 1e-12
