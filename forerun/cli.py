@@ -32,7 +32,7 @@ app = typer.Typer(
     help="Lossless speculative decoding: the same tokens as plain decoding, sooner.",
 )
 
-CONFIG_TYPES = {"model": str, "depth": str, "context": int, "kv_tokens": int}
+CONFIG_TYPES = {"model": str, "quantization": str, "depth": str, "context": int, "kv_tokens": int}
 SAMPLING_TYPES = {"logit_bias": list[str], "stop": list[str], "stop_token_ids": list[int], "seed": int, "logprobs": int}
 SHORT = {"model": "-m", "max_tokens": "-n", "temperature": "-t"}
 USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]  # typer does not export it by name

@@ -9,6 +9,13 @@ from forerun.errors import ConfigError, nearest
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 RULE_NAMES = ("match", "token", "block", "tree", "typical")  # verify.RULES, named here so that --help needs no torch
+CHOICES: dict[str, tuple[str, ...]] = {
+    "rule": RULE_NAMES,
+    "dtype": DTYPES,
+    "quantization": ("int8", "int4"),
+    "draft_quantization": ("auto", "none", "int8", "int4"),
+    "kernels": ("auto", "native", "torch"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +29,12 @@ class Config:
         depth: most tokens drafted ahead: a number, or auto to choose by measured cost and acceptance, zero included.
         width: nodes a level of a draft model's tree; 1 drafts chains.
         rule: match (same tokens as plain decoding), token, block or tree (same distribution), or typical (lossy).
-        dtype: auto is float32 on CPU and the checkpoint's own on CUDA.
+        dtype: auto is the checkpoint's own, but float32 where the native CPU kernels cannot compute it.
+        quantization: int8 or int4 weights for the target, made while loading with the native kernels; None keeps
+            the dtype.
+        draft_quantization: the same for a draft model, whose precision never changes the text; auto is int8 with the
+            native kernels, none keeps the dtype.
+        kernels: native (compiled, exact in every dtype), torch, or auto: native on CPU where they can be used.
         device: auto takes CUDA where there is one.
         threads: CPU threads; 0 leaves torch's choice.
         context: most tokens of one request, prompt included; None is the model's own limit.
@@ -38,6 +50,9 @@ class Config:
     width: int = 1
     rule: str = "match"
     dtype: str = "auto"
+    quantization: str | None = None
+    draft_quantization: str = "auto"
+    kernels: str = "auto"
     device: str = "auto"
     threads: int = 0
     context: int | None = None
@@ -47,10 +62,18 @@ class Config:
     kv_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        if self.rule not in RULE_NAMES:
-            raise ConfigError(f"there is no rule {self.rule!r}: {nearest(self.rule, RULE_NAMES)}")
-        if self.dtype not in DTYPES:
-            raise ConfigError(f"there is no dtype {self.dtype!r}: {nearest(self.dtype, DTYPES)}")
+        for name, known in CHOICES.items():
+            value = getattr(self, name)
+            if value not in known and not (value is None and name == "quantization"):
+                raise ConfigError(f"there is no {name} {value!r}: {nearest(str(value), known)}")
+        if self.quantization and self.kernels == "torch":
+            raise ConfigError(
+                f"quantization={self.quantization} needs the native kernels, but kernels=torch was asked for"
+            )
+        if self.quantization and self.dtype != "auto":
+            raise ConfigError(
+                f"quantization={self.quantization} and dtype={self.dtype} contradict each other: give one"
+            )
         object.__setattr__(self, "depth", parse_depth(self.depth))
         for name, low, high in (
             ("width", 1, 16),

@@ -21,6 +21,7 @@ from forerun.load import check_vocabulary, load_tokenizer, make_runner, pick_dev
 from forerun.models.decoder import Decoder
 from forerun.models.hub import find_model
 from forerun.models.text import Message, Tokenizer
+from forerun.native import NativeDecoder
 from forerun.runner import Runner
 from forerun.sampling.params import SamplingParams
 from forerun.types import Event, TokenLogprobs
@@ -93,7 +94,7 @@ class LLM:
         self._jobs: dict[int, _Job] = {}
 
     @property
-    def decoder(self) -> Decoder:
+    def decoder(self) -> Decoder | NativeDecoder:
         """The target model."""
         return self.engine.target.decoder
 

@@ -12,9 +12,11 @@ import torch
 from forerun.cache.kv import KVCache
 from forerun.config import Config
 from forerun.errors import CapacityError, ConfigError
+from forerun.kernels import native
 from forerun.models.config import load_config
 from forerun.models.decoder import Decoder, default_context, load_decoder, longest_context
 from forerun.models.text import Tokenizer
+from forerun.native import NativeDecoder
 from forerun.runner import Runner
 
 
@@ -33,13 +35,36 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
-def pick_dtype(name: str, device: torch.device, raw: dict[str, Any]) -> torch.dtype:
-    """float32 on CPU, whose torch kernels are slow and less exact in half precision; the checkpoint's own on CUDA."""
-    if name == "auto":
-        own = raw.get("dtype") or raw.get("torch_dtype") or "bfloat16"
-        name = "float32" if device.type == "cpu" or not hasattr(torch, str(own)) else str(own)
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
+def pick_form(config: Config, device: torch.device, raw: dict[str, Any], drafter: bool) -> tuple[bool, str]:
+    """(native kernels?, float32, bfloat16, float16, float64, int8 or int4) for a model with this config.json."""
+    own = str(raw.get("dtype") or raw.get("torch_dtype") or "float32")
+    why = no_native(config, device)
+    quantization = config.draft_quantization if drafter else config.quantization
+    if drafter and quantization == "auto":
+        quantization = None if why or config.dtype in ("float64", "float16") else "int8"
+    if quantization in ("int8", "int4"):
+        if why:
+            raise ConfigError(f"quantization {quantization} needs the native kernels: {why}")
+        return True, quantization
+    if config.dtype != "auto":
+        if config.dtype in ("float32", "bfloat16") and not why:
+            return True, config.dtype
+        if config.kernels == "native":
+            raise ConfigError(f"the native kernels have no {config.dtype}: use float32 or bfloat16, or kernels=torch")
+        return False, config.dtype
+    if device.type == "cuda":
+        return False, own if own in ("float32", "bfloat16", "float16") else "bfloat16"
+    return not why, "bfloat16" if own == "bfloat16" and not why else "float32"
+
+
+def no_native(config: Config, device: torch.device) -> str:
+    """Why the native kernels are not used; empty where they are. Raises ConfigError if they were asked for."""
+    why = "kernels=torch was asked for" if config.kernels == "torch" else native.reason()
+    if device.type != "cpu":
+        why = f"they run on the CPU, not on {device.type}"
+    if why and config.kernels == "native":
+        raise ConfigError(f"the native kernels cannot be used: {why}")
+    return why
 
 
 def make_runner(config: Config, directory: Path, device: torch.device, target: Runner | None = None) -> Runner:
@@ -49,8 +74,14 @@ def make_runner(config: Config, directory: Path, device: torch.device, target: R
     if target is None and config.context and config.context > longest:
         raise ConfigError(f"context={config.context} is over what this model can serve: at most {longest}")
     context = min(config.context, longest) if config.context else default_context(shape)
-    dtype = pick_dtype(config.dtype, device, shape.raw)
-    decoder = load_decoder(directory, dtype, device, context)
+    is_native, form = pick_form(config, device, shape.raw, drafter=target is not None)
+    decoder: Decoder | NativeDecoder
+    if is_native:
+        native.start(config.threads)
+        torch.set_num_threads(1)  # two pools spinning on the same cores cost more than they give
+        decoder = NativeDecoder(shape, directory, form, context)
+    else:
+        decoder = load_decoder(directory, getattr(torch, form), device, context)
     if target:
         tokens = target.cache.pages.count * target.cache.pages.size
     else:
@@ -58,7 +89,7 @@ def make_runner(config: Config, directory: Path, device: torch.device, target: R
     return Runner(decoder, tokens=tokens, page=config.page, slots=config.max_rows)
 
 
-def fit_kv_tokens(config: Config, decoder: Decoder) -> int:
+def fit_kv_tokens(config: Config, decoder: Decoder | NativeDecoder) -> int:
     """Tokens of KV that fit a quarter of the free memory, and no more than all slots could use."""
     each = KVCache.token_bytes(decoder.config, decoder.dtype)
     tokens = min(config.max_rows * decoder.context, free_memory(decoder.device) // 4 // each)

@@ -1,7 +1,7 @@
 """Randomness as a function: noise(seed, lane, counter, token), counter-based, no generator objects.
 
 The same arguments give the same noise on any batch, device and day, so plain and speculative decoding draw alike.
-The mixer is SplitMix64's finaliser (Steele, Lea, Flood 2014): stream `key`, element i is mix(key + i * GOLDEN).
+The mixer is SplitMix64's finaliser (Steele, Lea, Flood 2014): stream `key`, element i is mix(key + (i + 1) * GOLDEN).
 """
 
 import math
@@ -41,8 +41,8 @@ def stream(seed: int, lane: Lane, *counters: int) -> int:
 
 
 def uniform(key: int, index: int = 0) -> float:
-    """Element `index` of a stream, uniform in the open interval (0, 1), 53 bits."""
-    return ((mix(key + GOLDEN * (index + 1)) >> 11) + 0.5) * 2.0**-53
+    """Element `index` of a stream, uniform in the open interval (0, 1), 52 bits."""
+    return ((mix(key + GOLDEN * (index + 1)) >> 12) + 0.5) * 2.0**-52
 
 
 def _signed(x: int) -> int:
@@ -60,7 +60,7 @@ def gumbel(keys: Tensor, tokens: Tensor) -> Tensor:
     x = (x ^ _shift(x, 30)) * _signed(_M1)
     x = (x ^ _shift(x, 27)) * _signed(_M2)
     x = x ^ _shift(x, 31)
-    u = (_shift(x, 11).double() + 0.5) * 2.0**-53
+    u = (_shift(x, 12).double() + 0.5) * 2.0**-52
     return -torch.log(-torch.log(u))
 
 

@@ -8,14 +8,16 @@ import torch
 
 from forerun.cache.attention import Attention, Segment
 from forerun.cache.kv import KVCache
+from forerun.errors import ConfigError
 from forerun.models.decoder import Decoder
+from forerun.native import NativeDecoder
 from forerun.types import Forward
 
 
 class Runner:
-    """A decoder and its KV cache. The target has one; so has every drafter that is a model."""
+    """A decoder, on torch or on the native kernels, and its KV cache. The target has one; so has every draft model."""
 
-    def __init__(self, decoder: Decoder, *, tokens: int, page: int, slots: int) -> None:
+    def __init__(self, decoder: Decoder | NativeDecoder, *, tokens: int, page: int, slots: int) -> None:
         """Room for `tokens` tokens of KV in pages of `page`, for `slots` requests at a time."""
         self.decoder = decoder
         self.cache = KVCache(
@@ -31,6 +33,10 @@ class Runner:
     @torch.inference_mode()
     def forward(self, segments: Sequence[Segment], boundaries: Sequence[int] = ()) -> Forward:
         """One pass. The slots must have room (`Pages.grow`); logits come in the order of the segments' `want`."""
+        if isinstance(self.decoder, NativeDecoder):
+            if boundaries:
+                raise ConfigError("the native kernels give no hidden states: use kernels=torch")
+            return self.decoder.forward(segments, self.cache)
         device = self.decoder.device
         attention = Attention(segments, self.cache, self.decoder.config)
         ids = torch.tensor([token for s in segments for token in s.tokens], device=device)

@@ -15,7 +15,7 @@ FLOORS = [
     {"kernels", "sampling", "verify"},
     {"models"},
     {"cache"},
-    {"runner", "load"},
+    {"native", "runner", "load"},
     {"draft"},
     {"engine"},
     {"llm"},

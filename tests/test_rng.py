@@ -31,8 +31,8 @@ def test_splitmix64_reference_vectors():
 
 
 def test_uniform_is_element_of_a_splitmix_stream():
-    assert rng.uniform(0, 0) == ((0xE220A8397B1DCDAF >> 11) + 0.5) * 2.0**-53
-    assert rng.uniform(0, 3) == ((0xF88BB8A8724C81EC >> 11) + 0.5) * 2.0**-53
+    assert rng.uniform(0, 0) == ((0xE220A8397B1DCDAF >> 12) + 0.5) * 2.0**-52
+    assert rng.uniform(0, 3) == ((0xF88BB8A8724C81EC >> 12) + 0.5) * 2.0**-52
 
 
 @pytest.mark.parametrize("bits", [0, 1, 1 << 11, rng.MASK >> 1, rng.MASK - (1 << 11), rng.MASK], ids=hex)
@@ -208,7 +208,7 @@ def speculate(rule, noise_class, models, depth, length, seed):
     return said[:length]
 
 
-def string_p_value(rule, noise_class, depth=2, length=3, count=3000, vocab=3):
+def string_p_value(rule, noise_class, depth=2, length=3, count=2000, vocab=3):
     """The p-value of what `count` seeds said, against the target's joint law of `length` tokens."""
     models = [last_token_only(table, max(depth + 1, length)) for table in oracle.toy_models("float", vocab, 1, seed=2)]
     law = oracle.joint(models[0], length)
@@ -226,10 +226,38 @@ def last_token_only(table, depth):
 
 
 @pytest.mark.parametrize("rule", ["token", "block", "tree"])
-def test_rules_with_real_noise_say_the_target_s_strings(rule):
+def test_rounds_with_real_noise_say_the_target_s_strings(rule):
     assert string_p_value(rule, Noise) > SURE
+
+
+# Laws for which a residual drawn with the draft's noise is far off.
+P, Q = np.array([0.62, 0.25, 0.04, 0.08, 0.01]), np.array([0.43, 0.02, 0.49, 0.05, 0.01])
+
+
+def first_token_p_value(rule, noises):
+    """The p-value of the first token said with each noise, after a sampled chain of two tokens, against P."""
+    drafts = [Draft.root(0) for _ in noises]
+    for node in range(2):
+        keys = [noise.draft(node) for noise in noises]
+        for draft, chosen in zip(drafts, gumbel_draws(Q, keys), strict=True):
+            draft.add(chosen, node, "toy", Law.SAMPLED)
+            draft.probs = np.stack([Q, Q, 0 * Q])
+    verdicts = RULES[rule].verify(drafts, torch.tensor(P).log().expand(3 * len(noises), -1), noises)
+    said = np.bincount([v.tokens[0] for v in verdicts], minlength=len(P))
+    return stats.chisquare(said, P * len(noises)).pvalue
+
+
+def gumbel_draws(law, keys):
+    return rng.gumbel_argmax(torch.tensor(law).log().expand(len(keys), -1), keys).tolist()
+
+
+@pytest.mark.parametrize("vary", ["seed", "position"])
+@pytest.mark.parametrize("rule", ["token", "block", "tree"])
+def test_real_noise_says_the_target_s_first_token(rule, vary):
+    noises = [Noise(i, 7) if vary == "seed" else Noise(7, 3 * i) for i in range(COUNT // 2)]
+    assert first_token_p_value(rule, noises) > SURE
 
 
 @pytest.mark.parametrize("rule", ["token", "block", "tree"])
 def test_shared_noise_is_found_out(rule):
-    assert string_p_value(rule, SharedNoise) < 1e-12
+    assert first_token_p_value(rule, [SharedNoise(i, 7) for i in range(COUNT // 4)]) < 1e-30

@@ -38,7 +38,10 @@ FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
         hf.Gemma2Config, hf.Gemma2ForCausalLM,
         dict(_GEMMA, attn_logit_softcapping=5.0, final_logit_softcapping=8.0),
     ),
-    "gemma3": (hf.Gemma3TextConfig, hf.Gemma3ForCausalLM, dict(_GEMMA, layer_types=["sliding_attention"] * 3 + ["full_attention"])),
+    "gemma3": (
+        hf.Gemma3TextConfig, hf.Gemma3ForCausalLM,
+        dict(_GEMMA, layer_types=["sliding_attention"] * 3 + ["full_attention"]),
+    ),
     "gpt2": (
         hf.GPT2Config, hf.GPT2LMHeadModel,
         dict(vocab_size=VOCAB, n_embd=32, n_layer=3, n_head=4, n_positions=256, bos_token_id=1, eos_token_id=2),

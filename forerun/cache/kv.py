@@ -31,7 +31,7 @@ class KVCache:
     ) -> None:
         """Room for `tokens` tokens in all, `context` a slot, in pages of `page` tokens."""
         self.pages = Pages(-(-tokens // page), page, slots, context)
-        rows = self.pages.count * page
+        rows = self.pages.count * page + 1  # vector loads of the last row may reach past it
         # zeros, not empty: a masked key of NaN would still poison the sum
         self.data = torch.zeros((2, config.layers, rows, config.kv_heads, config.head_dim), dtype=dtype, device=device)
         self.length = [0] * slots

@@ -40,9 +40,10 @@ class Row:
 
 
 class Proposer:
-    """Base of all proposers. `name` is what statistics and coloured output call it."""
+    """Base of all proposers. `name` is what statistics call it, `width` the most nodes of a level."""
 
     name = ""
+    width = 1
 
     def open(self, slot: int, tokens: Sequence[int]) -> None:
         """A request was given `slot`, first or after a preemption; `tokens` are all it has so far."""

@@ -116,7 +116,7 @@ class DraftModel(Proposer):
         for tree in trees:
             end = start + len(tree.frontier)
             if tree.row.coupled:
-                greedy = tree.row.params.temperature == 0
+                greedy = tree.row.params.greedy
                 self._coupled(tree, logits[start:end] if greedy else shaped[start:end], greedy)
             else:
                 self._sampled(tree, shaped[start])
@@ -147,7 +147,7 @@ class DraftModel(Proposer):
     def _sampled(self, tree: _Tree, scores: Tensor) -> None:
         """One child drawn from q, first; beside it the likeliest others where the rule takes trees."""
         (parent,), others = tree.frontier, []
-        if tree.row.branching and self.width > 1 and tree.row.params.temperature > 0:
+        if tree.row.branching and self.width > 1 and not tree.row.params.greedy:
             best, tokens = scores.topk(min(self.width - 1, len(scores)))
             others = tokens[best > -torch.inf].tolist()
             scores = scores.index_fill(0, torch.tensor(others, device=scores.device), -torch.inf)

@@ -148,7 +148,8 @@ class Engine:
         drafts = {w.request.id: Draft.root(w.request.tokens[-1]) for w in drawing}
         groups: dict[str, list[Request]] = defaultdict(list)
         for work in drawing:
-            if depths[work.request.id]:
+            # room for the largest draft there could be: what is verified must not depend on what was drawn
+            if depths[work.request.id] and self._reserve(work.request, depths[work.request.id]):
                 groups[work.request.draft].append(work.request)
         for name, requests in groups.items():
             start = time.perf_counter()
@@ -159,9 +160,13 @@ class Engine:
                 self.policy.record_draft(name, max(row.depth for row in rows), time.perf_counter() - start)
             for request, draft in zip(requests, proposed, strict=True):
                 request.proposed = len(request.tokens)
-                if self.target.cache.pages.grow(request.slot, len(request.tokens) - 1 + len(draft)):
-                    drafts[request.id] = draft
+                drafts[request.id] = draft
         return list(drafts.values())
+
+    def _reserve(self, request: Request, depth: int) -> bool:
+        """Rows for a draft so deep; without them the request goes on without a draft."""
+        nodes = depth * self.proposers[request.draft].width
+        return self.target.cache.pages.grow(request.slot, len(request.tokens) + nodes)
 
     def _depths(self, works: Sequence[Work], drawing: Sequence[Work]) -> dict[int, int]:
         """Depth of each drawing request: what it asked for, or what the policy says. The pass that ends a prompt
@@ -172,10 +177,8 @@ class Engine:
             drafts = request.draft != OFF and work.count == 1
             limits[request.id] = request.limit - request.produced - 1 if drafts else 0
             if request.depth == "auto" and limits[request.id]:
-                proposer = self.proposers[request.draft]
-                wishes.append(
-                    Wish(request.draft, limits[request.id], request.acceptance, getattr(proposer, "width", 1))
-                )
+                width = self.proposers[request.draft].width
+                wishes.append(Wish(request.draft, limits[request.id], request.acceptance, width))
                 free.append(request.id)
         chosen = self.policy.choose(wishes, sum(w.count for w in works))
         asked = {w.request.id: w.request.depth for w in drawing}
@@ -236,6 +239,7 @@ class Engine:
             self._close(request)
         else:
             self._seal(request)
+            self.target.cache.pages.shrink(request.slot, len(request.tokens))
         return event
 
     def _count(self, request: Request, draft: Draft, verdict: Verdict) -> None:

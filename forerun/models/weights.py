@@ -8,8 +8,10 @@ the model itself.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -33,6 +35,10 @@ class Linear:
 
     weight: Tensor
     bias: Tensor | None = None
+
+
+# (part, weight [out, in], bias [out] or None) -> a linear layer
+MakeLinear = Callable[[str, Tensor, Tensor | None], Any]
 
 
 @dataclass(slots=True)
@@ -162,8 +168,10 @@ IGNORED = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")  # buffers 
 class _Builder:
     """Takes the decoder's tensors out of a checkpoint, in the engine's dtype and on its device."""
 
-    def __init__(self, config: ModelConfig, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
-        self.config, self.checkpoint, self.dtype, self.device = config, checkpoint, dtype, device
+    def __init__(
+        self, config: ModelConfig, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, make: MakeLinear
+    ) -> None:
+        self.config, self.checkpoint, self.dtype, self.device, self.make = config, checkpoint, dtype, device, make
         self.names = NAMES[config.layout] | (SANDWICH if config.sandwich else {})
         prefixes = ("model.", "transformer.", "")
         self.prefix = next((p for p in prefixes if checkpoint.has(f"{p}{self.names['embed']}.weight")), "model.")
@@ -188,9 +196,9 @@ class _Builder:
             weight = weight + 1
         return Norm(weight, self.to(self.tensor(part, layer, "bias", shape), exact) if kind == "layer" else None)
 
-    def linear(self, part: str, layer: int, out: int, inner: int, bias: bool) -> Linear:
+    def linear(self, part: str, layer: int, out: int, inner: int, bias: bool) -> Any:
         weight = self.to(self.tensor(part, layer, "weight", (out, inner)))
-        return Linear(weight, self.to(self.tensor(part, layer, "bias", (out,))) if bias else None)
+        return self.make(part, weight, self.to(self.tensor(part, layer, "bias", (out,))) if bias else None)
 
     def layer(self, i: int) -> Layer:
         c = self.config
@@ -221,9 +229,18 @@ class _Builder:
         else:
             head = self.to(self.checkpoint.take(["lm_head.weight"], (c.vocab, c.hidden)))
         self.checkpoint.finish((*IGNORED, "lm_head.weight") if c.tied else IGNORED)
-        return Weights(embed, layers, norm, Linear(head), positions)
+        return Weights(embed, layers, norm, self.make("head", head, None), positions)
 
 
-def load_weights(config: ModelConfig, directory: Path, dtype: torch.dtype, device: torch.device) -> Weights:
-    """Read every tensor of the model. Raises LoadError for one missing, misshapen or left over."""
-    return _Builder(config, Checkpoint(directory), dtype, device).build()
+def load_weights(
+    config: ModelConfig,
+    directory: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    make: MakeLinear = lambda _, weight, bias: Linear(weight, bias),
+) -> Weights:
+    """Read every tensor of the model. Raises LoadError for one missing, misshapen or left over.
+
+    `make` turns each linear layer, named as in `Layer` or "head", into what the decoder multiplies with.
+    """
+    return _Builder(config, Checkpoint(directory), dtype, device, make).build()

@@ -93,19 +93,19 @@ def _penalise(row: Tensor, state: SamplingState, output: Counter[int]) -> None:
 
 def shape_logits(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """Temperature, top-k, top-p and min-p, each row with its own parameters. [M, V], M parameters -> scores [M, V]"""
-    if all(p.temperature == 0 for p in params):
+    if all(p.greedy for p in params):
         return _greedy(logits)
     device = logits.device
-    temperature = torch.tensor([p.temperature or 1.0 for p in params], dtype=logits.dtype, device=device)
-    scores = logits / temperature[:, None]
+    temperature = torch.tensor([1.0 if p.greedy else p.temperature for p in params], dtype=logits.dtype, device=device)
+    scores = (logits - logits.amax(-1, keepdim=True)) / temperature[:, None]  # at most 0: it cannot overflow upwards
     if any(p.top_k or p.top_p < 1 for p in params):
         scores = _top_k_top_p(scores, params)
     if any(p.min_p for p in params):
-        floor = torch.tensor([math.log(p.min_p) if p.min_p else -math.inf for p in params], device=device)
-        floor = floor.to(scores.dtype)[:, None] + scores.amax(-1, keepdim=True)
-        scores = scores.masked_fill(scores < floor, -math.inf)
-    if any(p.temperature == 0 for p in params):
-        greedy = torch.tensor([p.temperature == 0 for p in params], device=device)
+        floors = [math.log(p.min_p) if p.min_p else -math.inf for p in params]
+        floor = torch.tensor(floors, dtype=scores.dtype, device=device)[:, None]
+        scores = scores.masked_fill(scores < floor + scores.amax(-1, keepdim=True), -math.inf)
+    if any(p.greedy for p in params):
+        greedy = torch.tensor([p.greedy for p in params], device=device)
         scores = torch.where(greedy[:, None], _greedy(logits), scores)
     return scores
 
@@ -125,5 +125,7 @@ def _top_k_top_p(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
         before = probs.cumsum(-1) - probs
         # a rounded sum must not cut anything where top_p is 1
         top_p = torch.tensor([p.top_p if p.top_p < 1 else 2.0 for p in params], dtype=scores.dtype, device=device)
-        ordered = ordered.masked_fill(before >= top_p[:, None], -math.inf)
+        cut = before >= top_p[:, None]
+        cut[:, 0] = False  # the likeliest token stays, however small top_p
+        ordered = ordered.masked_fill(cut, -math.inf)
     return torch.empty_like(scores).scatter_(-1, index, ordered)

@@ -22,7 +22,7 @@ class SamplingParams:
         min_p: keep tokens at least min_p times as likely as the likeliest.
         presence_penalty: subtracted from the logit of every token in the output so far. -2 to 2.
         frequency_penalty: subtracted once per occurrence in the output so far. -2 to 2.
-        repetition_penalty: divides positive and multiplies negative logits of tokens in prompt or output. Over 0.
+        repetition_penalty: divides positive and multiplies negative logits of tokens in prompt or output. 0.001 to 100.
         logit_bias: {token id: amount added to its logit}. -100 to 100.
         max_tokens: most tokens to produce.
         min_tokens: end-of-text and stop_token_ids cannot be drawn before this many.
@@ -52,31 +52,37 @@ class SamplingParams:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else _listed("stop", self.stop))
+        object.__setattr__(self, "stop_token_ids", _listed("stop_token_ids", self.stop_token_ids))
         for name, low, high in _RANGES:
             value = getattr(self, name)
-            if not isinstance(value, (int, float)) or isinstance(value, bool) or not low <= value <= high:
+            if not _is_number(value) or not low <= value <= high:
                 raise RequestError(f"{name}={value!r} is out of range: give a number from {low} to {high}")
         for name in _WHOLE:
-            if getattr(self, name) is not None and not isinstance(getattr(self, name), int):
-                raise RequestError(f"{name}={getattr(self, name)!r} must be a whole number")
+            value = getattr(self, name)
+            if value is not None and not _is_whole(value):
+                raise RequestError(f"{name}={value!r} must be a whole number")
         if self.top_p == 0:
             raise RequestError(f"top_p={self.top_p} is out of range: give a number over 0 and at most 1")
-        if self.repetition_penalty == 0:
-            raise RequestError(f"repetition_penalty={self.repetition_penalty} must be over 0; 1 leaves logits alone")
         if self.min_tokens > self.max_tokens:
             raise RequestError(f"min_tokens={self.min_tokens} is over max_tokens={self.max_tokens}: lower it")
         if self.seed is not None and not 0 <= self.seed < 1 << 63:
             raise RequestError(f"seed={self.seed} is out of range: give a whole number from 0 to 2**63 - 1")
         if self.logprobs is not None and not 0 <= self.logprobs <= 20:
             raise RequestError(f"logprobs={self.logprobs} is out of range: give 0 to 20, or None")
-        if not all(isinstance(s, str) and s for s in stop):
-            raise RequestError("stop holds an empty string: it would stop everything; leave it out")
+        if not isinstance(self.ignore_eos, bool):
+            raise RequestError(f"ignore_eos={self.ignore_eos!r} must be true or false")
+        if not all(isinstance(s, str) and s for s in self.stop):
+            raise RequestError(
+                f"stop={self.stop!r} must be strings, none of them empty: an empty one would stop everything"
+            )
+        if not all(_is_whole(token) for token in self.stop_token_ids):
+            raise RequestError(f"stop_token_ids={self.stop_token_ids!r} must be whole numbers")
+        if not isinstance(self.logit_bias, dict) or not all(_is_whole(token) for token in self.logit_bias):
+            raise RequestError(f"logit_bias={self.logit_bias!r} must map token ids to amounts")
         for token, amount in self.logit_bias.items():
-            if not -100 <= amount <= 100:
-                raise RequestError(f"logit_bias of token {token} is {amount}: give a number from -100 to 100")
+            if not _is_number(amount) or not -100 <= amount <= 100:
+                raise RequestError(f"logit_bias of token {token} is {amount!r}: give a number from -100 to 100")
 
     @classmethod
     def of(cls, **options: Any) -> SamplingParams:
@@ -93,6 +99,11 @@ class SamplingParams:
         return tuple(self.stop)
 
     @property
+    def greedy(self) -> bool:
+        """Temperature 0, or so near to it that dividing by it means nothing."""
+        return self.temperature < 1e-6
+
+    @property
     def penalised(self) -> bool:
         """Whether any penalty depends on the text so far."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
@@ -105,9 +116,24 @@ _RANGES = (
     ("min_p", 0.0, 1.0),
     ("presence_penalty", -2.0, 2.0),
     ("frequency_penalty", -2.0, 2.0),
-    ("repetition_penalty", 0.0, 100.0),
+    ("repetition_penalty", 0.001, 100.0),
     ("max_tokens", 1, 1 << 31),
     ("min_tokens", 0, 1 << 31),
     ("n", 1, 1024),
 )
 _WHOLE = ("top_k", "max_tokens", "min_tokens", "n", "seed", "logprobs")
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return _is_whole(value) or isinstance(value, float)
+
+
+def _listed(name: str, value: object) -> tuple[Any, ...]:
+    """A list or tuple as a tuple."""
+    if not isinstance(value, (list, tuple)):
+        raise RequestError(f"{name}={value!r} must be a list")
+    return tuple(value)

@@ -26,7 +26,7 @@ def verify_chain(draft: Draft, p: np.ndarray, coins: Coins) -> Verdict:
     for node in range(last - 1, -1, -1):
         rest = np.maximum(mass[node] * p[node] - laws[node], 0).sum()
         whole = rest + 1 - mass[node]
-        if node == 0 or whole == 0 or coins.accept(rest, whole, node):
+        if node == 0 or coins.accept(rest, whole, node):
             break
     drawn = coins.draw(residual(mass[node] * p[node], laws[node]), node)
     return Verdict([*draft.tokens[1 : node + 1], drawn], list(range(node + 1)))

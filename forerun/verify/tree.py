@@ -33,8 +33,6 @@ def verify_tree(draft: Draft, p: np.ndarray, coins: Coins) -> Verdict:
             whole = left + 1 - mass
             if whole > 0:
                 rest, mass = rest / whole, left / whole
-            else:
-                mass = 1
         if node == 0 or coins.accept(mass, 1, node):
             return node, coins.draw(rest if rest.sum() > 0 else p[node], node)
         return None

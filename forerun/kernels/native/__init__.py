@@ -1,0 +1,102 @@
+"""Native CPU kernels: a decoder recorded once as a list of operations, then one C call for each pass.
+
+`library()` is the compiled code, or None with `reason()` saying why. Structures mirror `common.h` field by field.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_void_p
+from pathlib import Path
+
+FORMATS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3}
+EMBED, LINEAR, ROTATE, ATTEND = range(4)
+NORMS = {"rms": 1, "rms_plus_one": 1, "layer": 2}
+ACTIVATIONS = {"silu": 1, "gelu_tanh": 2, "gelu": 3}
+
+
+class CMatrix(Structure):
+    _fields_ = [
+        ("weight", c_void_p), ("scale", c_void_p), ("bias", c_void_p),
+        ("format", c_int32), ("inputs", c_int32), ("outputs", c_int32), ("padded", c_int32),
+    ]  # fmt: skip
+
+
+class CNorm(Structure):
+    _fields_ = [("weight", c_void_p), ("bias", c_void_p), ("eps", c_float), ("kind", c_int32)]
+
+
+class COp(Structure):
+    _fields_ = [
+        ("kind", c_int32), ("input", c_int32), ("output", c_int32), ("layer", c_int32),
+        ("norm", CNorm), ("key_norm", CNorm), ("after", CNorm), ("matrix", CMatrix),
+        ("activation", c_int32), ("gated", c_int32), ("residual", c_int32), ("wanted", c_int32),
+        ("cosine", c_void_p), ("sine", c_void_p), ("rotary", c_int32), ("window", c_int32),
+        ("scale", c_float), ("softcap", c_float), ("table", c_void_p), ("positions", c_void_p),
+    ]  # fmt: skip
+
+
+class CProgram(Structure):
+    _fields_ = [
+        ("ops", POINTER(COp)), ("count", c_int32), ("buffers", c_int32), ("heads", c_int32),
+        ("kv_heads", c_int32), ("head_dim", c_int32), ("layers", c_int32), ("widths", c_void_p),
+    ]  # fmt: skip
+
+
+class CBatch(Structure):
+    _fields_ = [
+        ("tokens", c_int32), ("wanted", c_int32),
+        ("ids", c_void_p), ("positions", c_void_p), ("store", c_void_p), ("rows", c_void_p),
+        ("direct", c_void_p), ("extra_at", c_void_p), ("extra", c_void_p), ("want", c_void_p),
+        ("buffers", c_void_p), ("scratch", c_void_p), ("keys", c_void_p), ("values", c_void_p),
+        ("layer_stride", c_int64), ("kv_format", c_int32), ("pad", c_int32),
+    ]  # fmt: skip
+
+
+@functools.cache
+def _load() -> tuple[ctypes.CDLL | None, str]:
+    path = next(Path(__file__).parent.glob("_native*.so"), None)
+    if path is None:
+        return None, "they were not compiled when forerun was installed (no C++ compiler?)"
+    try:
+        lib = ctypes.CDLL(str(path))
+    except OSError as error:
+        return None, f"the compiled library does not load: {error}"
+    lib.forerun_start.argtypes, lib.forerun_start.restype = [c_char_p, c_int32], c_char_p
+    lib.forerun_run.argtypes, lib.forerun_run.restype = [POINTER(CProgram), POINTER(CBatch)], None
+    lib.forerun_pack.argtypes = [c_int32, c_void_p, c_int32, c_int32, c_void_p, c_void_p]
+    lib.forerun_pack.restype = None
+    lib.forerun_padded_inputs.argtypes, lib.forerun_padded_inputs.restype = [c_int32], c_int64
+    lib.forerun_scratch_row_bytes.argtypes, lib.forerun_scratch_row_bytes.restype = [c_int32], c_int64
+    lib.forerun_allocate.argtypes, lib.forerun_allocate.restype = [c_int64], c_void_p
+    lib.forerun_release.argtypes, lib.forerun_release.restype = [c_void_p], None
+    return lib, ""
+
+
+def library() -> ctypes.CDLL | None:
+    """The compiled kernels, or None."""
+    return _load()[0]
+
+
+def reason() -> str:
+    """Why there are none; empty where there are."""
+    return _load()[1]
+
+
+def loaded() -> ctypes.CDLL:
+    """The compiled kernels; RuntimeError where there are none."""
+    lib, why = _load()
+    if lib is None:
+        raise RuntimeError(f"there are no native kernels: {why}")
+    return lib
+
+
+def start(threads: int = 0, instructions: str = "") -> str:
+    """Start the thread pool (0: one for each core) with an instruction set ("" for the best); returns its name."""
+    lib = loaded()
+    name = lib.forerun_start(instructions.encode(), threads or len(os.sched_getaffinity(0)))
+    if name is None:
+        raise ValueError(f"this processor has no {instructions}")
+    return str(name.decode())

@@ -1,0 +1,74 @@
+// What the instruction-set variants share: the packed formats, the operations of a program and their arguments.
+// A program is a decoder recorded once as a list of operations over preallocated buffers; `Batch` is what changes from
+// pass to pass. Everything here is plain data so that Python can fill it through ctypes.
+#pragma once
+#include <cstdint>
+
+constexpr int BLOCK = 32;        // outputs packed side by side
+constexpr int GROUP8 = 64;       // activations that share a scale
+constexpr int GROUP4 = 32;       // 4-bit weights that share a scale
+
+enum Format : int32_t { F32 = 0, BF16 = 1, INT8 = 2, INT4 = 3 };
+enum Kind : int32_t { EMBED = 0, LINEAR = 1, ROTATE = 2, ATTEND = 3 };
+enum NormKind : int32_t { NO_NORM = 0, RMS = 1, LAYER = 2 };
+enum Activation : int32_t { NONE = 0, SILU = 1, GELU_TANH = 2, GELU = 3 };
+
+// A linear layer. `weight` is packed in blocks of 32 outputs; inputs are padded to a multiple of 64, outputs of 32.
+struct Matrix {
+  const void *weight;
+  const void *scale;        // INT8: float [outputs]; INT4: fp16 [blocks][K / 32][32]
+  const float *bias;        // float [outputs] or null
+  int32_t format, inputs, outputs, padded;
+};
+
+struct Norm {
+  const float *weight, *bias;
+  float eps;
+  int32_t kind;
+};
+
+// Buffers are float [rows][width] and named by index; `in` and `out` are buffer indices.
+struct Op {
+  int32_t kind, in, out, layer;
+  Norm norm, key_norm, after;    // LINEAR: before the product, and on its result (sandwich). ROTATE: query and key norms
+  Matrix matrix;
+  int32_t activation, gated;     // LINEAR: activation of the result; gated: gate and up interleaved by 16
+  int32_t residual, wanted;      // LINEAR: add to out; take only the wanted rows
+  const float *cosine, *sine;    // ROTATE: [context][rotary / 2] or null
+  int32_t rotary, window;
+  float scale, softcap;          // ATTEND; LINEAR uses softcap on its result (logits)
+  const void *table;             // EMBED: [vocab][hidden] in `format`
+  const float *positions;        // EMBED: learned positions or null
+};
+
+struct Program {
+  const Op *ops;
+  int32_t count, buffers, heads, kv_heads, head_dim, layers;
+  const int32_t *widths;         // of each buffer
+};
+
+// T tokens, M wanted rows. Token t sees rows[t][0 .. direct[t]) of its slot and then extra[extra_at[t] .. extra_at[t+1]).
+struct Batch {
+  int32_t tokens, wanted;
+  const int64_t *ids, *positions, *store;   // [T]; store: row of the cache that takes this token's key and value
+  const int64_t *const *rows;               // [T] page-table line of the token's slot
+  const int32_t *direct, *extra_at;         // [T], [T + 1]
+  const int64_t *extra;                     // rows of the cache
+  const int64_t *want;                      // [M]
+  float *const *buffers;                    // [buffers]
+  void *scratch;                            // quantised activations, see scratch_bytes
+  void *keys, *values;                      // [layers][cache rows][kv_heads][head_dim] in kv_format
+  int64_t layer_stride;                     // elements between layers
+  int32_t kv_format, pad;
+};
+
+struct Variant {
+  const char *name;
+  void (*op)(const Program *, const Op *, const Batch *, int thread, int threads, int phase);
+  int (*phases)(const Op *);
+  void (*pack)(int format, const float *source, int outputs, int inputs, void *weight, void *scale);
+};
+
+int64_t padded_inputs(int inputs);
+int64_t scratch_row_bytes(int inputs);
+extern const Variant *avx512_variant, *avx2_variant, *portable_variant;

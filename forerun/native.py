@@ -1,0 +1,248 @@
+"""The decoder on native kernels: the same weights and fields, recorded as a program over packed matrices.
+
+It computes what `Decoder` computes, bit for bit the same for a row whatever else is in the pass. Activations are
+float32 between operations; a product reads them as its format asks (float32, bfloat16, or int8 in groups of 64).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from forerun.cache.attention import Segment
+from forerun.cache.kv import KVCache
+from forerun.kernels import native
+from forerun.kernels.native import CBatch, CMatrix, CNorm, COp, CProgram
+from forerun.models.config import ModelConfig
+from forerun.models.rope import rope_tables
+from forerun.models.weights import Layer, Norm, load_weights
+from forerun.types import Forward
+
+BLOCK = 32
+X, QKV, ATTENDED, HIDDEN, BRANCH, LOGITS = range(6)  # buffers
+ROOM = 64  # tokens that buffers have room for at first; they grow
+
+
+class Packed:
+    """A linear layer in the kernels' layout, in memory of its own."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, form: str, gated: bool) -> None:
+        """weight [out, in] float; `gated` interleaves gate and up by 16 rows, so that one block holds both."""
+        lib = native.loaded()
+        weight = weight.float()
+        if gated:
+            weight, bias = _interleave(weight), None if bias is None else _interleave(bias.float())
+        outputs, inputs = weight.shape
+        padded = lib.forerun_padded_inputs(inputs)
+        rows = -(-outputs // BLOCK) * BLOCK
+        self.bytes = int(rows * padded * {"float32": 4, "bfloat16": 2, "int8": 1, "int4": 0.5}[form])
+        self._lib, self._memory = lib, lib.forerun_allocate(self.bytes)
+        scales = {"int8": (rows, np.float32), "int4": (rows * padded // 32, np.uint16)}.get(form, (1, np.float32))
+        self.scale = np.zeros(*scales)
+        self.bias = np.zeros(rows, dtype=np.float32)
+        if bias is not None:
+            self.bias[:outputs] = bias.float().numpy()
+        source = weight.contiguous()
+        lib.forerun_pack(native.FORMATS[form], source.data_ptr(), outputs, inputs, self._memory, self.scale.ctypes.data)
+        self.bytes += self.scale.nbytes if form in ("int8", "int4") else 0
+        self.matrix = CMatrix(
+            self._memory, self.scale.ctypes.data, self.bias.ctypes.data if bias is not None else None,
+            native.FORMATS[form], inputs, outputs, padded,
+        )  # fmt: skip
+
+    def __del__(self) -> None:
+        self._lib.forerun_release(self._memory)
+
+
+class NativeDecoder:
+    """A loaded model as a program of native operations. CPU only; float32, bfloat16, int8 or int4 weights."""
+
+    def __init__(self, config: ModelConfig, directory: Path, form: str, context: int) -> None:
+        """`form` is float32, bfloat16, int8 or int4; in int4 the head stays int8. `context`: positions to prepare."""
+        self.config, self.context, self.form = config, context, form
+        self.device = torch.device("cpu")
+        self.dtype = torch.float32 if form == "float32" else torch.bfloat16  # of the embedding and the KV cache
+
+        def make(part: str, weight: Tensor, bias: Tensor | None) -> Packed:
+            chosen = "int8" if part == "head" and form == "int4" else form
+            return Packed(weight, bias, chosen, gated=part == "up" and config.gated)
+
+        self.weights = load_weights(config, directory, self.dtype, self.device, make)
+        tables = [rope_tables(config, rope, context, torch.float32) for rope in config.ropes]
+        self.ropes = [(cos.contiguous(), sin.contiguous()) for cos, sin in tables]
+        self._keep: list[Any] = []  # what the program points to
+        self.widths = np.array(self._widths(), dtype=np.int32)
+        self.program = self._record()
+        self._buffers = _Buffers(self.widths, self._scratch_bytes())
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes one pass reads: every weight once, scales included."""
+        w = self.weights
+        matrices: list[Any] = [m for layer in w.layers for m in (layer.qkv, layer.out, layer.up, layer.down)]
+        return sum(m.bytes for m in [*matrices, w.head])
+
+    def forward(self, segments: Sequence[Segment], cache: KVCache) -> Forward:
+        """One pass over segments whose slots have room; logits [M, V] float32 of the positions they want."""
+        batch = _Pass(segments, cache)
+        tokens, wanted = len(batch.ids), len(batch.want)
+        pointers, scratch = self._buffers.fit(tokens, wanted)
+        native.loaded().forerun_run(self.program, batch.fill(pointers, scratch, cache))
+        return Forward(torch.from_numpy(self._buffers.arrays[LOGITS][:wanted, : self.config.vocab].copy()))
+
+    def _widths(self) -> list[int]:
+        c = self.config
+        heads = (c.heads + 2 * c.kv_heads) * c.head_dim
+        inner = -(-c.intermediate // 16) * 16
+        return [c.hidden, heads, c.heads * c.head_dim, inner, c.hidden, c.vocab]
+
+    def _scratch_bytes(self) -> int:
+        lib = native.loaded()
+        return max(int(lib.forerun_scratch_row_bytes(int(w))) for w in self.widths[:LOGITS])
+
+    def _record(self) -> CProgram:
+        """The decoder, operation by operation."""
+        c, w = self.config, self.weights
+        table = self._own(w.embed)
+        ops = [
+            COp(
+                kind=native.EMBED, output=X, table=table, scale=c.embed_scale,
+                positions=self._own(w.positions.float()) if w.positions is not None else None,
+                matrix=CMatrix(inputs=c.hidden, format=0 if self.dtype == torch.float32 else 1),
+            )
+        ]  # fmt: skip
+        for i, layer in enumerate(w.layers):
+            ops += [
+                self._linear(layer.qkv, X, QKV, layer.attention_norm),
+                self._rotate(i, layer),
+                COp(
+                    kind=native.ATTEND, input=QKV, output=ATTENDED, layer=i, scale=c.attention_scale,
+                    softcap=c.attention_softcap or 0, window=c.windows[i] or 0,
+                ),
+                self._branch(layer.out, ATTENDED, layer.attention_out_norm),
+                self._linear(
+                    layer.up, X, HIDDEN, layer.mlp_norm, gated=c.gated, activation=native.ACTIVATIONS[c.activation]
+                ),
+                self._branch(layer.down, HIDDEN, layer.mlp_out_norm),
+            ]  # fmt: skip
+        ops.append(self._linear(w.head, X, LOGITS, w.norm, wanted=1, softcap=c.logit_softcap or 0))
+        array = (COp * len(ops))(*ops)
+        self._keep += [array]
+        return CProgram(
+            ops=array, count=len(ops), buffers=len(self.widths), heads=c.heads, kv_heads=c.kv_heads,
+            head_dim=c.head_dim, layers=c.layers, widths=self.widths.ctypes.data,
+        )  # fmt: skip
+
+    def _linear(self, packed: Any, source: int, to: int, norm: Norm | None, **options: Any) -> COp:
+        return COp(kind=native.LINEAR, input=source, output=to, norm=self._norm(norm), matrix=packed.matrix, **options)
+
+    def _branch(self, packed: Any, source: int, after: Norm | None) -> COp:
+        """The end of a branch: added to the residual stream, after a norm of its own where the family has one."""
+        if after is None:
+            return self._linear(packed, source, X, None, residual=1)
+        return self._linear(packed, source, BRANCH, None, after=self._norm(after), layer=X)
+
+    def _rotate(self, i: int, layer: Layer) -> COp:
+        op = COp(
+            kind=native.ROTATE, input=QKV, layer=i, norm=self._norm(layer.q_norm), key_norm=self._norm(layer.k_norm)
+        )
+        rope = self.config.rope_of[i]
+        if rope is not None:
+            cosine, sine = self.ropes[rope]
+            op.cosine, op.sine, op.rotary = cosine.data_ptr(), sine.data_ptr(), 2 * cosine.shape[-1]
+        return op
+
+    def _norm(self, norm: Norm | None) -> CNorm:
+        if norm is None:
+            return CNorm()
+        bias = None if norm.bias is None else self._own(norm.bias)
+        return CNorm(self._own(norm.weight), bias, self.config.norm_eps, native.NORMS[self.config.norm])
+
+    def _own(self, tensor: Tensor) -> int:
+        tensor = tensor.contiguous()
+        self._keep.append(tensor)
+        return tensor.data_ptr()
+
+
+class _Buffers:
+    """The program's buffers, grown when a pass needs more rows."""
+
+    def __init__(self, widths: np.ndarray, scratch: int) -> None:
+        self.widths, self.scratch_row, self.rows, self.wanted = widths, scratch, 0, 0
+
+    def fit(self, rows: int, wanted: int) -> tuple[np.ndarray, int]:
+        """(pointers to the buffers, pointer to scratch) with room for so many rows, and wanted rows of logits."""
+        if rows > self.rows or wanted > self.wanted:
+            self.rows, self.wanted = max(rows, self.rows, ROOM), max(wanted, self.wanted, ROOM)
+            counts = [self.rows] * LOGITS + [self.wanted]
+            self.arrays = [np.zeros((n, w), np.float32) for n, w in zip(counts, self.widths, strict=True)]
+            self.pointers = np.array([a.ctypes.data for a in self.arrays], dtype=np.uint64)
+            self.scratch = np.zeros(self.rows * self.scratch_row + 64, dtype=np.uint8)
+        return self.pointers, -(-self.scratch.ctypes.data // 64) * 64
+
+
+class _Pass:
+    """The arrays of one pass: which tokens, where they are stored, what each of them sees."""
+
+    def __init__(self, segments: Sequence[Segment], cache: KVCache) -> None:
+        table = cache.pages.rows
+        ids: list[int] = []
+        positions: list[int] = []
+        lines: list[int] = []
+        direct: list[int] = []
+        extra: list[int] = []
+        extra_at: list[int] = [0]
+        want: list[int] = []
+        store: list[np.ndarray] = []
+        for s in segments:
+            at = cache.length[s.slot]
+            want += [len(ids) + i for i in s.want]
+            ids += s.tokens
+            lines += [int(table[s.slot].ctypes.data)] * len(s.tokens)
+            store.append(table[s.slot, at + s.offset : at + len(s.parents)])
+            for straight, path in _sights(s.parents)[s.offset :]:
+                positions.append(at + straight + len(path) - 1)
+                direct.append(at + straight)
+                extra += [int(table[s.slot, at + i]) for i in path]
+                extra_at.append(len(extra))
+        self.ids, self.positions, self.want, self.extra = (
+            np.array(values, dtype=np.int64) for values in (ids, positions, want, extra)
+        )
+        self.lines = np.array(lines, dtype=np.uint64)
+        self.direct, self.extra_at = np.array(direct, dtype=np.int32), np.array(extra_at, dtype=np.int32)
+        self.store = np.concatenate(store)
+
+    def fill(self, pointers: np.ndarray, scratch: int, cache: KVCache) -> CBatch:
+        """The C structure; it points into this object and the cache."""
+        data = cache.data
+        return CBatch(
+            tokens=len(self.ids), wanted=len(self.want), ids=self.ids.ctypes.data,
+            positions=self.positions.ctypes.data, store=self.store.ctypes.data, rows=self.lines.ctypes.data,
+            direct=self.direct.ctypes.data, extra_at=self.extra_at.ctypes.data, extra=self.extra.ctypes.data,
+            want=self.want.ctypes.data, buffers=pointers.ctypes.data, scratch=scratch, keys=data[0].data_ptr(),
+            values=data[1].data_ptr(), layer_stride=data.stride(1), kv_format=native.FORMATS[str(data.dtype)[6:]],
+        )  # fmt: skip
+
+
+def _sights(parents: Sequence[int]) -> list[tuple[int, list[int]]]:
+    """For each uncommitted token, the path it sees, itself last: how many of the first tokens in a row, and which
+    further ones."""
+    sights: list[tuple[int, list[int]]] = []
+    for i, parent in enumerate(parents):
+        straight, path = sights[parent] if parent >= 0 else (0, [])
+        sights.append((straight + 1, path) if not path and straight == i else (straight, [*path, i]))
+    return sights
+
+
+def _interleave(stacked: Tensor) -> Tensor:
+    """[gate; up] to blocks of 16 gates and their 16 ups; the last block is padded with zeros."""
+    gate, up = stacked.chunk(2)
+    short = -len(gate) % 16
+    pad = [0, 0] * (gate.ndim - 1) + [0, short]
+    gate, up = (torch.nn.functional.pad(t, pad).view(-1, 16, *t.shape[1:]) for t in (gate, up))
+    return torch.stack((gate, up), dim=1).flatten(0, 2)

@@ -1,0 +1,317 @@
+"""Every sampling parameter does what it says, at every node of every draft, whatever else is in the batch.
+
+The reference below is written from the documentation of `SamplingParams`, in plain Python, for one position with the
+text that would stand before it. A filter that looks at the wrong prefix, or at its neighbours in the batch, makes
+speculation change the output; that must never happen.
+"""
+
+import math
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+
+from forerun.sampling.filters import SamplingState, filter_logits, shape_logits
+from forerun.sampling.params import SamplingParams
+from forerun.types import Draft
+
+VOCAB, PROMPT, ENDS = 12, [1, 2, 2, 7], [3, 9]
+
+
+def reference(logits, params, output):
+    """The law of the next token after `output`: {token: probability}, forbidden tokens left out."""
+    scores = {token: float(x) for token, x in enumerate(logits)}
+    for token, amount in params.logit_bias.items():
+        scores[token] += amount
+    for token in {*PROMPT, *output}:
+        factor = params.repetition_penalty
+        scores[token] = scores[token] / factor if scores[token] > 0 else scores[token] * factor
+    for token, times in Counter(output).items():
+        scores[token] -= params.presence_penalty + times * params.frequency_penalty
+    if len(output) < params.min_tokens:
+        scores = {token: x for token, x in scores.items() if token not in ENDS}
+    ranked = sorted((t for t in scores if scores[t] > -math.inf), key=lambda t: (-scores[t], t))
+    if params.temperature == 0:
+        return {ranked[0]: 1.0}
+    if params.top_k:
+        ranked = [t for t in ranked if scores[t] >= scores[ranked[min(params.top_k, len(ranked)) - 1]]]
+    law = normalised({t: math.exp((scores[t] - scores[ranked[0]]) / params.temperature) for t in ranked})
+    if params.top_p < 1:
+        law = nucleus(law, params.top_p)
+    return normalised({t: x for t, x in law.items() if x >= params.min_p * max(law.values())})
+
+
+def normalised(weights):
+    return {token: weight / sum(weights.values()) for token, weight in weights.items()}
+
+
+def nucleus(law, top_p):
+    """The likeliest tokens up to the one with which their sum reaches top_p."""
+    kept, reached = {}, 0.0
+    for token, chance in law.items():
+        if reached >= top_p:
+            break
+        kept[token] = chance
+        reached += chance
+    return kept
+
+
+def started(params, output=()):
+    """The state of a request that has produced `output`."""
+    state = SamplingState(params, PROMPT, ENDS)
+    for token in output:
+        state.append(token)
+    return state
+
+
+def random_draft(dice, kind):
+    draft = Draft.root(dice.randrange(VOCAB))
+    for node in range({"root": 0, "chain": 5, "tree": 9}[kind]):
+        draft.add(dice.randrange(VOCAB), node if kind == "chain" else dice.randrange(len(draft)), "toy")
+    return draft
+
+
+def random_logits(seed, *shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * 2.5
+
+
+def law_of(scores):
+    """{token: probability} of one row of scores."""
+    chances = scores.double().softmax(-1)
+    return {t: chances[t].item() for t in torch.nonzero(scores > -math.inf).ravel().tolist()}
+
+
+def assert_same_law(scores, expected):
+    got = law_of(scores)
+    assert got.keys() == expected.keys()
+    assert all(got[t] == pytest.approx(expected[t], rel=2e-5) for t in expected)
+
+
+FILTERS = {
+    "greedy": dict(),
+    "temperature": dict(temperature=1.0),
+    "cold": dict(temperature=0.3),
+    "hot": dict(temperature=7.5),
+    "top_k": dict(temperature=1.0, top_k=3),
+    "top_k of one": dict(temperature=1.0, top_k=1),
+    "top_k over the vocabulary": dict(temperature=1.0, top_k=500),
+    "top_p": dict(temperature=1.0, top_p=0.6),
+    "small top_p": dict(temperature=1.0, top_p=1e-6),
+    "large top_p": dict(temperature=1.0, top_p=0.999),
+    "min_p": dict(temperature=1.0, min_p=0.12),
+    "min_p of one": dict(temperature=1.0, min_p=1.0),
+    "presence": dict(temperature=1.0, presence_penalty=1.7),
+    "reward": dict(temperature=1.0, presence_penalty=-1.1),
+    "frequency": dict(temperature=1.0, frequency_penalty=0.9),
+    "repetition": dict(temperature=1.0, repetition_penalty=1.6),
+    "repetition wanted": dict(temperature=1.0, repetition_penalty=0.7),
+    "bias": dict(temperature=1.0, logit_bias={4: 3.5, 0: -100.0, 11: 0.25}),
+    "min_tokens": dict(temperature=1.0, min_tokens=5),
+    "greedy with all": dict(
+        presence_penalty=0.3, frequency_penalty=0.4, repetition_penalty=1.2, logit_bias={3: 5.0}, min_tokens=5
+    ),
+    "top_k, top_p and min_p": dict(temperature=0.8, top_k=7, top_p=0.85, min_p=0.15),
+    "everything": dict(
+        temperature=1.4, top_k=8, top_p=0.9, min_p=0.02, presence_penalty=0.5, frequency_penalty=-0.4,
+        repetition_penalty=1.15, logit_bias={9: 4.0, 2: -3.0}, min_tokens=6,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["root", "chain", "tree"])
+@pytest.mark.parametrize("name", FILTERS)
+def test_filters_equal_the_reference_at_every_node(name, kind):
+    params, dice = SamplingParams(**FILTERS[name]), random.Random(name)
+    for seed in range(6):
+        draft, output = random_draft(dice, kind), dice.choices(range(VOCAB), k=dice.randrange(5))
+        logits = random_logits(seed, len(draft), VOCAB)
+        scores = filter_logits(logits, [draft], [started(params, output)])
+        for node in range(len(draft)):
+            path = [draft.tokens[i] for i in draft.path_to(node)[1:]]
+            assert_same_law(scores[node], reference(logits[node], params, output + path))
+
+
+def test_mixed_batch_equals_the_reference():
+    dice = random.Random(0)
+    settings = [SamplingParams(**options) for options in FILTERS.values()]
+    drafts = [random_draft(dice, dice.choice(["root", "chain", "tree"])) for _ in settings]
+    outputs = [dice.choices(range(VOCAB), k=dice.randrange(8)) for _ in settings]
+    logits = random_logits(1, sum(map(len, drafts)), VOCAB)
+    scores = filter_logits(logits, drafts, [started(p, o) for p, o in zip(settings, outputs, strict=True)])
+    row = 0
+    for draft, params, output in zip(drafts, settings, outputs, strict=True):
+        for node in range(len(draft)):
+            path = [draft.tokens[i] for i in draft.path_to(node)[1:]]
+            assert_same_law(scores[row], reference(logits[row], params, output + path))
+            row += 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("vocab", [VOCAB, 1000])
+def test_rows_do_not_depend_on_the_batch(vocab, dtype):
+    """Bit for bit: the same request alone, in a batch, and in that batch the other way round."""
+    dice = random.Random(1)
+    states = [started(SamplingParams(**options), [5, 5, 2]) for options in FILTERS.values()]
+    drafts = [random_draft(dice, "tree") for _ in states]
+    logits = [random_logits(i, len(draft), vocab).to(dtype) for i, draft in enumerate(drafts)]
+    alone = [filter_logits(x, [d], [s]) for x, d, s in zip(logits, drafts, states, strict=True)]
+    assert all(scores.dtype == dtype for scores in alone)
+    assert torch.equal(filter_logits(torch.cat(logits), drafts, states), torch.cat(alone))
+    assert torch.equal(filter_logits(torch.cat(logits[::-1]), drafts[::-1], states[::-1]), torch.cat(alone[::-1]))
+
+
+@pytest.mark.parametrize("name", FILTERS)
+def test_a_draft_is_filtered_as_one_token_after_the_other(name):
+    """Bit for bit: each node of a tree equals plain decoding that has committed the node's path."""
+    params, dice = SamplingParams(**FILTERS[name]), random.Random(2)
+    draft, output = random_draft(dice, "tree"), [4, 4, 0]
+    logits = random_logits(3, len(draft), VOCAB)
+    scores = filter_logits(logits, [draft], [started(params, output)])
+    for node in range(len(draft)):
+        path = [draft.tokens[i] for i in draft.path_to(node)[1:]]
+        plain = filter_logits(
+            logits[node : node + 1], [Draft.root(draft.tokens[node])], [started(params, output + path)]
+        )
+        assert torch.equal(scores[node], plain[0])
+
+
+def test_logits_and_states_are_left_alone():
+    params = SamplingParams(**FILTERS["everything"])
+    logits, state, draft = random_logits(4, 6, VOCAB), started(params, [4]), random_draft(random.Random(3), "chain")
+    before = logits.clone()
+    filter_logits(logits, [draft], [state])
+    assert torch.equal(logits, before)
+    assert (state.produced, state.output_counts, state.prompt_tokens) == (1, {4: 1}, set(PROMPT))
+
+
+def shaped(values, dtype=torch.float32, **options):
+    """The tokens kept of one row, and its scores."""
+    scores = shape_logits(torch.tensor([values], dtype=dtype), [SamplingParams(**options)])[0]
+    return torch.nonzero(scores > -math.inf).ravel().tolist(), scores
+
+
+def logs(*chances):
+    return [math.log(x) if x else -math.inf for x in chances]
+
+
+@pytest.mark.parametrize("vocab", [3, 100, 5000])
+def test_greedy_takes_the_lowest_of_equals(vocab):
+    logits = torch.zeros(4, vocab)
+    logits[1:, -2:] = 1.0
+    logits[2, 1] = logits[3, 0] = 1.0
+    scores = shape_logits(logits, [SamplingParams()] * 4)
+    assert scores.argmax(-1).tolist() == [0, vocab - 2, 1, 0]
+    assert (scores > -math.inf).sum(-1).tolist() == [1] * 4 and scores.max() == 0
+
+
+@pytest.mark.parametrize(
+    "k, kept",
+    [(1, [1]), (2, [0, 1, 3, 5]), (3, [0, 1, 3, 5]), (4, [0, 1, 3, 5]), (5, [0, 1, 2, 3, 5]), (9, list(range(6)))],
+)
+def test_top_k_keeps_ties_at_the_border(k, kept):
+    assert shaped([2.0, 3.0, 1.0, 2.0, 0.5, 2.0], temperature=1.0, top_k=k)[0] == kept
+
+
+def test_top_k_does_not_bring_back_forbidden_tokens():
+    assert shaped([1.0, -math.inf, 0.0, -math.inf], temperature=1.0, top_k=3)[0] == [0, 2]
+
+
+@pytest.mark.parametrize(
+    "top_p, kept", [(0.4, [0]), (0.5, [0]), (0.51, [0, 1]), (0.75, [0, 1]), (0.76, [0, 1, 2]), (0.99, [0, 1, 2, 3])]
+)
+def test_top_p_at_its_borders(top_p, kept):
+    """The set ends with the token that reaches top_p; of equals the lowest ids are kept."""
+    assert shaped(logs(0.5, 0.25, 0.125, 0.125), temperature=1.0, top_p=top_p)[0] == kept
+
+
+def test_top_p_keeps_the_lowest_ids_of_many_equals():
+    assert shaped([0.5] * 4096, temperature=1.0, top_p=0.25)[0] == list(range(1024))
+
+
+@pytest.mark.parametrize("chances", [(0.5, 0.5, 0.0), (1.0, 1e-30, 1e-40), (0.9999999, 1e-8, 1e-9)], ids=str)
+def test_top_p_of_1_never_cuts(chances):
+    """Not even beside a row that is cut, and not where the sum rounds to 1 early."""
+    logits = torch.tensor([logs(*chances), logs(*chances)])
+    scores = shape_logits(logits, [SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_p=0.5)])
+    assert torch.equal(scores[0], logits[0] - logits[0].max())
+    assert law_of(scores[1]).keys() == {0}
+
+
+def test_top_p_of_1_never_cuts_a_long_tail():
+    logits = random_logits(7, 2, 50_000) * 2
+    scores = shape_logits(logits, [SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_p=0.9)])
+    assert torch.equal(scores[0], logits[0] - logits[0].max())
+
+
+@pytest.mark.parametrize("top_p", [1e-3, 1e-30, 1e-46, 1e-300])
+def test_top_p_keeps_at_least_one_token(top_p):
+    assert shaped([1.0, 3.0, 2.0], temperature=1.0, top_p=top_p)[0] == [1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("min_p", [0.05, 0.1, 0.25, 0.3, 0.5, 0.6, 0.7, 0.9])
+def test_min_p_keeps_the_token_at_its_border(min_p, dtype):
+    kept, _ = shaped([0.0, math.log(min_p), math.log(min_p) - 1e-5], dtype, temperature=1.0, min_p=min_p)
+    assert kept == [0, 1]
+
+
+def test_min_p_is_taken_after_temperature():
+    assert shaped(logs(0.6, 0.3, 0.1), temperature=1.0, min_p=0.4)[0] == [0, 1]
+    assert shaped(logs(0.6, 0.3, 0.1), temperature=0.5, min_p=0.4)[0] == [0]
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 1e-10, 1e-30, 1e-38, 1e-46, 1e-300])
+def test_a_temperature_near_0_is_greedy(temperature):
+    """Not infinite and not NaN: a row that is either says a wrong token."""
+    scores = shaped([1.0, 30.0, 20.0, -4.0], temperature=temperature)[1]
+    chances = scores.double().softmax(-1)
+    assert chances.isfinite().all()
+    assert chances.argmax() == 1 and chances[1] > 0.999
+
+
+def test_penalties_see_the_prompt_only_where_documented():
+    """Repetition counts the prompt; presence and frequency count the output alone."""
+    logits = torch.ones(1, VOCAB)
+    repeated = filter_logits(
+        logits, [Draft.root(7)], [started(SamplingParams(temperature=1.0, repetition_penalty=2.0))]
+    )
+    assert [t for t in range(VOCAB) if repeated[0, t] != 0] == sorted(set(PROMPT))
+    present = filter_logits(logits, [Draft.root(7)], [started(SamplingParams(temperature=1.0, presence_penalty=1.0))])
+    assert torch.equal(present, logits - 1)
+
+
+def test_repeated_tokens_of_a_draft_are_counted_each_time():
+    """Not once a round: the penalty of a node grows along its path."""
+    state = started(SamplingParams(temperature=1.0, frequency_penalty=0.5), [5])
+    scores = filter_logits(torch.zeros(4, VOCAB), [Draft.chain(5, [5, 5, 5], "toy")], [state])
+    assert scores[:, 5].tolist() == [-0.5, -1.0, -1.5, -2.0]
+
+
+def test_a_node_is_not_penalised_for_its_siblings():
+    draft = Draft.root(0)
+    for token, parent in [(4, 0), (5, 0), (6, 1), (7, 2)]:
+        draft.add(token, parent, "toy")
+    scores = filter_logits(
+        torch.zeros(5, VOCAB), [draft], [started(SamplingParams(temperature=1.0, presence_penalty=1.0))]
+    )
+    penalised = [torch.nonzero(row).ravel().tolist() for row in scores]
+    assert penalised == [[], [4], [5], [4, 6], [5, 7]]
+
+
+@pytest.mark.parametrize("produced, allowed_from", [(0, 3), (2, 1), (3, 0), (7, 0)])
+def test_min_tokens_counts_the_draft(produced, allowed_from):
+    state = started(SamplingParams(temperature=1.0, min_tokens=3), [0] * produced)
+    scores = filter_logits(torch.zeros(5, VOCAB), [Draft.chain(0, [1, 1, 1, 1], "toy")], [state])
+    for node in range(5):
+        assert all((scores[node, end] > -math.inf) == (node >= allowed_from) for end in ENDS)
+
+
+def test_a_sample_follows_the_reference_law():
+    """The scores are a law up to a constant: what is drawn from them is what the reference gives."""
+    params = SamplingParams(**FILTERS["everything"])
+    logits = random_logits(8, 1, VOCAB)
+    expected = reference(logits[0], params, [4, 4])
+    scores = filter_logits(logits, [Draft.root(4)], [started(params, [4, 4])])
+    assert np.allclose([law_of(scores[0])[t] for t in expected], list(expected.values()), rtol=2e-5)

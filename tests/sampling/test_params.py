@@ -1,0 +1,112 @@
+"""A wrong sampling parameter is an error at once that says which, why and what to give instead."""
+
+import math
+
+import pytest
+
+from forerun.errors import RequestError
+from forerun.sampling.params import SamplingParams
+
+BAD = {
+    "temperature": [-0.1, 100.5, math.nan, math.inf, "hot", None, True],
+    "top_k": [-1, 2.5, (1 << 31) + 1, "3", True],
+    "top_p": [0, 0.0, -0.2, 1.0001, math.nan, None],
+    "min_p": [-0.01, 1.01, math.nan],
+    "presence_penalty": [-2.01, 2.01, math.nan],
+    "frequency_penalty": [-2.01, 2.01, math.inf],
+    "repetition_penalty": [0, -1.0, 100.1, math.nan],
+    "max_tokens": [0, -5, 1.5, None],
+    "min_tokens": [-1, 0.5, 129],
+    "n": [0, 1025, 1.5],
+    "seed": [-1, 1 << 63, 0.5, "x"],
+    "logprobs": [-1, 21, 2.5],
+    "stop": ["", ("a", ""), [3]],
+    "logit_bias": [{5: 100.5}, {5: -101}, {5: math.nan}],
+}
+
+GOOD = {
+    "temperature": [0, 0.0, 1, 1e-5, 100],
+    "top_k": [0, 1, 1 << 31],
+    "top_p": [1e-9, 1, 1.0],
+    "min_p": [0, 1],
+    "presence_penalty": [-2, 2],
+    "frequency_penalty": [-2.0, 2.0],
+    "repetition_penalty": [1e-3, 100],
+    "max_tokens": [1, 1 << 31],
+    "min_tokens": [0, 128],
+    "n": [1, 1024],
+    "seed": [None, 0, (1 << 63) - 1],
+    "logprobs": [None, 0, 20],
+    "stop": ["end", ("a", "b"), ["a"], ()],
+    "stop_token_ids": [(), [1, 2], (3,)],
+    "logit_bias": [{}, {5: -100, 6: 100}],
+}
+
+
+def cases(table):
+    return [pytest.param(name, value, id=f"{name}={value!r}") for name, values in table.items() for value in values]
+
+
+@pytest.mark.parametrize("name, value", cases(BAD))
+def test_a_value_out_of_range_is_an_error_that_names_it(name, value):
+    with pytest.raises(RequestError) as caught:
+        SamplingParams(**{name: value})
+    message = str(caught.value)
+    assert name in message
+    assert any(advice in message for advice in ("give", "must be", "leave it out", "lower it")), "what to do"
+
+
+@pytest.mark.parametrize("name, value", cases(GOOD))
+def test_the_ends_of_a_range_are_allowed(name, value):
+    expected = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+    assert getattr(SamplingParams.of(**{name: value}), name) == expected
+
+
+WRONG_TYPES = {
+    "stop": [5, None],
+    "stop_token_ids": [5, None, (1.5,), ("x",)],
+    "logit_bias": [{5: "x"}, {"x": 1.0}, None],
+    "seed": [True],
+    "logprobs": [True],
+}
+
+
+@pytest.mark.parametrize("name, value", cases(WRONG_TYPES))
+def test_a_value_of_a_wrong_type_is_an_error_that_names_it(name, value):
+    """A client's mistake must come back as one, not as a TypeError or, later, as a wrong result."""
+    with pytest.raises(RequestError, match=name):
+        SamplingParams(**{name: value})
+
+
+@pytest.mark.parametrize(
+    "given, meant", [("temperatur", "temperature"), ("topk", "top_k"), ("max_token", "max_tokens"), ("stops", "stop")]
+)
+def test_an_unknown_name_suggests_the_nearest(given, meant):
+    with pytest.raises(RequestError, match=f"'{given}'.*did you mean '{meant}'"):
+        SamplingParams.of(**{given: 1})
+
+
+def test_an_unlike_name_lists_all():
+    with pytest.raises(RequestError, match=r"known: .*frequency_penalty.*top_p"):
+        SamplingParams.of(zzz=1)
+
+
+def test_min_tokens_may_not_exceed_max_tokens():
+    with pytest.raises(RequestError, match="min_tokens=9 is over max_tokens=8"):
+        SamplingParams(min_tokens=9, max_tokens=8)
+    assert SamplingParams(min_tokens=8, max_tokens=8).min_tokens == 8
+
+
+def test_defaults_are_greedy_and_unfiltered():
+    params = SamplingParams()
+    assert params.temperature == 0 and not params.penalised and params.stop_strings == ()
+
+
+def test_stop_is_a_tuple_however_given():
+    assert SamplingParams(stop="x").stop_strings == SamplingParams(stop=["x"]).stop_strings == ("x",)
+    assert SamplingParams(stop_token_ids=[4, 5]).stop_token_ids == (4, 5)
+
+
+@pytest.mark.parametrize("name", ["presence_penalty", "frequency_penalty", "repetition_penalty"])
+def test_each_penalty_counts_as_one(name):
+    assert SamplingParams(**{name: 0.5}).penalised

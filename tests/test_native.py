@@ -1,0 +1,205 @@
+"""The native kernels: right against torch, and the same bits for a row whatever else is in the pass.
+
+That second property is what makes speculative text equal plain text in every precision, near ties included.
+"""
+
+import functools
+
+import numpy as np
+import pytest
+import torch
+
+from forerun.cache.attention import Segment
+from forerun.cache.kv import KVCache
+from forerun.draft.model import DraftModel
+from forerun.draft.suffix import Suffix
+from forerun.engine.engine import Engine
+from forerun.kernels import native
+from forerun.models.config import load_config
+from forerun.native import NativeDecoder, Packed, _sights
+from forerun.runner import Runner
+from tests import tiny
+from tests.engine import build
+
+pytestmark = pytest.mark.skipif(native.library() is None, reason=native.reason() or "compiled")
+
+FORMS = ("float32", "bfloat16", "int8", "int4")
+NAMES = [*tiny.FAMILIES, *tiny.VARIANTS]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def threads() -> None:
+    native.start(2)
+
+
+@functools.cache
+def decoder(name: str, form: str, draft: bool = False) -> NativeDecoder:
+    native.start(2)
+    directory = tiny.drafter(name) if draft else tiny.family(name)
+    return NativeDecoder(load_config(directory), directory, form, 256)
+
+
+def cache(model: NativeDecoder, tokens: int = 128) -> KVCache:
+    """A cache whose slot 1 has room for `tokens` tokens, in pages that do not lie in a row."""
+    kv = KVCache(model.config, tokens=512, page=4, slots=3, context=256, dtype=model.dtype, device=model.device)
+    for upto in range(4, tokens + 1, 4):
+        for slot in (0, 1):
+            kv.pages.grow(slot, upto)
+    return kv
+
+
+def ids(count: int, seed: int = 1) -> list[int]:
+    return torch.randint(3, tiny.VOCAB, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def chain(tokens: list[int]) -> Segment:
+    return Segment(1, tokens, list(range(-1, len(tokens) - 1)), list(range(len(tokens))))
+
+
+def one_at_a_time(model: NativeDecoder, tokens: list[int]) -> torch.Tensor:
+    kv, rows = cache(model), []
+    for token in tokens:
+        rows.append(model.forward([Segment(1, [token], [-1], [0])], kv).logits[0])
+        kv.commit(1, [0])
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_float32_agrees_with_torch(name: str) -> None:
+    model, reference = decoder(name, "float32"), Runner(
+        tiny.decoder(tiny.family(name), torch.float32), tokens=256, page=4, slots=2
+    )  # fmt: skip
+    reference.cache.pages.grow(1, 60)
+    kv, tokens = cache(model), ids(30)
+    mine, theirs = model.forward([chain(tokens)], kv).logits, reference.forward([chain(tokens)]).logits
+    assert (mine - theirs).abs().max() < 2e-4
+    kv.commit(1, range(20))
+    reference.cache.commit(1, range(20))
+    tree = Segment(1, ids(6, 2), [-1, 0, 0, 1, 2, 4], list(range(6)))
+    mine, theirs = model.forward([tree], kv).logits, reference.forward([tree]).logits
+    assert (mine - theirs).abs().max() < 2e-4
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_chunk_gives_the_bits_of_one_token_passes(name: str, form: str) -> None:
+    model, tokens = decoder(name, form), ids(40)
+    single = one_at_a_time(model, tokens)
+    for size in (40, 7):
+        kv, rows = cache(model), []
+        for start in range(0, 40, size):
+            part = tokens[start : start + size]
+            rows.append(model.forward([chain(part)], kv).logits)
+            kv.commit(1, range(len(part)))
+        assert torch.equal(torch.cat(rows), single)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gemma3", "gpt2"])
+def test_a_tree_gives_the_bits_of_its_paths(name: str, form: str) -> None:
+    """Also beside another slot, and after a path that was not contiguous is committed."""
+    model, prompt = decoder(name, form), ids(21)
+    kv = cache(model)
+    model.forward([chain(prompt)], kv)
+    kv.commit(1, range(21))
+    tokens, parents = ids(12, 3), [-1, 0, 0, 1, 1, 2, 3, 6, 5, 7, 9, 2]
+    other = Segment(0, ids(5, 4), list(range(-1, 4)), [4])
+    logits = model.forward([other, Segment(1, tokens, parents, list(range(12)))], kv).logits[1:]
+    paths = {}
+    for node, parent in enumerate(parents):
+        paths[node] = [*paths.get(parent, []), node]
+        expected = one_at_a_time(model, prompt + [tokens[i] for i in paths[node]])[-1]
+        assert torch.equal(logits[node], expected)
+    kv.commit(1, paths[10])
+    after = model.forward([chain(ids(3, 5))], kv).logits
+    assert torch.equal(after, one_at_a_time(model, prompt + [tokens[i] for i in paths[10]] + ids(3, 5))[-3:])
+
+
+@pytest.mark.parametrize("threads_", [1, 2, 3])
+def test_threads_do_not_change_the_bits(threads_: int) -> None:
+    model, tokens = decoder("llama", "int8"), ids(33)
+    expected = model.forward([chain(tokens)], cache(model)).logits
+    native.start(threads_)
+    assert torch.equal(model.forward([chain(tokens)], cache(model)).logits, expected)
+    native.start(2)
+
+
+@pytest.mark.parametrize("instructions", ["avx512", "avx2", "portable"])
+@pytest.mark.parametrize("form", FORMS)
+def test_every_instruction_set_computes_the_same_thing(instructions: str, form: str) -> None:
+    """The bits may differ between instruction sets, the values hardly; within one, rows are invariant."""
+    model, tokens = decoder("qwen3", form), ids(25)
+    expected = model.forward([chain(tokens)], cache(model)).logits
+    try:
+        native.start(2, instructions)
+    except ValueError:
+        pytest.skip(f"this processor has no {instructions}")
+    try:
+        logits = model.forward([chain(tokens)], cache(model)).logits
+        assert (logits - expected).abs().max() < (1e-3 if form == "float32" else 0.6)
+        assert torch.equal(logits, one_at_a_time(model, tokens))
+    finally:
+        native.start(2)
+
+
+def product(weight: torch.Tensor, x: torch.Tensor, form: str, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x [m, K] times weight [N, K] transposed by the kernels, as a program of one operation."""
+    packed = Packed(weight, bias, form, gated=False)
+    op = (native.COp * 1)(native.COp(kind=native.LINEAR, input=0, output=1, matrix=packed.matrix))
+    widths = np.array([x.shape[1], weight.shape[0]], dtype=np.int32)
+    program = native.CProgram(ops=op, count=1, buffers=2, widths=widths.ctypes.data)
+    given, out = x.float().numpy().copy(), np.zeros((len(x), weight.shape[0]), np.float32)
+    pointers = np.array([given.ctypes.data, out.ctypes.data], dtype=np.uint64)
+    scratch = np.zeros(len(x) * native.loaded().forerun_scratch_row_bytes(x.shape[1]) + 64, np.uint8)
+    batch = native.CBatch(tokens=len(x), buffers=pointers.ctypes.data, scratch=-(-scratch.ctypes.data // 64) * 64)
+    native.loaded().forerun_run(program, batch)
+    return torch.from_numpy(out)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (33, 65), (96, 64), (70, 200), (256, 513)])
+@pytest.mark.parametrize("form", FORMS)
+def test_products_against_float64_and_row_by_row(form: str, shape: tuple[int, int]) -> None:
+    torch.manual_seed(2)
+    weight, bias = torch.randn(shape), torch.randn(shape[0])
+    x = torch.randn(64, shape[1])
+    x[:, 0] *= 100  # an outlier channel, as real models have
+    whole = product(weight, x, form, bias)
+    exact = x.double() @ weight.double().T + bias
+    error = ((whole - exact).norm() / exact.norm()).item()
+    assert error < {"float32": 1e-6, "bfloat16": 6e-3, "int8": 2.5e-2, "int4": 0.12}[form]
+    single = torch.cat([product(weight, row[None], form, bias) for row in x])
+    assert torch.equal(whole, single)
+    for count in (2, 3, 5, 8, 9, 12, 13, 16, 25):
+        assert torch.equal(product(weight, x[:count], form, bias), single[:count])
+
+
+def test_outliers_do_not_drown_their_neighbours_in_int8() -> None:
+    """One activation a hundred times the rest costs precision in its group of 64 only."""
+    torch.manual_seed(3)
+    weight, x = torch.randn(64, 512), torch.randn(4, 512)
+    x[:, 7] = 100.0
+    rest = weight.clone()
+    rest[:, :64] = 0  # what the other groups contribute
+    exact = x.double() @ rest.double().T
+    assert ((product(rest, x, "int8") - exact).norm() / exact.norm()).item() < 0.012
+
+
+def test_sights() -> None:
+    assert _sights([-1, 0, 1]) == [(1, []), (2, []), (3, [])]
+    assert _sights([-1, 0, 0, 2, 1]) == [(1, []), (2, []), (1, [2]), (1, [2, 3]), (2, [4])]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
+def test_speculative_text_equals_plain_text(family: str, form: str, temperature: float) -> None:
+    """Eight requests, small chunks, preemption: equal without any tolerance in every precision."""
+    outputs = {}
+    for draft in ("off", "suffix", "tree"):
+        small = Runner(decoder(family, "int8", draft=True), tokens=112, page=4, slots=8)
+        proposers = {"suffix": Suffix(shortest=1), "tree": DraftModel(small, tiny.VOCAB, width=3)}
+        target = Runner(decoder(family, form), tokens=1024 if draft == "off" else 112, page=4, slots=8)
+        engine = Engine(target, proposers, chunk=64 if draft == "off" else 5)
+        outputs[draft] = [list(r.output) for r in build.run(engine, draft, temperature)]
+    assert outputs["suffix"] == outputs["off"]
+    assert outputs["tree"] == outputs["off"]
