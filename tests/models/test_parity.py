@@ -24,6 +24,7 @@ import transformers as hf
 from torch import Tensor
 
 from forerun.cache.attention import TOGETHER, Segment
+from forerun.errors import LoadError
 from forerun.models.config import Rope, load_config
 from forerun.models.decoder import Decoder, load_decoder, longest_context
 from forerun.models.rope import rope_tables
@@ -234,6 +235,17 @@ def test_commit_of_a_path_then_further_steps(case: Case) -> None:
             near(found, truth(model, [session.texts[slot]])[0][-1:])
 
 
+def test_pages_out_of_order() -> None:
+    """First and last page lie as far apart as consecutive ones would, and yet are not."""
+    text, session = text_of(16, 13), Session(decoder("llama", 256))
+    pages = session.runner.cache.pages
+    pages.free = [*(page for page in pages.free if page > 3), 3, 1, 2, 0]
+    expected = truth(reference("llama"), [text])[0]
+    near(session.read(0, text[:10]), expected[:10])
+    near(session.read(0, text[10:]), expected[10:])
+    assert pages.held[0] == [0, 2, 1, 3]
+
+
 @cases
 def test_shared_prefix_reads_like_an_own_one(case: Case) -> None:
     text, session = text_of(case.prefix + 10, 14), Session(decoder(case.name, case.context))
@@ -373,6 +385,28 @@ def test_older_spelling_gives_the_same_logits(name: str, change: Any, tmp_path: 
     context, text = (64 if name == "phi3-longrope" else 256), text_of(40, 17)
     old = load_decoder(respelled(name, change, tmp_path), torch.float32, CPU, context)
     near(Session(old).read(0, text), truth(reference(name), [text])[0])
+
+
+OPTIONAL = ["rope_parameters", "rms_norm_eps", "layer_norm_epsilon", "hidden_act", "hidden_activation", "layer_types"]
+OPTIONAL += ["activation_function", "num_key_value_heads", "no_rope_layers", "no_rope_layer_interval", "sliding_window"]
+OPTIONAL += ["tie_word_embeddings", "attn_logit_softcapping", "final_logit_softcapping", "max_window_layers", "n_inner"]
+
+
+@pytest.mark.parametrize("name", tiny.FAMILIES)
+def test_an_absent_key_means_what_it_means_to_transformers(name: str, tmp_path: Path) -> None:
+    """Or is refused, but never read as something else; keys without which transformers itself fails say nothing."""
+    text, wrong = text_of(40, 19), []
+    raw = json.loads((directory(name) / "config.json").read_text())
+    for key in (key for key in OPTIONAL if key in raw):
+        target = respelled(name, lambda raw, key=key: raw.pop(key), tmp_path / key)
+        try:
+            found = Session(load_decoder(target, torch.float32, CPU, 256)).read(0, text)
+            model = hf.AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32, attn_implementation="eager")
+        except (LoadError, RuntimeError, ValueError):
+            continue
+        if (found - truth(model.eval(), [text])[0]).abs().max() > TOLERANCE:
+            wrong.append(key)
+    assert not wrong
 
 
 def test_reading_a_configuration_changes_nothing_in_it() -> None:

@@ -1,0 +1,317 @@
+"""The page allocator: nothing is lost or held twice, and a shared page holds exactly the prefix it is named after.
+
+Protects: any order of match, grow, seal, shrink and release against a model that knows what stands in every row;
+digests; which page goes first when room is needed; a grow that fails and changes nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import random
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from forerun.cache.pages import Pages
+
+PAGE, SLOTS, CONTEXT = 3, 3, 15
+
+
+def digest(tokens: Sequence[int], size: int) -> bytes:
+    """The name of the page that ends these tokens, page by page from the start."""
+    name = b""
+    for start in range(0, len(tokens), size):
+        page = np.array(tokens[start : start + size], dtype=np.int64).tobytes()
+        name = hashlib.blake2b(name + page, digest_size=16).digest()
+    return name
+
+
+def state(pages: Pages) -> dict[str, Any]:
+    """Everything an allocator knows, to compare before and after."""
+    return {k: v.tolist() if isinstance(v, np.ndarray) else copy.deepcopy(v) for k, v in vars(pages).items()}
+
+
+class Model:
+    """`texts` is what each open slot has committed; `wrote[row]` the whole text up to what stands in a row."""
+
+    def __init__(self, seed: int, count: int) -> None:
+        self.chance = random.Random(seed)
+        self.pages = Pages(count, PAGE, SLOTS, CONTEXT)
+        self.texts: dict[int, list[int]] = {}
+        self.known = [self.chance.choices((0, 1), k=CONTEXT) for _ in range(2)]
+        self.wrote: dict[int, tuple[int, ...]] = {}
+        self.seen: Counter[str] = Counter()
+
+    def step(self) -> None:
+        """One operation, any that is possible."""
+        closed = [slot for slot in range(SLOTS) if slot not in self.texts]
+        if closed and self.chance.random() < 0.5:
+            self.open(self.chance.choice(closed))
+        elif self.texts:
+            slot = self.chance.choice(sorted(self.texts))
+            self.chance.choice([self.extend, self.extend, self.speculate, self.seal, self.seal, self.release])(slot)
+        self.check()
+
+    def words(self, most: int) -> list[int]:
+        return self.chance.choices((0, 1), k=self.chance.randint(1, most))
+
+    def open(self, slot: int) -> None:
+        """A request arrives, like or unlike those before: what is known of it is shared, the rest is read."""
+        tokens = [*self.chance.choice(self.known)[: self.chance.randint(0, CONTEXT)], *self.words(4)][:CONTEXT]
+        known = self.pages.match(slot, tokens)
+        self.seen[f"match of {known // PAGE}"] += 1
+        assert known % PAGE == 0
+        assert known < len(tokens), "one token must be left to read"
+        assert known == self.longest(tokens)
+        self.texts[slot] = list(tokens[:known])
+        self.append(slot, tokens[known:])
+
+    def longest(self, tokens: list[int]) -> int:
+        """The longest run of full pages from the start that are known."""
+        known = 0
+        while known + PAGE < len(tokens) and digest(tokens[: known + PAGE], PAGE) in self.pages.page_of:
+            known += PAGE
+        return known
+
+    def extend(self, slot: int) -> None:
+        self.append(slot, self.words(5))
+
+    def append(self, slot: int, tokens: Sequence[int]) -> None:
+        text = self.texts[slot]
+        if self.grow(slot, len(text) + len(tokens)):
+            for token in tokens:
+                text.append(token)
+                self.write(slot, len(text) - 1, tuple(text))
+
+    def write(self, slot: int, at: int, value: tuple[int, ...]) -> None:
+        row = int(self.pages.rows[slot, at])
+        assert self.pages.users[row // PAGE] == 1, "a shared page is written"
+        self.wrote[row] = value
+
+    def grow(self, slot: int, upto: int) -> bool:
+        before, free = state(self.pages), len(self.pages.free)
+        missing = -(-upto // PAGE) - len(self.pages.held[slot])
+        possible = upto <= CONTEXT and missing <= self.pages.available
+        done = self.pages.grow(slot, upto)
+        assert done == possible
+        assert not done or len(self.pages.held[slot]) * PAGE >= upto
+        assert done or state(self.pages) == before
+        self.seen["refusal" if not done else "eviction" if missing > free else "growth"] += 1
+        return done
+
+    def speculate(self, slot: int) -> None:
+        """Room for a draft is taken, written to and given back."""
+        length, count = len(self.texts[slot]), self.chance.randint(1, 6)
+        if self.grow(slot, length + count):
+            for i in range(count):
+                self.write(slot, length + i, (9,))
+            self.pages.shrink(slot, length)
+
+    def seal(self, slot: int) -> None:
+        """Up to any length that has been committed, more than once; what is sealed now is known now."""
+        text, before = self.texts[slot], len(self.pages.chain[slot]) * PAGE
+        upto = self.chance.choice([len(text), self.chance.randint(0, len(text))])
+        self.pages.seal(slot, text, upto)
+        for end in range(before + PAGE, upto + 1, PAGE):
+            assert digest(text[:end], PAGE) in self.pages.page_of
+
+    def release(self, slot: int) -> None:
+        self.pages.release(slot)
+        del self.texts[slot]
+        assert not self.pages.held[slot]
+
+    def check(self) -> None:
+        self.pages.check()
+        for slot, text in self.texts.items():
+            rows = self.pages.rows[slot, : len(text)].tolist()
+            assert [self.wrote[row] for row in rows] == [tuple(text[: i + 1]) for i in range(len(text))]
+        assert {name: page for page, name in self.pages.digest_of.items()} == self.pages.page_of
+        for page, name in self.pages.digest_of.items():
+            last = self.wrote[page * PAGE + PAGE - 1]
+            assert len(last) % PAGE == 0
+            assert digest(last, PAGE) == name
+            assert [self.wrote[page * PAGE + i] for i in range(PAGE)] == [last[: len(last) - i] for i in (2, 1, 0)]
+
+
+@pytest.mark.parametrize("count", [4, 8, 14])
+@pytest.mark.parametrize("seed", range(4))
+def test_any_order_of_operations(seed: int, count: int) -> None:
+    """In pools too small for one slot at its longest, for two, and for all but a page of them."""
+    model = Model(seed, count)
+    for _ in range(1500):
+        model.step()
+    for event in ("match of 0", "match of 1", "match of 2", "growth", "eviction", "refusal"):
+        assert model.seen[event] > 5, f"{event}: the operations are not random enough"
+    for slot in list(model.texts):
+        model.release(slot)
+    assert model.pages.available == count
+
+
+# ---------------------------------------------------------------- single rules
+
+
+def filled(pages: Pages, slot: int, tokens: Sequence[int]) -> Pages:
+    """A slot that has read and sealed a text."""
+    pages.match(slot, tokens)
+    assert pages.grow(slot, len(tokens))
+    pages.seal(slot, tokens, len(tokens))
+    return pages
+
+
+def test_same_prefix_takes_the_same_pages() -> None:
+    pages = filled(Pages(8, 4, 2, 32), 0, range(10))
+    assert pages.match(1, [*range(8), 99, 98]) == 8
+    assert pages.held[1] == pages.held[0][:2]
+    assert pages.users[pages.held[0][0]] == 2
+    assert pages.rows[1, :8].tolist() == pages.rows[0, :8].tolist()
+
+
+@pytest.mark.parametrize("length, known", [(3, 0), (4, 0), (5, 4), (8, 4), (9, 8), (12, 8)])
+def test_one_token_is_left_to_read(length: int, known: int) -> None:
+    """The logits after the last token have to come from somewhere."""
+    pages = filled(Pages(8, 4, 2, 32), 0, range(12))
+    assert pages.match(1, range(length)) == known
+
+
+def test_same_page_after_another_beginning_is_another_page() -> None:
+    pages = filled(Pages(8, 2, 3, 16), 0, [1, 2, 3, 4])
+    assert pages.match(1, [9, 9, 3, 4, 5]) == 0
+    assert pages.match(2, [1, 2, 9, 9, 5]) == 2
+
+
+def test_same_text_read_twice_is_named_once() -> None:
+    """Two requests that arrive together both read it; the second copy is nobody's when it is released."""
+    pages = Pages(8, 2, 2, 8)
+    for slot in (0, 1):
+        assert pages.match(slot, [1, 2, 3, 4, 5]) == 0
+        assert pages.grow(slot, 5)
+    for slot in (0, 1):
+        pages.seal(slot, [1, 2, 3, 4, 5], 5)
+    assert len(pages.page_of) == 2
+    pages.release(1)
+    assert not pages.idle
+    pages.release(0)
+    assert len(pages.idle) == 2
+    pages.check()
+
+
+def test_released_pages_are_known_until_their_room_is_needed() -> None:
+    pages = filled(Pages(4, 2, 2, 8), 0, [1, 2, 3, 4])
+    pages.release(0)
+    assert pages.available == 4
+    assert pages.grow(0, 4)
+    assert len(pages.idle) == 2, "free pages are taken before known ones"
+    assert pages.match(1, [1, 2, 3, 4, 5]) == 4
+    pages.release(1)
+    assert pages.grow(0, 8)
+    assert not pages.page_of
+    assert pages.match(1, [1, 2, 3, 4, 5]) == 0
+    pages.check()
+
+
+def test_the_end_of_a_text_goes_before_its_beginning_and_old_texts_before_new() -> None:
+    """A page is useless without those before it; so they go last."""
+    pages = filled(Pages(6, 1, 3, 6), 0, [1, 2, 3])
+    filled(pages, 1, [7, 8, 9])
+    pages.release(0)
+    pages.release(1)
+    kept = []
+    for upto in range(1, 7):
+        assert pages.grow(2, upto)
+        kept.append(
+            [len([n for n in range(1, 4) if digest(t[:n], 1) in pages.page_of]) for t in ([1, 2, 3], [7, 8, 9])]
+        )
+    assert kept == [[2, 3], [1, 3], [0, 3], [0, 2], [0, 1], [0, 0]]
+
+
+def test_what_was_used_again_is_kept_longer() -> None:
+    pages = filled(Pages(4, 1, 3, 4), 0, [1, 2])
+    filled(pages, 1, [7, 8])
+    pages.release(0)
+    pages.release(1)
+    assert pages.match(0, [1, 2, 3]) == 2
+    pages.release(0)
+    assert pages.grow(2, 2)
+    assert pages.match(0, [1, 2, 3]) == 2
+    assert pages.match(1, [7, 8, 9]) == 0
+
+
+def test_a_held_page_is_never_taken() -> None:
+    pages = filled(Pages(3, 2, 2, 8), 0, [1, 2, 3, 4])
+    assert not pages.grow(1, 4)
+    assert pages.grow(1, 2)
+    assert not pages.grow(1, 3)
+    assert pages.held[0] == [0, 1]
+    pages.check()
+
+
+@pytest.mark.parametrize("upto", [11, 17, 100])
+def test_failed_grow_changes_nothing(upto: int) -> None:
+    """For want of pages, or of context; not even the pages that could be had are taken."""
+    pages = filled(Pages(5, 2, 2, 16), 0, [1, 2, 3])
+    filled(pages, 1, [4, 5])
+    pages.release(1)
+    before = state(pages)
+    assert not pages.grow(0, upto)
+    assert state(pages) == before
+
+
+def test_grow_to_less_or_as_much_changes_nothing() -> None:
+    pages = filled(Pages(4, 2, 1, 8), 0, [1, 2, 3])
+    before = state(pages)
+    for upto in (0, 1, 3, 4):
+        assert pages.grow(0, upto)
+        assert state(pages) == before
+
+
+def test_context_is_rounded_up_to_whole_pages() -> None:
+    pages = Pages(4, 4, 1, 6)
+    assert pages.grow(0, 8)
+    assert not pages.grow(0, 9)
+
+
+def test_unsealed_pages_are_forgotten() -> None:
+    pages = Pages(4, 2, 1, 8)
+    pages.match(0, [1, 2, 3])
+    pages.grow(0, 3)
+    pages.release(0)
+    assert len(pages.free) == 4
+    assert pages.match(0, [1, 2, 3]) == 0
+
+
+def test_seal_leaves_the_unfinished_page() -> None:
+    pages = Pages(4, 4, 2, 16)
+    pages.grow(0, 7)
+    pages.seal(0, range(7), 7)
+    assert len(pages.page_of) == 1
+    assert pages.match(1, range(9)) == 4
+
+
+def test_shrink_below_what_is_sealed_then_another_text() -> None:
+    """What a slot wrote after giving sealed pages back must not go by the names of what it gave back."""
+    pages = filled(Pages(8, 2, 2, 8), 0, [1, 2, 3, 4])
+    pages.shrink(0, 2)
+    pages.grow(0, 6)
+    pages.seal(0, [1, 2, 5, 6, 7, 8], 6)
+    pages.check()
+    named = {page: name for page, name in pages.digest_of.items() if page in pages.held[0]}
+    expected = {page: digest([1, 2, 5, 6, 7, 8][: 2 * i + 2], 2) for i, page in enumerate(pages.held[0])}
+    assert named == expected
+
+
+def test_check_notices() -> None:
+    for spoil in (
+        lambda p: p.free.pop(),
+        lambda p: p.free.append(p.held[0][0]),
+        lambda p: p.users.__setitem__(0, 7),
+        lambda p: p.held[1].append(p.held[0][0]),
+    ):
+        pages = filled(Pages(4, 2, 2, 8), 0, [1, 2])
+        pages.check()
+        spoil(pages)
+        with pytest.raises(AssertionError):
+            pages.check()

@@ -1,0 +1,429 @@
+"""The drafting model proposes what a full recomputation would, from the text alone, and says truly how it drew.
+
+Protects: chains and beams, greedy and sampled, with the target's noise or its own laws; reading whatever it has
+missed; that proposing changes nothing; what happens without room, and between vocabularies of different sizes.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import random
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from forerun import rng
+from forerun.cache.attention import Segment
+from forerun.draft import model as draft_model
+from forerun.draft.base import Row
+from forerun.draft.model import DraftModel
+from forerun.models.decoder import Decoder, load_decoder
+from forerun.runner import Runner
+from forerun.sampling.filters import shape_logits
+from forerun.sampling.params import SamplingParams
+from forerun.types import Draft, Law
+from forerun.verify import Noise
+from tests import tiny
+
+GREEDY, WARM = SamplingParams(), SamplingParams(temperature=0.8)
+FILTERED = SamplingParams(temperature=0.8, top_k=12, top_p=0.9)
+FAMILIES = ["llama", "gemma2", "gpt2"]  # no windows, windows, learned positions
+
+
+def decoder(name: str = "llama") -> Decoder:
+    return tiny.decoder(tiny.drafter(name))
+
+
+def proposer(
+    width: int = 1, name: str = "llama", *, tokens: int = 1024, page: int = 4, slots: int = 4, vocab: int = tiny.VOCAB
+) -> DraftModel:
+    return DraftModel(Runner(decoder(name), tokens=tokens, page=page, slots=slots), vocab, width)
+
+
+def text_of(length: int, seed: int = 0) -> list[int]:
+    return random.Random(seed).choices(range(tiny.VOCAB), k=length)
+
+
+def row(tokens: Sequence[int], params: SamplingParams = GREEDY, depth: int = 4, slot: int = 0, **options: bool) -> Row:
+    return Row(slot, tokens, params, Noise(11, len(tokens) - 1), depth, **options)
+
+
+@functools.cache
+def _logits(model: Decoder, tokens: tuple[int, ...]) -> Tensor:
+    runner = Runner(model, tokens=256, page=256, slots=1)
+    runner.cache.pages.grow(0, len(tokens))
+    chain = list(range(-1, len(tokens) - 1))
+    return runner.forward([Segment(0, list(tokens), chain, [len(tokens) - 1])]).logits[0]
+
+
+def logits_after(model: Decoder, tokens: Sequence[int], vocab: int = tiny.VOCAB) -> Tensor:
+    """The model run on the whole text from scratch; the target's vocabulary."""
+    logits = _logits(model, tuple(tokens))
+    padding = torch.full((max(0, vocab - len(logits)),), -torch.inf, dtype=logits.dtype)
+    return torch.cat((logits[:vocab], padding))
+
+
+def noisy(scores: Tensor, key: int) -> list[float]:
+    """Scores plus the stream's Gumbel noise, token by token in plain Python."""
+    return [s + rng.gumbel_scalar(key, i) if s > -math.inf else s for i, s in enumerate(scores.tolist())]
+
+
+def naive_coupled(model: Decoder, row: Row, width: int) -> list[list[tuple[tuple[int, ...], float]]]:
+    """Levels of a beam: the `width` likeliest paths below the root, each a tuple of tokens and its value."""
+    beams: list[tuple[tuple[int, ...], float]] = [((), 0.0)]
+    levels = []
+    for depth in range(row.depth):
+        found = []
+        for path, value in beams:
+            logits = logits_after(model, [*row.tokens, *path])
+            if row.params.temperature > 0:
+                scores = shape_logits(logits[None], [row.params])[0]
+                logits = torch.tensor(noisy(scores, row.noise.target(depth)), dtype=torch.float64)
+            law = torch.log_softmax(logits, -1).tolist()
+            found += [((*path, token), value + law[token]) for token in range(tiny.VOCAB) if law[token] > -math.inf]
+        beams = sorted(found, key=lambda pair: -pair[1])[:width]
+        levels.append(beams)
+    return levels
+
+
+def paths(draft: Draft) -> list[tuple[int, ...]]:
+    """The tokens below the root on the way to each node."""
+    return [tuple(draft.tokens[i] for i in draft.path_to(node)[1:]) for node in range(len(draft))]
+
+
+def well_formed(draft: Draft, row: Row) -> None:
+    assert draft.tokens[0] == row.tokens[-1]
+    assert draft.parents[0] == -1
+    assert all(0 <= parent < node for node, parent in enumerate(draft.parents[1:], start=1))
+    assert len(draft.tokens) == len(draft.parents) == len(draft.sources) == len(draft.laws)
+    assert draft.sources == ["", *["model"] * (len(draft) - 1)]
+    assert max(draft.depths()) <= row.depth
+    assert len(set(paths(draft))) == len(draft), "two siblings are the same token"
+
+
+def same_as_naive(model: Decoder, row: Row, width: int, draft: Draft) -> None:
+    well_formed(draft, row)
+    assert draft.probs is None
+    assert set(draft.laws) == {Law.GIVEN}
+    expected = [path for level in naive_coupled(model, row, width) for path, _ in level]
+    assert paths(draft) == [(), *expected]
+
+
+# ---------------------------------------------------------------- with the target's noise
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("params", [GREEDY, WARM, FILTERED], ids=["greedy", "warm", "filtered"])
+@pytest.mark.parametrize("width", [1, 2, 3])
+def test_coupled_draft_is_a_full_recomputation(name: str, params: SamplingParams, width: int) -> None:
+    """Several slots at once, of different lengths and depths."""
+    drafter = proposer(width, name)
+    sizes = enumerate(((3, 4), (21, 2), (12, 5)))
+    rows = [row(text_of(length, length), params, depth, slot) for slot, (length, depth) in sizes]
+    for r in rows:
+        drafter.open(r.slot, r.tokens)
+    for r, draft in zip(rows, drafter.propose(rows), strict=True):
+        same_as_naive(decoder(name), r, width, draft)
+
+
+def test_width_one_is_a_chain() -> None:
+    drafter, r = proposer(), row(text_of(9), WARM, 6)
+    drafter.open(0, r.tokens)
+    (draft,) = drafter.propose([r])
+    assert draft.parents == [-1, 0, 1, 2, 3, 4, 5]
+
+
+def test_greedy_and_sampled_rows_in_one_call() -> None:
+    drafter = proposer(2)
+    rows = [row(text_of(8, 1), GREEDY, 3, 0), row(text_of(8, 2), WARM, 3, 1), row(text_of(8, 3), FILTERED, 3, 2)]
+    for r in rows:
+        drafter.open(r.slot, r.tokens)
+    for r, draft in zip(rows, drafter.propose(rows), strict=True):
+        same_as_naive(decoder(), r, 2, draft)
+
+
+def test_top_k_of_one_leaves_a_beam_one_path() -> None:
+    params = SamplingParams(temperature=1.0, top_k=1)
+    drafter, r = proposer(3), row(text_of(9), params, 4)
+    drafter.open(0, r.tokens)
+    (draft,) = drafter.propose([r])
+    assert draft.parents == [-1, 0, 1, 2, 3]
+    same_as_naive(decoder(), r, 3, draft)
+
+
+def test_own_model_as_drafter_draws_as_the_target_does() -> None:
+    """With the target's noise, a drafter that is the target is always right."""
+    tokens = text_of(10, 4)
+    drafter, r = proposer(), row(tokens, WARM, 6)
+    drafter.open(0, tokens)
+    (draft,) = drafter.propose([r])
+    text = list(tokens)
+    for _ in range(6):
+        scores = shape_logits(logits_after(decoder(), text)[None], [WARM])
+        text.append(int(rng.gumbel_argmax(scores, [Noise(11, len(text) - 1).target(0)])))
+    assert draft.tokens[1:] == text[10:]
+
+
+# ---------------------------------------------------------------- state
+
+
+@pytest.mark.parametrize("width, coupled", [(1, True), (3, True), (1, False), (3, False)])
+def test_proposing_twice_gives_the_same_draft(width: int, coupled: bool) -> None:
+    """And asking for others in between, or for less, changes nothing."""
+    drafter = proposer(width)
+    rows = [row(text_of(9 + slot, slot), WARM, 4, slot, coupled=coupled) for slot in range(3)]
+    for r in rows:
+        drafter.open(r.slot, r.tokens)
+    first = drafter.propose(rows)
+    drafter.propose([row(rows[0].tokens, GREEDY, 2, 0)])
+    again = [draft for r in reversed(rows) for draft in drafter.propose([r])][::-1]
+    for one, other in zip(first, again, strict=True):
+        assert (one.tokens, one.parents, one.laws) == (other.tokens, other.parents, other.laws)
+        assert (one.probs is None) == (other.probs is None)
+        assert one.probs is None or np.allclose(one.probs, other.probs, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("width", [1, 3])
+def test_reads_whatever_it_has_missed(name: str, width: int) -> None:
+    """After a round any number of tokens may have been committed: drafted ones, others, none at all."""
+    chance, drafter, text = random.Random(7), proposer(width, name), text_of(5)
+    drafter.open(0, text)
+    for count in (0, 1, 2, 3, 4, 5, 17, 1, 30, 2):
+        r = row(text, WARM, 3)
+        (draft,) = drafter.propose([r])
+        same_as_naive(decoder(name), r, width, draft)
+        longest = max(paths(draft), key=len)
+        text = [*text, *longest[:count], *chance.choices(range(tiny.VOCAB), k=max(0, count - len(longest)))]
+
+
+def test_a_lag_longer_than_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long texts are read in several passes, those of one call ending at different times."""
+    monkeypatch.setattr(draft_model, "CHUNK", 6)
+    drafter = proposer(2)
+    rows = [row(text_of(length, length), WARM, 3, slot) for slot, length in enumerate((30, 1, 6, 13))]
+    for r in rows:
+        drafter.open(r.slot, r.tokens)
+    for r, draft in zip(rows, drafter.propose(rows), strict=True):
+        same_as_naive(decoder(), r, 2, draft)
+
+
+def test_a_slot_that_is_used_again() -> None:
+    drafter, first, second = proposer(2), text_of(14, 1), text_of(9, 2)
+    drafter.open(0, first)
+    drafter.propose([row(first, WARM)])
+    drafter.close(0, first)
+    drafter.open(0, second)
+    r = row(second, WARM)
+    same_as_naive(decoder(), r, 2, drafter.propose([r])[0])
+    drafter.runner.cache.pages.check()
+
+
+def test_a_preempted_request_comes_back_in_another_slot() -> None:
+    """What it has read is still known, and what it proposes is the same."""
+    drafter, text = proposer(2), text_of(22, 3)
+    drafter.open(0, text)
+    before = drafter.propose([row(text, WARM)])
+    drafter.close(0)
+    drafter.open(2, text)
+    assert drafter.runner.cache.length[2] == 20
+    assert drafter.propose([row(text, WARM, slot=2)]) == before
+
+
+def test_all_pages_come_back() -> None:
+    drafter = proposer(2)
+    for slot in range(4):
+        drafter.open(slot, text_of(9 + slot, slot))
+        drafter.propose([row(text_of(9 + slot, slot), WARM, slot=slot)])
+    for slot in range(4):
+        drafter.close(slot, [])
+    pages = drafter.runner.cache.pages
+    pages.check()
+    assert pages.available == pages.count
+
+
+# ---------------------------------------------------------------- with a law of its own
+
+
+@pytest.mark.parametrize("params", [GREEDY, WARM, FILTERED], ids=["greedy", "warm", "filtered"])
+@pytest.mark.parametrize("width, branching", [(1, False), (1, True), (2, True), (3, True), (3, False)])
+def test_sampled_draft_keeps_the_law_it_drew_from(params: SamplingParams, width: int, branching: bool) -> None:
+    """One sampled child a level, its law without the given siblings, which are the likeliest tokens."""
+    drafter = proposer(width)
+    rows = [row(text_of(7 + slot, slot), params, 4, slot, coupled=False, branching=branching) for slot in range(3)]
+    for r in rows:
+        drafter.open(r.slot, r.tokens)
+    for r, draft in zip(rows, drafter.propose(rows), strict=True):
+        well_formed(draft, r)
+        sampled_as_said(decoder(), r, width, draft)
+
+
+def sampled_as_said(model: Decoder, row: Row, width: int, draft: Draft) -> None:
+    """Every node of a draft of an uncoupled row, against the model run from scratch."""
+    assert draft.probs is not None
+    assert draft.probs.shape == (len(draft), tiny.VOCAB)
+    assert draft.probs.dtype == np.float64
+    node, children = 0, draft.children()
+    for depth in range(row.depth):
+        scores = shape_logits(logits_after(model, [*row.tokens, *paths(draft)[node]])[None], [row.params])[0]
+        others = width - 1 if row.branching and row.params.temperature > 0 else 0
+        given = [token for token in scores.topk(others).indices.tolist() if scores[token] > -math.inf]
+        scores[given] = -math.inf
+        beside = [i for i, level in enumerate(draft.depths()) if level == depth and i != node]
+        assert not any(children[i] or draft.probs[i].any() for i in beside)
+        if not torch.isfinite(scores).any():
+            assert [(draft.tokens[i], draft.laws[i]) for i in children[node]] == [(t, Law.GIVEN) for t in given]
+            assert not draft.probs[node].any()
+            return
+        child, *rest = children[node]
+        drawn = noisy(scores, row.noise.draft(node))
+        assert draft.laws[child] is Law.SAMPLED
+        assert draft.tokens[child] == max(range(tiny.VOCAB), key=drawn.__getitem__)
+        assert [(draft.tokens[i], draft.laws[i]) for i in rest] == [(token, Law.GIVEN) for token in given]
+        assert np.allclose(draft.probs[node], scores.double().softmax(-1).numpy(), atol=1e-9)
+        assert draft.probs[node][draft.tokens[child]] > 0
+        node = child
+    assert not children[node]
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_draws_follow_the_law(width: int) -> None:
+    """Over many seeds, how often each token is drawn is what `probs` says."""
+    text, drafter, drawn, law = text_of(8, 5), proposer(width), Counter[int](), None
+    drafter.open(0, text)
+    for seed in range(500):
+        r = Row(0, text, FILTERED, Noise(seed, len(text) - 1), 1, coupled=False)
+        (draft,) = drafter.propose([r])
+        drawn[draft.tokens[1]] += 1
+        law = draft.probs[0] if draft.probs is not None else None
+    assert law is not None
+    distance = sum(abs(drawn[token] / 500 - law[token]) for token in range(tiny.VOCAB)) / 2
+    assert distance < 0.08
+
+
+def test_target_and_draft_noise_are_not_the_same() -> None:
+    """A rule that keeps laws must not see draws that depend on its own."""
+    text, apart = text_of(8, 6), 0
+    drafter = proposer()
+    drafter.open(0, text)
+    hot = SamplingParams(temperature=3.0)
+    for seed in range(20):
+        both = [
+            drafter.propose([Row(0, text, hot, Noise(seed, 7), 1, coupled=coupled)])[0].tokens[1]
+            for coupled in (True, False)
+        ]
+        apart += both[0] != both[1]
+    assert apart > 5
+
+
+def test_given_siblings_that_leave_nothing_to_draw() -> None:
+    """With one token possible and given, there is no law to draw from: the tree ends there."""
+    params = SamplingParams(temperature=1.0, top_k=1)
+    drafter, r = proposer(2), row(text_of(9), params, 4, coupled=False)
+    drafter.open(0, r.tokens)
+    (draft,) = drafter.propose([r])
+    well_formed(draft, r)
+    assert draft.laws == [Law.GIVEN, Law.GIVEN]
+    assert draft.tokens[1] == int(logits_after(decoder(), r.tokens).argmax())
+
+
+# ---------------------------------------------------------------- without room
+
+
+def test_no_pages_left_is_a_root() -> None:
+    """The one that fits still gets its draft; the other goes on when there is room again."""
+    drafter, texts = proposer(tokens=24, slots=2), [text_of(14, 1), text_of(9, 2)]
+    for slot, text in enumerate(texts):
+        drafter.open(slot, text)
+    rows = [row(text, slot=slot) for slot, text in enumerate(texts)]
+    full, none = drafter.propose(rows)
+    same_as_naive(decoder(), rows[0], 1, full)
+    assert (none.tokens, none.parents, none.probs) == ([texts[1][-1]], [-1], None)
+    drafter.close(0, texts[0])
+    same_as_naive(decoder(), rows[1], 1, drafter.propose([rows[1]])[0])
+    drafter.runner.cache.pages.check()
+
+
+@pytest.mark.parametrize("page", [4, 8])
+@pytest.mark.parametrize("width", [1, 3])
+def test_end_of_the_context_is_a_root(width: int, page: int) -> None:
+    """The drafter's context may be shorter than the target's, and no whole number of pages."""
+    small = load_decoder(tiny.drafter("llama"), torch.float64, torch.device("cpu"), 20)
+    drafter = DraftModel(Runner(small, tokens=128, page=page, slots=1), tiny.VOCAB, width)
+    text = text_of(40, 8)
+    drafter.open(0, text[:3])
+    for end in (3, 7, 12, 17, 19, 20, 21, 22, 40):
+        r = row(text[:end], WARM, 3)
+        (draft,) = drafter.propose([r])
+        if end + 3 * width <= 20:
+            same_as_naive(decoder(), r, width, draft)
+        else:
+            assert len(draft) == 1
+        if end >= 20:
+            assert draft.tokens == [text[end - 1]]
+
+
+def test_prompt_longer_than_the_drafters_context() -> None:
+    small = load_decoder(tiny.drafter("llama"), torch.float64, torch.device("cpu"), 20)
+    drafter, text = DraftModel(Runner(small, tokens=128, page=4, slots=2), tiny.VOCAB), text_of(40, 8)
+    drafter.open(0, text)
+    assert len(drafter.propose([row(text)])[0]) == 1
+    drafter.close(0, text)
+    drafter.open(1, text)
+    assert len(drafter.propose([row(text, slot=1)])[0]) == 1
+
+
+def test_no_rows_no_drafts() -> None:
+    assert proposer().propose([]) == []
+
+
+# ---------------------------------------------------------------- vocabularies
+
+
+@pytest.fixture(scope="module")
+def sized(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Decoder]:
+    """Drafters with fewer and with more tokens than the target."""
+    decoders = {}
+    for vocab in (56, 72):
+        directory: Path = tmp_path_factory.mktemp(f"vocab-{vocab}")
+        tiny.hf_model("llama", 3, vocab_size=vocab).save_pretrained(directory)
+        decoders[vocab] = tiny.decoder(directory)
+    return decoders
+
+
+@pytest.mark.parametrize("vocab", [56, 72])
+@pytest.mark.parametrize("coupled", [True, False])
+@pytest.mark.parametrize("width", [1, 3])
+def test_vocabulary_of_another_size(vocab: int, coupled: bool, width: int, sized: dict[int, Decoder]) -> None:
+    """Tokens only one of the two has are never drafted and have no probability."""
+    hot = SamplingParams(temperature=5.0)
+    drafter = DraftModel(Runner(sized[vocab], tokens=512, page=4, slots=1), tiny.VOCAB, width)
+    text = [t % 56 for t in text_of(12, 9)]
+    drafter.open(0, text)
+    for seed in range(12):
+        r = Row(0, text, hot, Noise(seed, 11), 4, coupled=coupled)
+        (draft,) = drafter.propose([r])
+        well_formed(draft, r)
+        assert max(draft.tokens) < min(vocab, tiny.VOCAB)
+        if coupled:
+            same_as_naive(sized[vocab], r, width, draft)
+        else:
+            sampled_as_said(sized[vocab], r, width, draft)
+            assert draft.probs is not None and not draft.probs[:, vocab:].any()
+
+
+def test_a_committed_token_the_drafter_does_not_have(sized: dict[int, Decoder]) -> None:
+    """The target may say what the smaller drafter has no embedding for: no draft, never an error."""
+    drafter = DraftModel(Runner(sized[56], tokens=512, page=4, slots=2), tiny.VOCAB)
+    good = [t % 56 for t in text_of(8, 9)]
+    drafter.open(0, [1, 2, 60, 3])
+    drafter.open(1, good)
+    drafts = drafter.propose([row([1, 2, 60, 3]), row(good, slot=1)])
+    assert drafts[0].tokens == [3]
+    same_as_naive(sized[56], row(good, slot=1), 1, drafts[1])

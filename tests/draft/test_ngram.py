@@ -1,0 +1,116 @@
+"""Prompt lookup proposes what a plain search through the text would: the latest occurrence of the longest suffix.
+
+Protects: the index against a quadratic search, however many tokens arrive between two rounds; copies that run past
+the end of the text; that proposing changes nothing; that a slot starts clean.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from forerun.draft.base import Row
+from forerun.draft.ngram import NGram, copy_from
+from forerun.sampling.params import SamplingParams
+from forerun.types import Law
+from forerun.verify import Noise
+
+
+def row(tokens: Sequence[int], depth: int = 5, slot: int = 0) -> Row:
+    return Row(slot, tokens, SamplingParams(), Noise(0, len(tokens) - 1), depth)
+
+
+def naive(tokens: Sequence[int], depth: int, longest: int, shortest: int) -> list[int]:
+    """Look for the longest suffix first, from the end; then copy one token after the other."""
+    for size in range(longest, shortest - 1, -1):
+        for end in range(len(tokens) - 1, size - 1, -1):
+            if list(tokens[end - size : end]) == list(tokens[-size:]):
+                whole = list(tokens)
+                for i in range(depth):
+                    whole.append(whole[end + i])
+                return whole[len(tokens) :]
+    return []
+
+
+@pytest.mark.parametrize("letters", [1, 2, 3, 6])
+@pytest.mark.parametrize("longest, shortest", [(4, 2), (3, 3), (5, 1), (1, 1)])
+def test_against_a_naive_search(letters: int, longest: int, shortest: int) -> None:
+    chance = random.Random(letters)
+    for _ in range(12):
+        proposer, tokens = NGram(longest, shortest), chance.choices(range(letters), k=chance.randint(1, 9))
+        proposer.open(0, tokens)
+        while len(tokens) < 50:
+            depth = chance.randint(1, 8)
+            (draft,) = proposer.propose([row(tokens, depth)])
+            assert draft.tokens == [tokens[-1], *naive(tokens, depth, longest, shortest)]
+            tokens += chance.choices(range(letters), k=chance.randint(1, 6))
+
+
+def test_draft_is_a_given_chain() -> None:
+    proposer = NGram()
+    proposer.open(0, [])
+    (draft,) = proposer.propose([row([1, 2, 3, 9, 1, 2])])
+    assert draft.tokens == [2, 3, 9, 1, 2, 3]
+    assert draft.parents == [-1, 0, 1, 2, 3, 4]
+    assert draft.sources == ["", *["ngram"] * 5]
+    assert set(draft.laws) == {Law.GIVEN}
+    assert draft.probs is None
+
+
+@pytest.mark.parametrize("tokens", [[1], [1, 2], [1, 2, 3, 4], [1, 2, 1, 3]])
+def test_nothing_to_propose_is_a_root(tokens: list[int]) -> None:
+    proposer = NGram()
+    proposer.open(0, tokens)
+    (draft,) = proposer.propose([row(tokens)])
+    assert draft.tokens == [tokens[-1]]
+    assert draft.parents == [-1]
+
+
+def test_the_latest_occurrence_wins_and_the_longer_suffix_before_it() -> None:
+    proposer = NGram(3, 2)
+    proposer.open(0, [])
+    assert proposer.propose([row([1, 2, 7, 1, 2, 8, 1, 2], 1)])[0].tokens[1] == 8
+    proposer.open(0, [])
+    assert proposer.propose([row([5, 1, 2, 7, 1, 2, 8, 5, 1, 2], 1)])[0].tokens[1] == 7
+
+
+def test_proposing_changes_nothing() -> None:
+    """Twice the same, and the same as a proposer that was not asked before."""
+    tokens = random.Random(3).choices(range(3), k=40)
+    asked, fresh = NGram(), NGram()
+    asked.open(0, tokens)
+    fresh.open(0, tokens)
+    for end in range(1, 40):
+        first = asked.propose([row(tokens[:end])])
+        assert asked.propose([row(tokens[:end])]) == first
+    assert asked.propose([row(tokens)]) == fresh.propose([row(tokens)])
+
+
+def test_slots_are_apart_and_start_clean() -> None:
+    proposer, a, b = NGram(), [1, 2, 3, 1, 2], [1, 2, 4, 1, 2]
+    proposer.open(0, a)
+    proposer.open(1, b)
+    drafts = proposer.propose([row(b, 1, slot=1), row(a, 1, slot=0)])
+    assert [draft.tokens for draft in drafts] == [[2, 4], [2, 3]]
+    proposer.close(0, a)
+    proposer.open(0, [1, 2])
+    assert proposer.propose([row([1, 2])])[0].tokens == [2]
+    assert proposer.propose([row(b, 1, slot=1)])[0].tokens == [2, 4]
+
+
+def test_a_preempted_request_reads_its_text_again() -> None:
+    proposer, tokens = NGram(), [1, 2, 3, 1, 2]
+    proposer.open(0, tokens)
+    before = proposer.propose([row(tokens)])
+    proposer.close(0)
+    proposer.open(2, tokens)
+    assert proposer.propose([row(tokens, slot=2)]) == before
+
+
+@pytest.mark.parametrize(
+    "start, count, copied", [(0, 2, [1, 2]), (2, 3, [3, 3, 3]), (1, 5, [2, 3, 2, 3, 2]), (0, 7, [1, 2, 3, 1, 2, 3, 1])]
+)
+def test_copy_goes_on_as_a_loop(start: int, count: int, copied: list[int]) -> None:
+    assert copy_from([1, 2, 3], start, count) == copied

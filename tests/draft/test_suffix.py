@@ -1,0 +1,359 @@
+"""Suffix decoding: both automata find the longest match there is, in this text and in those that have finished.
+
+Protects: the match against a naive search after every token, and that it lies where the automaton says; the shared
+automaton's cursors, its two generations and its bound; drafts, slots and preemption.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from forerun.draft.base import Row
+from forerun.draft.suffix import BREAK, Suffix, SuffixAutomaton, _Cursor
+from forerun.sampling.params import SamplingParams
+from forerun.types import Law
+from forerun.verify import Noise
+
+
+def row(tokens: Sequence[int], depth: int = 5, slot: int = 0) -> Row:
+    return Row(slot, tokens, SamplingParams(), Noise(0, len(tokens) - 1), depth)
+
+
+def occurs(part: Sequence[int], text: Sequence[int]) -> bool:
+    return any(list(text[i : i + len(part)]) == list(part) for i in range(len(text) - len(part) + 1))
+
+
+def earlier(text: Sequence[int]) -> int:
+    """Length of the longest suffix that also ends before the end; the two may overlap."""
+    return max((n for n in range(1, len(text)) if occurs(text[-n:], text[:-1])), default=0)
+
+
+def common(tokens: Sequence[int], text: Sequence[int]) -> int:
+    """Length of the longest suffix of `tokens` that occurs in `text`."""
+    return max((n for n in range(1, len(tokens) + 1) if occurs(tokens[-n:], text)), default=0)
+
+
+def texts(letters: int, count: int, length: int) -> list[list[int]]:
+    """Random texts, some of which repeat pieces of themselves."""
+    chance, found = random.Random(letters), []
+    for i in range(count):
+        text = chance.choices(range(letters), k=length)
+        if i % 3 == 2:
+            piece = chance.choices(range(letters), k=5)
+            text = [t for _ in range(length) for t in (*piece, chance.randrange(letters))][:length]
+        found.append(text)
+    return found
+
+
+# ---------------------------------------------------------------- the automaton
+
+
+@pytest.mark.parametrize("letters", [1, 2, 3, 5])
+def test_match_against_a_naive_search(letters: int) -> None:
+    for text in texts(letters, 9, 60):
+        automaton = SuffixAutomaton()
+        for i, token in enumerate(text):
+            automaton.append(token)
+            length, end = automaton.match
+            assert length == earlier(text[: i + 1])
+            if length:
+                assert end < i
+                assert text[end - length + 1 : end + 1] == text[i - length + 1 : i + 1]
+
+
+@pytest.mark.parametrize("letters", [1, 2, 4])
+def test_every_state_ends_where_it_says(letters: int) -> None:
+    """Each state's longest string does end at `end`, so a continuation copied from there is a real one."""
+    for text in texts(letters, 3, 40):
+        automaton = SuffixAutomaton()
+        for token in text:
+            automaton.append(token)
+        strings = {0: [()]}
+        for state in sorted(range(len(automaton.next)), key=lambda s: automaton.length[s]):
+            for token, after in automaton.next[state].items():
+                strings.setdefault(after, []).extend((*string, token) for string in strings[state])
+        for state, found in strings.items():
+            assert max(map(len, found)) == automaton.length[state]
+            for string in found:
+                end = automaton.end[state] + 1
+                assert tuple(text[end - len(string) : end]) == string
+
+
+def test_states_stay_within_twice_the_text() -> None:
+    for text in texts(2, 6, 200):
+        automaton = SuffixAutomaton()
+        for token in text:
+            automaton.append(token)
+        assert len(automaton.next) <= 2 * len(text)
+
+
+def test_match_is_a_recent_one() -> None:
+    """The last of several occurrences says best what comes."""
+    automaton, text = SuffixAutomaton(), [1, 2, 7, 1, 2, 8, 1, 2, 9, 1, 2]
+    for token in text:
+        automaton.append(token)
+    assert automaton.match == (2, 7)
+
+
+# ---------------------------------------------------------------- cursors
+
+
+@pytest.mark.parametrize("letters", [1, 2, 3])
+def test_cursor_against_a_naive_search(letters: int) -> None:
+    for known, text in zip(texts(letters, 6, 40), texts(letters + 10, 6, 40), strict=True):
+        text = [t % (letters + 1) for t in text]  # one letter more than the automaton has seen
+        automaton = SuffixAutomaton()
+        for token in known:
+            automaton.append(token)
+        cursor = _Cursor(automaton)
+        for i, token in enumerate(text):
+            cursor.follow(token)
+            assert cursor.length == common(text[: i + 1], known)
+            end = automaton.end[cursor.state] + 1
+            assert known[end - cursor.length : end] == text[i + 1 - cursor.length : i + 1]
+            assert cursor.continuation(4) == known[end : end + 4]
+
+
+@pytest.mark.parametrize("letters", [2, 3])
+def test_cursor_in_an_automaton_that_grows(letters: int) -> None:
+    """A request that is under way while others finish: what it claims to have matched, it has."""
+    chance = random.Random(letters)
+    for _ in range(40):
+        automaton, known, text = SuffixAutomaton(), [], []
+        cursor = _Cursor(automaton)
+        for _ in range(30):
+            for token in chance.choices(range(letters), k=chance.choice([0, 0, 1, 3])):
+                automaton.append(token)
+                known.append(token)
+            text.append(chance.randrange(letters))
+            cursor.follow(text[-1])
+            end = automaton.end[cursor.state] + 1
+            assert cursor.length <= common(text, known)
+            assert known[end - cursor.length : end] == text[len(text) - cursor.length :]
+
+
+def test_continuation_stops_between_two_texts() -> None:
+    automaton = SuffixAutomaton()
+    for token in (1, 2, 3, BREAK, 4, 5):
+        automaton.append(token)
+    cursor = _Cursor(automaton)
+    for token in (1, 2):
+        cursor.follow(token)
+    assert cursor.continuation(5) == [3]
+    cursor.follow(3)
+    assert cursor.continuation(5) == []
+
+
+# ---------------------------------------------------------------- the proposer
+
+
+def finish(proposer: Suffix, text: Sequence[int], slot: int = 7) -> None:
+    proposer.open(slot, text)
+    proposer.close(slot, text)
+
+
+def loop(tokens: Sequence[int], end: int, count: int) -> list[int]:
+    """`count` tokens that follow index `end`, the text going on with what is copied."""
+    whole = list(tokens)
+    for i in range(count):
+        whole.append(whole[end + 1 + i])
+    return whole[len(tokens) :]
+
+
+@pytest.mark.parametrize("letters", [1, 2, 4])
+@pytest.mark.parametrize("shortest", [1, 2, 4])
+def test_own_text_against_a_naive_search(letters: int, shortest: int) -> None:
+    """As many tokens as have matched at most, however many arrive between two rounds."""
+    chance = random.Random(letters)
+    for text in texts(letters, 6, 50):
+        proposer, end = Suffix(shortest), 0
+        proposer.open(0, text)
+        while end < len(text):
+            end = min(end + chance.randint(1, 5), len(text))
+            tokens, depth = text[:end], chance.randint(1, 8)
+            (draft,) = proposer.propose([row(tokens, depth)])
+            length = earlier(tokens)
+            count = min(depth, length) if length >= shortest else 0
+            ends = [i for i in range(length - 1, end - 1) if tokens[i - length + 1 : i + 1] == tokens[end - length :]]
+            assert len(draft) == count + 1
+            assert draft.tokens[0] == tokens[-1]
+            assert not count or any(draft.tokens[1:] == loop(tokens, i, count) for i in ends)
+
+
+def test_draft_is_a_given_chain() -> None:
+    proposer = Suffix()
+    proposer.open(0, [])
+    (draft,) = proposer.propose([row([1, 2, 3, 9, 1, 2, 3])])
+    assert draft.tokens == [3, 9, 1, 2]
+    assert draft.parents == [-1, 0, 1, 2]
+    assert draft.sources == ["", *["suffix"] * 3]
+    assert set(draft.laws) == {Law.GIVEN}
+    assert draft.probs is None
+
+
+@pytest.mark.parametrize("tokens", [[1], [1, 2], [1, 2, 1], [1, 2, 3, 4, 5]])
+def test_nothing_to_propose_is_a_root(tokens: list[int]) -> None:
+    proposer = Suffix()
+    proposer.open(0, tokens)
+    (draft,) = proposer.propose([row(tokens)])
+    assert (draft.tokens, draft.parents) == ([tokens[-1]], [-1])
+
+
+def test_proposing_changes_nothing() -> None:
+    tokens = random.Random(5).choices(range(3), k=40)
+    asked, fresh = Suffix(), Suffix()
+    for proposer in (asked, fresh):
+        finish(proposer, tokens[10:30])
+        proposer.open(0, tokens)
+    for end in range(1, 40):
+        first = asked.propose([row(tokens[:end])])
+        assert asked.propose([row(tokens[:end])]) == first
+    assert asked.propose([row(tokens)]) == fresh.propose([row(tokens)])
+
+
+def test_text_of_a_finished_request_is_found() -> None:
+    proposer = Suffix()
+    finish(proposer, [10, 11, 12, 13, 14, 15])
+    proposer.open(0, [1, 11, 12])
+    assert proposer.propose([row([1, 11, 12])])[0].tokens == [12, 13, 14]
+    assert proposer.propose([row([1, 11, 12, 13, 14])])[0].tokens == [14, 15]
+
+
+def test_text_that_finishes_later_is_found() -> None:
+    proposer = Suffix()
+    proposer.open(0, [1])
+    assert proposer.propose([row([1, 9])])[0].tokens == [9]
+    finish(proposer, [10, 11, 12, 13])
+    assert proposer.propose([row([1, 9, 10, 11])])[0].tokens == [11, 12, 13]
+
+
+def test_a_preempted_request_is_not_remembered() -> None:
+    proposer = Suffix()
+    proposer.open(0, [10, 11, 12, 13])
+    proposer.propose([row([10, 11, 12, 13])])
+    proposer.close(0)
+    proposer.open(1, [10, 11])
+    assert proposer.propose([row([10, 11], slot=1)])[0].tokens == [11]
+
+
+def test_the_longer_match_wins_and_the_own_text_where_they_are_equal() -> None:
+    proposer = Suffix()
+    finish(proposer, [5, 1, 2, 7])
+    finish(proposer, [3, 4, 8])
+    proposer.open(0, [])
+    assert proposer.propose([row([1, 2, 6, 5, 1, 2], 1)])[0].tokens == [2, 7]
+    proposer.open(0, [])
+    assert proposer.propose([row([3, 4, 6, 3, 4], 1)])[0].tokens == [4, 6]
+
+
+def test_a_match_never_spans_two_texts() -> None:
+    proposer = Suffix()
+    finish(proposer, [1, 2])
+    finish(proposer, [3, 4])
+    proposer.open(0, [])
+    for end in range(1, 5):
+        draft = proposer.propose([row([1, 2, 3, 4][:end])])[0]
+        assert BREAK not in draft.tokens
+        assert len(draft) == 1
+
+
+def test_slots_are_apart_and_start_clean() -> None:
+    proposer = Suffix(memory=1)
+    a, b = [1, 2, 3, 1, 2], [1, 2, 4, 1, 2]
+    proposer.open(0, a)
+    proposer.open(1, b)
+    drafts = proposer.propose([row(b, 1, slot=1), row(a, 1, slot=0)])
+    assert [draft.tokens for draft in drafts] == [[2, 4], [2, 3]]
+    proposer.close(0)
+    proposer.open(0, [1, 2])
+    assert proposer.propose([row([1, 2])])[0].tokens == [2]
+    proposer.close(1)
+    assert proposer.propose([row([1, 2])])[0].tokens == [2]
+
+
+def test_memory_is_bounded_by_two_generations() -> None:
+    memory, proposer, chance = 50, Suffix(memory=50), random.Random(6)
+    for _ in range(60):
+        finish(proposer, chance.choices(range(9), k=chance.randint(0, 120)))
+        assert len(proposer.shared) <= 2
+        for automaton in proposer.shared:
+            assert len(automaton.text) <= memory + 1
+            assert len(automaton.next) <= 2 * memory + 3
+
+
+def test_the_older_generation_is_still_found_and_the_one_before_is_not() -> None:
+    proposer = Suffix(memory=8)
+    generations = [[10 * g + i for i in range(6)] for g in range(1, 4)]
+    for text in generations:
+        finish(proposer, text)
+    found = []
+    for text in generations:
+        proposer.open(0, [])
+        found.append(proposer.propose([row(text[:3])])[0].tokens[1:])
+        proposer.close(0)
+    assert found == [[], [23, 24, 25], [33, 34, 35]]
+
+
+def test_the_end_of_a_text_longer_than_the_memory_is_kept() -> None:
+    proposer = Suffix(memory=10)
+    finish(proposer, range(100))
+    proposer.open(0, [])
+    assert proposer.propose([row([91, 92])])[0].tokens == [92, 93, 94]
+    assert proposer.propose([row([91, 92, 50, 51])])[0].tokens == [51]
+
+
+def test_a_new_generation_in_the_middle_of_a_match() -> None:
+    """A request under way finds its place again in both generations."""
+    proposer = Suffix(memory=8)
+    finish(proposer, [1, 2, 3, 4, 5, 6])
+    proposer.open(0, [])
+    assert proposer.propose([row([1, 2, 3])])[0].tokens == [3, 4, 5, 6]
+    finish(proposer, [2, 3, 8, 8, 8, 8, 8])
+    assert len(proposer.shared) == 2
+    assert proposer.propose([row([1, 2, 3])])[0].tokens == [3, 4, 5, 6]
+    assert proposer.propose([row([1, 2, 3, 4])])[0].tokens == [4, 5, 6]
+    finish(proposer, [9] * 8)
+    assert proposer.propose([row([1, 2, 3, 4])])[0].tokens == [4]
+
+
+def test_a_slot_that_is_used_again_forgets_its_match() -> None:
+    proposer = Suffix()
+    finish(proposer, [1, 2, 3, 4])
+    proposer.open(0, [])
+    assert proposer.propose([row([1, 2])])[0].tokens == [2, 3, 4]
+    proposer.close(0)
+    proposer.open(0, [])
+    assert proposer.propose([row([3])])[0].tokens == [3]
+
+
+def explained(tokens: Sequence[int], drafted: Sequence[int], finished: Sequence[Sequence[int]]) -> bool:
+    """Did these tokens stand after a match at least as long as they are many?"""
+    count = len(drafted)
+    ends = [i for i in range(count - 1, len(tokens) - 1) if tokens[i - count + 1 : i + 1] == tokens[-count:]]
+    own = any(loop(tokens, end, count) == drafted for end in ends)
+    return not count or own or any(occurs([*tokens[-count:], *drafted], text) for text in finished)
+
+
+@pytest.mark.parametrize("letters", [2, 3, 4])
+def test_requests_that_come_and_go(letters: int) -> None:
+    """A draft is never longer than what matched, and always something that did stand after it."""
+    chance, proposer = random.Random(letters), Suffix(memory=30)
+    finished: list[list[int]] = []
+    running: dict[int, list[int]] = {}
+    for _ in range(300):
+        slot = chance.randrange(3)
+        if slot not in running:
+            running[slot] = chance.choices(range(letters), k=chance.randint(1, 5))
+            proposer.open(slot, running[slot])
+        elif len(running[slot]) > 14:
+            finished.append(running.pop(slot))
+            proposer.close(slot, finished[-1])
+        else:
+            running[slot] += chance.choices(range(letters), k=chance.randint(1, 3))
+            tokens = running[slot]
+            (draft,) = proposer.propose([row(tokens, 4, slot)])
+            assert len(draft) <= 5
+            assert explained(tokens, draft.tokens[1:], finished)
