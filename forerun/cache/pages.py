@@ -61,8 +61,9 @@ class Pages:
         return True
 
     def shrink(self, slot: int, upto: int) -> None:
-        """Give back the pages past `upto` tokens."""
+        """Give back the pages past `upto` tokens, never fewer than are committed."""
         keep = -(-upto // self.size)
+        del self.chain[slot][upto // self.size :]
         while len(self.held[slot]) > keep:
             self._drop(self.held[slot].pop())
 

@@ -70,9 +70,12 @@ class DraftModel(Proposer):
         return [tree.finish(self.vocab) for tree in trees]
 
     def _has_room(self, row: Row) -> bool:
-        """Without room, in the pool or the model's context, the request goes on without a draft."""
-        upto = len(row.tokens) + row.depth * self.width
-        return upto <= self.runner.decoder.context and self.runner.cache.pages.grow(row.slot, upto)
+        """Without room, in the pool or the model's context, the request goes on without a draft; so it does after a
+        token that this model does not have."""
+        upto, cache = len(row.tokens) + row.depth * self.width, self.runner.cache
+        if max(row.tokens[cache.length[row.slot] :]) >= self.runner.decoder.config.vocab:
+            return False
+        return upto <= self.runner.decoder.context and cache.pages.grow(row.slot, upto)
 
     def _read(self, rows: Sequence[Row]) -> Tensor:
         """Read the committed tokens each slot has missed; the logits after each root. [R, V]"""

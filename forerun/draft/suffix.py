@@ -88,7 +88,7 @@ class _Cursor:
         sam = self.automaton
         while self.state > 0 and token not in sam.next[self.state]:
             self.state = sam.link[self.state]
-            self.length = sam.length[self.state]
+            self.length = min(self.length, sam.length[self.state])
         if token in sam.next[self.state]:
             self.state = sam.next[self.state][token]
             self.length += 1

@@ -77,25 +77,51 @@ def load_config(directory: Path) -> ModelConfig:
     except (OSError, ValueError) as error:
         raise LoadError(f"{path} cannot be read: {error}") from None
     family = raw.get("model_type") if isinstance(raw, dict) else None
-    if family not in FAMILIES:
-        raise LoadError(f"{path}: model_type {family!r} is not supported; {nearest(str(family), FAMILIES)}")
+    if not isinstance(family, str) or family not in FAMILIES:
+        raise LoadError(
+            f"{path}: model_type {family!r} is not supported; {nearest(family if isinstance(family, str) else '', FAMILIES)}"
+        )
     try:
         fields = FAMILIES[family](raw)
         config = ModelConfig(family=family, raw=raw, end_ids=_end_ids(directory, raw), **fields)
-    except (KeyError, TypeError, ValueError, IndexError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise LoadError(f"{path}: the {family} configuration lacks or misstates {error}") from None
     return _checked(config, path)
 
 
 def _checked(config: ModelConfig, path: Path) -> ModelConfig:
     for name in ("vocab", "hidden", "layers", "heads", "kv_heads", "head_dim", "intermediate", "context"):
-        if not isinstance(getattr(config, name), int) or getattr(config, name) < 1:
+        if not _is_whole(getattr(config, name)) or getattr(config, name) < 1:
             raise LoadError(f"{path}: {name} is {getattr(config, name)!r}, not a positive whole number")
+    for name in ("norm_eps", "attention_scale", "embed_scale", "attention_softcap", "logit_softcap"):
+        value = getattr(config, name)
+        if not (value is None and name.endswith("softcap")) and not _is_positive(value):
+            raise LoadError(f"{path}: {name} is {value!r}, not a positive number")
+    for name in ("tied", "qkv_bias", "out_bias", "mlp_bias"):
+        if not isinstance(getattr(config, name), bool):
+            raise LoadError(f"{path}: {name} is {getattr(config, name)!r}, not true or false")
+    for window in config.windows:
+        if window is not None and (not _is_whole(window) or window < 1):
+            raise LoadError(f"{path}: the sliding window is {window!r}, not a positive whole number")
+    for rope in config.ropes:
+        kind, theta = rope.parameters["rope_type"], rope.parameters["rope_theta"]
+        if not isinstance(kind, str) or not _is_positive(theta) or not _is_positive(rope.parameters.get("factor", 1)):
+            raise LoadError(f"{path}: the rope parameters {rope.parameters!r} make no sense")
+        if not 2 <= rope.dim <= config.head_dim or rope.dim % 2:
+            raise LoadError(f"{path}: {rope.dim} of {config.head_dim} channels cannot rotate")
     if config.heads % config.kv_heads:
         raise LoadError(f"{path}: {config.heads} attention heads cannot share {config.kv_heads} key-value heads")
     if len(config.windows) != config.layers or len(config.rope_of) != config.layers:
         raise LoadError(f"{path}: layer_types or no_rope_layers do not name each of the {config.layers} layers")
     return config
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf")
 
 
 def _end_ids(directory: Path, raw: Json) -> tuple[int, ...]:
@@ -104,17 +130,25 @@ def _end_ids(directory: Path, raw: Json) -> tuple[int, ...]:
     ids = raw.get("eos_token_id")
     if path.is_file():
         try:
-            ids = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id", ids)
-        except ValueError as error:
+            settings = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
             raise LoadError(f"{path} cannot be read: {error}") from None
-    return tuple(ids) if isinstance(ids, list) else () if ids is None else (ids,)
+        if not isinstance(settings, dict):
+            raise LoadError(f"{path} does not hold an object")
+        ids = settings.get("eos_token_id", ids)
+    ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
+    if not all(_is_whole(i) for i in ids):
+        raise LoadError(f"eos_token_id of {directory} is {ids!r}, not token ids")
+    return tuple(ids)
 
 
 def _rope(raw: Json, parameters: Json | None, head_dim: int) -> Rope:
     parameters = dict(parameters or {})
     parameters["rope_type"] = parameters.get("rope_type", parameters.pop("type", "default"))
     parameters.setdefault("rope_theta", raw.get("rope_theta", 10000.0))
-    fraction: float = parameters.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0
+    fraction = parameters.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0
+    if not _is_positive(fraction):
+        raise ValueError(f"partial_rotary_factor {fraction!r}")
     parameters["partial_rotary_factor"] = fraction
     return Rope(int(head_dim * fraction), parameters)
 
@@ -155,7 +189,7 @@ def _llama(c: Json) -> Json:
 
 def _mistral(c: Json) -> Json:
     fields = _llama(c)
-    return fields | dict(windows=(c.get("sliding_window"),) * fields["layers"])
+    return fields | dict(windows=(c.get("sliding_window", 4096),) * fields["layers"])
 
 
 def _layered_windows(c: Json, layers: int) -> tuple[int | None, ...]:
@@ -179,7 +213,7 @@ def _qwen3(c: Json) -> Json:
 
 
 def _smollm3(c: Json) -> Json:
-    fields = _llama(c)
+    fields = _llama({"rope_theta": 2e6} | c)
     layers, interval = fields["layers"], c.get("no_rope_layer_interval", 4)
     # 1 means that the layer does rotate, whatever the name says
     rotates = c.get("no_rope_layers") or [int((i + 1) % interval != 0) for i in range(layers)]
@@ -191,7 +225,7 @@ def _smollm3(c: Json) -> Json:
 
 
 def _phi3(c: Json) -> Json:
-    fields = _llama(c)
+    fields = _llama({"rms_norm_eps": 1e-5} | c)
     rope = fields["ropes"][0]
     if rope.parameters["rope_type"] in ("su", "longrope"):
         original = c.get("original_max_position_embeddings") or rope.parameters.get("original_max_position_embeddings")
@@ -210,8 +244,8 @@ def _gemma2(c: Json) -> Json:
         sandwich=True,
         attention_scale=c["query_pre_attn_scalar"] ** -0.5,
         embed_scale=c["hidden_size"] ** 0.5,
-        attention_softcap=c.get("attn_logit_softcapping"),
-        logit_softcap=c.get("final_logit_softcapping"),
+        attention_softcap=c.get("attn_logit_softcapping", 50.0),
+        logit_softcap=c.get("final_logit_softcapping", 30.0),
         windows=tuple(c["sliding_window"] if t == "sliding_attention" else None for t in types),
         tied=c.get("tie_word_embeddings", True),
     )
@@ -223,7 +257,8 @@ def _gemma3(c: Json) -> Json:
         "full_attention" if (i + 1) % pattern == 0 else "sliding_attention" for i in range(c["num_hidden_layers"])
     ]
     types = c.get("layer_types") or default
-    fields = _gemma2(c | {"layer_types": types, "rope_parameters": None, "rope_scaling": None})
+    caps = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
+    fields = _gemma2(caps | c | {"layer_types": types, "rope_parameters": None, "rope_scaling": None})
     both = c.get("rope_parameters") or {}
     full = both.get("full_attention") or {"rope_theta": c.get("rope_theta", 1e6), **(c.get("rope_scaling") or {})}
     local = both.get("sliding_attention") or {"rope_theta": c.get("rope_local_base_freq", 10000.0)}

@@ -17,17 +17,32 @@ from forerun.models.config import ModelConfig, Rope
 
 
 def rope_tables(config: ModelConfig, rope: Rope, context: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin of positions 0..context-1. -> [context, 1, dim / 2] each, in `dtype`"""
-    kind, positions = rope.parameters["rope_type"], torch.arange(context, dtype=torch.float64)
-    factor = 1.0
-    if kind in ("default", "linear"):
-        inverse = _inverse(rope.parameters["rope_theta"], rope.dim) / rope.parameters.get("factor", 1.0)
-    elif kind == "dynamic":
-        inverse = _dynamic(config, rope, positions)
-    else:
-        inverse, factor = _published(config, rope, context)
-    angles = positions[:, None] * inverse.double()
-    return tuple((f(angles) * factor).to(dtype)[:, None] for f in (torch.cos, torch.sin))  # type: ignore[return-value]
+    """cos and sin of positions 0..context-1. -> [context, 1, dim / 2] each, in `dtype`. Raises LoadError."""
+    positions = torch.arange(context, dtype=torch.float64)
+    try:
+        inverse, factor = _frequencies(config, rope, context, positions)
+        angles = positions[:, None] * inverse.double()
+        if angles.shape[-1] != rope.dim // 2:
+            raise ValueError(f"{angles.shape[-1]} frequencies for {rope.dim} channels")
+    except Exception as error:  # transformers validates with exceptions of its own
+        text = (str(error) or repr(error)).splitlines()[0]
+        raise LoadError(
+            f"the {rope.parameters['rope_type']} rope parameters of this model cannot be used: {text}"
+        ) from None
+    cos, sin = ((f(angles) * factor).to(dtype)[:, None] for f in (torch.cos, torch.sin))
+    return cos, sin
+
+
+def _frequencies(config: ModelConfig, rope: Rope, context: int, positions: Tensor) -> tuple[Tensor, float]:
+    """Inverse frequencies, [dim / 2] or [context, dim / 2], and a factor on cos and sin."""
+    kind, theta = rope.parameters["rope_type"], rope.parameters["rope_theta"]
+    if kind == "default":
+        return _inverse(theta, rope.dim), 1.0
+    if kind == "linear":
+        return _inverse(theta, rope.dim) / rope.parameters["factor"], 1.0
+    if kind == "dynamic":
+        return _dynamic(config, rope, positions), 1.0
+    return _published(config, rope, context)
 
 
 def _inverse(theta: float, dim: int) -> Tensor:
@@ -53,10 +68,8 @@ def _published(config: ModelConfig, rope: Rope, context: int) -> tuple[Tensor, f
     kind = rope.parameters["rope_type"]
     if kind not in ROPE_INIT_FUNCTIONS:
         raise LoadError(f"rope_type {kind!r} is not supported; known: default, {', '.join(ROPE_INIT_FUNCTIONS)}")
-    hf = AutoConfig.for_model(**config.raw)
+    raw = {name: value for name, value in config.raw.items() if name not in ("rope_scaling", "rope_parameters")}
+    hf = AutoConfig.for_model(**raw)
     hf.rope_parameters = rope.parameters
-    try:
-        inverse, factor = ROPE_INIT_FUNCTIONS[kind](hf, torch.device("cpu"), seq_len=context)
-    except (KeyError, TypeError, ValueError) as error:
-        raise LoadError(f"the {kind} rope parameters of this model cannot be used: {error!r}") from None
+    inverse, factor = ROPE_INIT_FUNCTIONS[kind](hf, torch.device("cpu"), seq_len=context)
     return inverse, float(factor)

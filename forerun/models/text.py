@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers.decoders import DecodeStream
 
 from forerun.errors import LoadError, RequestError
 
 Message = dict[str, Any]
+
+BROKEN = "\N{REPLACEMENT CHARACTER}"  # what decoders show for bytes that are no character, or not yet
 
 # Classes that add nothing to tokenizer.json, so that it can be read without importing transformers (a second).
 PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
@@ -39,7 +40,7 @@ class Tokenizer:
         except LoadError:
             raise
         except Exception as error:  # the tokenizers library raises bare Exception
-            raise LoadError(f"the tokenizer in {self.directory} cannot be read: {error}") from None
+            raise LoadError(f"the tokenizer in {self.directory} cannot be read: {_line(error)}") from None
         if backend is None:
             raise LoadError(f"the tokenizer in {self.directory} has no tokenizer.json form, which forerun needs")
         return backend
@@ -52,7 +53,7 @@ class Tokenizer:
         try:
             return AutoTokenizer.from_pretrained(self.directory)
         except (OSError, ValueError, KeyError, ImportError) as error:
-            raise LoadError(f"the tokenizer in {self.directory} cannot be read: {error}") from None
+            raise LoadError(f"the tokenizer in {self.directory} cannot be read: {_line(error)}") from None
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Token ids of a text; `special` adds what the model expects around a text (often a first token)."""
@@ -69,13 +70,17 @@ class Tokenizer:
         vocabulary: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
         return vocabulary
 
-    def stream(self, prompt: Sequence[int]) -> DecodeStream:
-        """A decoder of one token at a time that goes on from `prompt`."""
-        return DecodeStream(ids=list(prompt)[-8:], skip_special_tokens=True)
+    def stream(self, prompt: Sequence[int]) -> Decoding:
+        """What decodes one token at a time, going on from `prompt`."""
+        return Decoding(self, list(prompt)[-8:])
 
-    def step(self, stream: DecodeStream, token: int) -> str:
+    def step(self, stream: Decoding, token: int) -> str:
         """The text that `token` completes; "" while a character is unfinished."""
-        return stream.step(self._backend, token) or ""
+        return stream.append(token)
+
+    def flush(self, stream: Decoding) -> str:
+        """What is left of an unfinished character at the end of an output."""
+        return stream.flush()
 
     def chat(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a conversation, ready for the assistant's answer; a plain layout where the model has none."""
@@ -88,7 +93,7 @@ class Tokenizer:
         try:
             text = self._slow.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
         except Exception as error:  # templates raise what they like
-            raise RequestError(f"the model's chat template refuses this conversation: {error}") from None
+            raise RequestError(f"the model's chat template refuses this conversation: {_line(error)}") from None
         return self.encode(text, special=False)
 
     @cached_property
@@ -98,6 +103,40 @@ class Tokenizer:
             return True
         settings = self.directory / "tokenizer_config.json"
         return settings.is_file() and bool(json.loads(settings.read_text(encoding="utf-8")).get("chat_template"))
+
+
+class Decoding:
+    """Tokens to text, one at a time: a character is given when it is whole.
+
+    `context` are tokens whose text has been given; they decide how the next ones are spelled (a space before a word,
+    say). `pending` are those that do not end in a whole character yet.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, context: list[int]) -> None:
+        broken = tokenizer.decode(context).endswith(BROKEN)  # the prompt's own half character is not ours to finish
+        self.tokenizer, self.context = tokenizer, [] if broken else context
+        self.pending: list[int] = []
+
+    def append(self, token: int) -> str:
+        """The text that becomes whole with this token."""
+        self.pending.append(token)
+        text = self._text()
+        return "" if text.endswith(BROKEN) else self._give(text)
+
+    def flush(self) -> str:
+        """The text of whatever is pending, whole or not."""
+        return self._give(self._text()) if self.pending else ""
+
+    def _text(self) -> str:
+        given, text = self.tokenizer.decode(self.context), self.tokenizer.decode(self.context + self.pending)
+        # a bad byte may spoil a character of the context, which was given already
+        return text.removeprefix(given) if text.startswith(given) else self.tokenizer.decode(self.pending)
+
+    def _give(self, text: str) -> str:
+        # tokens without text (special ones) are no context by themselves
+        self.context = self.pending if text else self.context + self.pending
+        self.pending = []
+        return text
 
 
 class TextStream:
@@ -124,6 +163,8 @@ class TextStream:
 
     def take(self, finished: bool) -> str:
         """The text that can be shown now and was not before."""
+        if finished and not self.stopped:
+            self.text += self.tokenizer.flush(self.stream)
         end = len(self.text)
         if not finished:
             end -= max((self._overlap(stop) for stop in self.stops), default=0)
@@ -135,3 +176,8 @@ class TextStream:
         """How much of the end of the text could be the beginning of `stop`."""
         sizes = range(min(len(stop) - 1, len(self.text)), 0, -1)
         return next((n for n in sizes if self.text.endswith(stop[:n])), 0)
+
+
+def _line(error: Exception) -> str:
+    """The first line of a library's message."""
+    return (str(error).strip() or repr(error)).splitlines()[0]

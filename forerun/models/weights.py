@@ -83,7 +83,11 @@ class Checkpoint:
     def _paths(self) -> list[Path]:
         index = self.directory / "model.safetensors.index.json"
         if index.is_file():
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            content = json.loads(index.read_text(encoding="utf-8"))
+            files = content.get("weight_map") if isinstance(content, dict) else None
+            if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
+                raise LoadError(f"{index} has no weight_map of tensors to files; download it again")
+            names = sorted(set(files.values()))
             paths = [self.directory / name for name in names]
             missing = [path.name for path in paths if not path.is_file()]
             if missing:
@@ -96,8 +100,8 @@ class Checkpoint:
             raise LoadError(f"{self.directory} has no *.safetensors weights; {hint}")
         return paths
 
-    def take(self, names: list[str], shape: tuple[int, ...], transpose: bool = False) -> Tensor:
-        """The named tensors stacked along their first axis, checked against `shape`."""
+    def take(self, names: list[str], shapes: list[tuple[int, ...]], transpose: bool = False) -> Tensor:
+        """The named tensors, each of its shape, stacked along their first axis."""
         parts = []
         for name in names:
             if name not in self.where:
@@ -108,11 +112,13 @@ class Checkpoint:
                 raise LoadError(f"{self.directory}: tensor {name} cannot be read: {error}") from None
             if not part.is_floating_point():
                 raise LoadError(f"{self.directory}: tensor {name} is {part.dtype}; quantised checkpoints are not read")
-            parts.append(part.T if transpose else part)
+            parts.append(part.T if transpose and part.ndim == 2 else part)
             self.taken.add(name)
-        if any(p.shape[1:] != shape[1:] for p in parts) or sum(p.shape[0] for p in parts) != shape[0]:
-            found = " + ".join(str(list(p.shape)) for p in parts)
-            raise LoadError(f"{self.directory}: {' + '.join(names)} is {found}, but config.json asks for {list(shape)}")
+        for name, part, shape in zip(names, parts, shapes, strict=True):
+            if tuple(part.shape) != shape:
+                raise LoadError(
+                    f"{self.directory}: tensor {name} is {list(part.shape)}, but config.json asks for {list(shape)}"
+                )
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     def has(self, name: str) -> bool:
@@ -173,6 +179,8 @@ class _Builder:
     ) -> None:
         self.config, self.checkpoint, self.dtype, self.device, self.make = config, checkpoint, dtype, device, make
         self.names = NAMES[config.layout] | (SANDWICH if config.sandwich else {})
+        keys = config.kv_heads * config.head_dim
+        self.sizes = {"qkv": [config.heads * config.head_dim, keys, keys], "up": [config.intermediate] * 2}
         prefixes = ("model.", "transformer.", "")
         self.prefix = next((p for p in prefixes if checkpoint.has(f"{p}{self.names['embed']}.weight")), "model.")
 
@@ -182,7 +190,8 @@ class _Builder:
         names = [f"{at}{stem}.{suffix}" for stem in ([stems] if isinstance(stems, str) else stems)]
         # GPT-2 keeps its matrices as [in, out]
         transpose = self.config.layout == "gpt2" and layer is not None and len(shape) == 2
-        return self.checkpoint.take(names, shape, transpose)
+        sizes = self.sizes[part] if len(names) > 1 else [shape[0]]
+        return self.checkpoint.take(names, [(size, *shape[1:]) for size in sizes], transpose)
 
     def to(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         return tensor.to(device=self.device, dtype=dtype or self.dtype).contiguous()
@@ -227,7 +236,7 @@ class _Builder:
         if c.tied:
             head = embed
         else:
-            head = self.to(self.checkpoint.take(["lm_head.weight"], (c.vocab, c.hidden)))
+            head = self.to(self.checkpoint.take(["lm_head.weight"], [(c.vocab, c.hidden)]))
         self.checkpoint.finish((*IGNORED, "lm_head.weight") if c.tied else IGNORED)
         return Weights(embed, layers, norm, self.make("head", head, None), positions)
 

@@ -272,6 +272,9 @@ class Spelled:
     def step(self, stream: None, token: int) -> str:
         return self.pieces[token]
 
+    def flush(self, stream: None) -> str:
+        return ""
+
 
 def run(pieces: Sequence[str], stops: Sequence[str]) -> tuple[list[str], str, bool]:
     """What is shown after each piece, the whole, and whether it stopped."""
