@@ -19,7 +19,7 @@ lint: $(STAMP)
 bundled: $(STAMP)  ## train the bundled models again (hours)
 	$(BIN)/python scripts/train_bundled.py all --out forerun/bundled
 
-$(STAMP): pyproject.toml
+$(STAMP): pyproject.toml setup.py $(wildcard forerun/kernels/native/*.cpp forerun/kernels/native/*.h)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --disable-pip-version-check --quiet --editable ".[dev]"
 	touch $@

@@ -103,10 +103,17 @@ def hf_model(name: str, seed: int = 0, gain: float = 1.0, **overrides: Any) -> A
     return model
 
 
+_KEPT = tempfile.TemporaryDirectory(prefix="forerun-tiny-")  # goes when the run ends
+
+
+def _new_directory(name: str) -> Path:
+    return Path(tempfile.mkdtemp(prefix=f"{name}-", dir=_KEPT.name))
+
+
 @functools.cache
 def family(name: str, seed: int = 0, gain: float = 1.0) -> Path:
     """A directory holding the tiny model; written once a test run."""
-    directory = Path(tempfile.mkdtemp(prefix=f"forerun-{name}-"))
+    directory = _new_directory(f"{name}-")
     hf_model(name, seed, gain).save_pretrained(directory)
     return directory
 
@@ -114,7 +121,7 @@ def family(name: str, seed: int = 0, gain: float = 1.0) -> Path:
 @functools.cache
 def drafter(name: str, noise: float = 0.15) -> Path:
     """A model that often agrees with `family(name)`: the same weights, disturbed."""
-    directory = Path(tempfile.mkdtemp(prefix=f"forerun-{name}-draft-"))
+    directory = _new_directory(f"{name}-draft-")
     model = hf_model(name)
     torch.manual_seed(1)
     with torch.no_grad():

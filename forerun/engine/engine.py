@@ -256,8 +256,8 @@ class Engine:
             self.policy.record_verdict(request.draft, request.acceptance, depth, accepted)
 
     def _seal(self, request: Request) -> None:
-        cache = self.target.cache
-        cache.pages.seal(request.slot, request.tokens, cache.length[request.slot])
+        cache = self.target.cache  # a verdict cut short by a stop has committed more than was said
+        cache.pages.seal(request.slot, request.tokens, min(cache.length[request.slot], len(request.tokens)))
 
     def _close(self, request: Request) -> None:
         request.stats.seconds = time.perf_counter() - request.arrived
