@@ -2,7 +2,7 @@
 
 from forerun import LLM, SamplingParams
 
-llm = LLM()
+llm = LLM(draft="model:bundled")
 prompts = ["def add(a, b):\n", "import os\n\n\ndef walk(path):\n", "class Point:\n    def __init__(self, x, y):\n"]
 params = SamplingParams(max_tokens=48, temperature=0.8, seed=7)
 for draft in ("off", "ngram", "suffix", "model"):

@@ -14,14 +14,12 @@ from rich.text import Text
 
 from forerun import LLM, Completion, SamplingParams
 
-PROMPT = '''class Stack:
-    """A last-in, first-out stack."""
+PROMPT = """import argparse
 
-    def __init__(self):
-        self.items = []
 
-    def push(self, item):
-'''
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument('--name',"""
 
 
 def decoding_speed(completion: Completion) -> float:
@@ -34,16 +32,17 @@ def decoding_speed(completion: Completion) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="a model directory or Hub id; the bundled model if left out")
-    parser.add_argument("--draft", default="auto", help="off, auto, ngram, suffix or model:DIR")
+    parser.add_argument("--draft", default="auto", help="off, auto, ngram, suffix, model:DIR or model:bundled")
     parser.add_argument("--prompt", default=PROMPT)
     parser.add_argument("--max-tokens", type=int, default=160)
-    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--temperature", type=float, default=0.5)
+    parser.add_argument("--seed", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
 
     console = Console(highlight=False, soft_wrap=True)
     llm = LLM(args.model, draft=args.draft)
-    params = SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature, seed=1)
+    params = SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature, seed=args.seed)
     stream = llm.stream(args.prompt, params)  # the first run also warms up, and lets the depth policy measure
     console.print(Text(args.prompt, style="dim"), end="")
     for event in stream:
@@ -54,6 +53,7 @@ def main() -> None:
     plain, speculative = [], []
     for _ in range(args.repeats):
         plain += llm.generate(args.prompt, params, draft="off")
+        llm.forget()  # or the suffix drafter would know this very text from the run before
         speculative += llm.generate(args.prompt, params)
     slow = statistics.median(map(decoding_speed, plain))
     fast = statistics.median(map(decoding_speed, speculative))

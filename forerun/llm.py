@@ -75,7 +75,7 @@ class LLM:
         if self.config.threads:
             torch.set_num_threads(self.config.threads)
         device = pick_device(self.config.device)
-        name, argument = parse_draft(self.config.draft, bundled_target=self.config.model is None)
+        name, argument = parse_draft(self.config.draft)
         directory = find_model(self.config.model)
         self.tokenizer = load_tokenizer(directory)
         target = make_runner(self.config, directory, device)
@@ -145,6 +145,11 @@ class LLM:
             raise RequestError(f"stream gives one completion, not n={params.n}: use generate, or several streams")
         (job,) = self._add(self._tokens(prompt), params, draft, depth)
         return Stream(self, job)
+
+    def forget(self) -> None:
+        """Drop what proposers remember of finished requests: for privacy between users, and for fair measurements."""
+        for proposer in self.engine.proposers.values():
+            proposer.forget()
 
     def _add(self, tokens: list[int], params: SamplingParams, draft: str | None, depth: int | str | None) -> list[_Job]:
         draft = self.draft if draft in (None, "auto") else draft

@@ -82,5 +82,11 @@ def perturb(scores: Tensor, keys: list[int]) -> Tensor:
 
 
 def gumbel_argmax(scores: Tensor, keys: list[int]) -> Tensor:
-    """One draw from softmax(scores) for each row, by Gumbel-max; ties go to the lowest id. [M, V] -> int64 [M]"""
+    """One draw from softmax(scores) for each row, by Gumbel-max; ties go to the lowest id. [M, V] -> int64 [M]
+
+    Every row needs a finite score.
+    """
+    row, token = torch.nonzero(scores > -math.inf, as_tuple=True)
+    if len(row) == len(scores):  # one candidate each: nothing to draw
+        return token
     return perturb(scores, keys).argmax(-1)

@@ -11,6 +11,7 @@ on any machine; the seed fixes the order of the data, not the number of steps.
 """
 
 import argparse
+import copy
 import hashlib
 import json
 import math
@@ -161,21 +162,19 @@ def train(role: str, out: Path, minutes: float, target: LlamaForCausalLM | None,
 
 
 def save(model: LlamaForCausalLM, directory: Path) -> None:
-    import copy
-
     copy.deepcopy(model).to(torch.bfloat16).save_pretrained(directory)
 
 
 CARD = """# forerun bundled {role}
 
-A {shape} Llama-architecture decoder of {parameters:,} parameters for Python code, trained from nothing by
-`scripts/train_bundled.py` ({stage}). It exists so that `forerun` can show and test speculation without a
-download; it completes simple Python and knows nothing else.
+A {shape} Llama-architecture decoder of {parameters:,} parameters for Python code, trained by
+`scripts/train_bundled.py` ({stage}). It exists so that `forerun` can show and test speculation
+without a download; it writes what looks like Python and knows nothing else.
 
 - Data: the Python standard library's source (PSF licence), {train_tokens:,} tokens; it saw {seen_tokens:,}, with
   repetition. One module in twenty, chosen by a hash of its path, was held out ({held_out_tokens:,} tokens).
 - Held-out perplexity per token (byte-level BPE, 4,096 tokens): **{held_out_perplexity}**.
-- Trained for {minutes:g} minutes on 2 CPU cores, bfloat16 autocast, Muon and AdamW, seed 1.
+- Trained for {minutes:g} minutes, bfloat16 autocast, Muon and AdamW, seed 1.
 - Weights are bfloat16; context 1,024 tokens.
 - Licence of the weights: Apache-2.0.
 """

@@ -13,7 +13,7 @@ from tests import tiny
 @pytest.fixture(scope="module")
 def llm() -> LLM:
     """The bundled model, in float64 so that equality needs no excuse."""
-    return LLM(dtype="float64", context=256, kv_tokens=4096)
+    return LLM(draft="model:bundled", dtype="float64", context=256, kv_tokens=4096)
 
 
 PROMPT = "def add(a, b):\n"
@@ -150,7 +150,7 @@ def test_devices() -> None:
 
 @pytest.mark.cuda
 def test_the_bundled_model_on_cuda() -> None:
-    llm = LLM(device="cuda", dtype="float64", kv_tokens=4096)
+    llm = LLM(draft="model:bundled", device="cuda", dtype="float64", kv_tokens=4096)
     params = SamplingParams(max_tokens=60, temperature=0.8, seed=1)
     (plain,), (fast,) = llm.generate(PROMPT, params, draft="off"), llm.generate(PROMPT, params, depth=4)
     assert plain.token_ids == fast.token_ids and torch.cuda.is_available()

@@ -51,6 +51,9 @@ class Proposer:
     def close(self, slot: int, finished: Sequence[int] | None = None) -> None:
         """The slot is free again. `finished` is the whole text if the request ended, None if it was preempted."""
 
+    def forget(self) -> None:
+        """Drop whatever was kept of requests that have ended."""
+
     def propose(self, rows: Sequence[Row]) -> list[Draft]:
         """One draft a row, at most `row.depth` deep. Must not change what a later call would propose for others."""
         raise NotImplementedError

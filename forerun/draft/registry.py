@@ -1,4 +1,4 @@
-"""Draft names to proposers: off, auto, ngram, suffix, model:DIR_OR_HUB_ID."""
+"""Draft names to proposers: off, auto, ngram, suffix, model:DIR_OR_HUB_ID, model:bundled."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from forerun.runner import Runner
 SIMPLE = ("off", "auto", "ngram", "suffix")
 
 
-def parse_draft(spec: str, bundled_target: bool = False) -> tuple[str, str]:
+def parse_draft(spec: str) -> tuple[str, str]:
     """A draft option as (name, argument); `auto` becomes what it stands for. Raises ConfigError."""
     name, _, argument = spec.partition(":")
     if name == "auto" and not argument:
-        return ("model", str(BUNDLED / "draft")) if bundled_target else ("suffix", "")
+        return "suffix", ""
     if name == "model":
         if not argument:
-            raise ConfigError("draft 'model' needs a model: write model:DIRECTORY or model:HUB_ID")
-        return name, argument
+            raise ConfigError("draft 'model' needs a model: write model:DIRECTORY, model:HUB_ID or model:bundled")
+        return name, str(BUNDLED / "draft") if argument == "bundled" else argument
     if name not in SIMPLE:
         raise ConfigError(f"there is no draft {spec!r}: {nearest(name, [*SIMPLE, 'model:...'])}")
     if argument:

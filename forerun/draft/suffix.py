@@ -124,6 +124,9 @@ class Suffix(Proposer):
         if finished is not None:
             self._remember(finished[-self.memory :])
 
+    def forget(self) -> None:
+        self.shared = [SuffixAutomaton()]
+
     def propose(self, rows: Sequence[Row]) -> list[Draft]:
         return [self._propose(row) for row in rows]
 

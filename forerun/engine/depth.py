@@ -8,6 +8,7 @@ rounds only, which keeps them exact (non-anticipating).
 
 from __future__ import annotations
 
+import bisect
 import heapq
 from collections import defaultdict
 from collections.abc import Sequence
@@ -15,9 +16,10 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 DEEPEST = 16
+HOPELESS = 0.02  # chance of acceptance below which a token is not worth considering
 PRIOR = 0.6  # acceptance assumed of a proposer nothing is known of
 STRENGTH = 4.0  # how many observations the prior is worth
-PROBE_FIRST, PROBE_LAST = 16, 256  # steps without drafting before one is tried again; doubles while it fails
+PROBE_FIRST, PROBE_LAST = 32, 256  # steps without drafting before one is tried again; doubles while it fails
 
 
 @dataclass(slots=True)
@@ -41,28 +43,36 @@ class Acceptance:
 
 @dataclass(slots=True)
 class Curve:
-    """Seconds by size, learned: a running mean at each size seen, interpolated, hopeful beyond the largest."""
+    """Seconds by size, learned: a running value at each size seen, interpolated, hopeful beyond the largest.
+
+    The value follows a faster measurement quickly and a slower one slowly: what slows a step down (another program, a
+    first call) says little of what the next will take, and a cost that is believed too high is never measured again.
+    """
 
     slope: float  # growth per unit assumed beyond what was seen, as a share of the last value
+    sizes: list[int] = field(default_factory=list)
     seen: dict[int, float] = field(default_factory=dict)
 
     def add(self, size: int, seconds: float) -> None:
-        """One measurement; a spike (another program, a page fault) counts as three times the mean at most."""
+        """One measurement."""
         old = self.seen.get(size)
-        self.seen[size] = seconds if old is None else old + 0.2 * (min(seconds, 3 * old) - old)
+        if old is None:
+            bisect.insort(self.sizes, size)
+            self.seen[size] = seconds
+        else:
+            self.seen[size] = old + (0.5 * (seconds - old) if seconds < old else 0.1 * (min(seconds, 2 * old) - old))
 
     def at(self, size: int) -> float | None:
         """Expected seconds, or None where nothing was measured yet."""
-        if not self.seen:
-            return None
-        below = max((s for s in self.seen if s <= size), default=None)
-        above = min((s for s in self.seen if s >= size), default=None)
-        if below is None:
-            return self.seen[above] if above is not None else None
-        if above is None:
+        if size in self.seen or not self.sizes:
+            return self.seen.get(size)
+        i = bisect.bisect(self.sizes, size)
+        if i == 0:
+            return self.seen[self.sizes[0]]
+        below = self.sizes[i - 1]
+        if i == len(self.sizes):
             return self.seen[below] * (1 + self.slope * (size - below))
-        if above == below:
-            return self.seen[below]
+        above = self.sizes[i]
         share = (size - below) / (above - below)
         return self.seen[below] + share * (self.seen[above] - self.seen[below])
 
@@ -106,7 +116,8 @@ class Auto:
         rates = [w.acceptance.rate(self.sources[w.source].rate(PRIOR)) for w in wishes]
         depths, expected, added = [0] * len(wishes), float(max(len(wishes), 1)), 0
         best, best_speed = list(depths), expected / self._pass(tokens)
-        heap = [(-rate, i) for i, rate in enumerate(rates) if wishes[i].limit > 0]
+        # one that did not pay rests until its probe: nothing new will be known of it before
+        heap = [(-rate, i) for i, rate in enumerate(rates) if wishes[i].limit > 0 and not wishes[i].acceptance.skipped]
         heapq.heapify(heap)
         while heap:
             chance, i = heapq.heappop(heap)
@@ -116,7 +127,7 @@ class Auto:
             cost = self._pass(tokens + added) + self._draft(wishes, depths)
             if expected / cost > best_speed:
                 best, best_speed = list(depths), expected / cost
-            if depths[i] < min(wishes[i].limit, DEEPEST):
+            if depths[i] < min(wishes[i].limit, DEEPEST) and -chance * rates[i] > HOPELESS:
                 heapq.heappush(heap, (chance * rates[i], i))
         return [self._probe(wish, depth) for wish, depth in zip(wishes, best, strict=True)]
 
@@ -124,7 +135,7 @@ class Auto:
         """Now and then draft where it does not seem to pay, or nothing would ever be learned again."""
         state = wish.acceptance
         if depth or not wish.limit:
-            state.skipped = 0
+            state.skipped, state.patience = 0, PROBE_FIRST
             return depth
         state.skipped += 1
         if state.skipped < state.patience:
@@ -158,5 +169,5 @@ class Auto:
     def record_verdict(self, source: str, acceptance: Acceptance, drafted: int, accepted: int) -> None:
         acceptance.add(drafted, accepted, keep=0.9)
         self.sources[source].add(drafted, accepted, keep=0.99)
-        if accepted:
-            acceptance.patience = PROBE_FIRST
+        if accepted == drafted:  # a probe that came through: be quicker to try again
+            acceptance.patience = max(acceptance.patience // 2, PROBE_FIRST)

@@ -31,6 +31,7 @@ from forerun.types import Draft, Event, TokenLogprobs, Verdict
 from forerun.verify import RULES, Noise
 
 OFF = "off"
+SHORT_LAG = 64  # tokens a proposer reads in about the time of one
 
 
 class Engine:
@@ -156,7 +157,7 @@ class Engine:
             rows = [self._row(request, depths[request.id]) for request in requests]
             proposed = self.proposers[name].propose(rows)
             lag = max(len(r.tokens) - r.proposed for r in requests)
-            if lag <= 2 * max(row.depth for row in rows):  # reading a long lag is no measure of a round
+            if lag <= SHORT_LAG:  # reading a long one is no measure of a round
                 self.policy.record_draft(name, max(row.depth for row in rows), time.perf_counter() - start)
             for request, draft in zip(requests, proposed, strict=True):
                 request.proposed = len(request.tokens)

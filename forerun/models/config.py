@@ -78,9 +78,8 @@ def load_config(directory: Path) -> ModelConfig:
         raise LoadError(f"{path} cannot be read: {error}") from None
     family = raw.get("model_type") if isinstance(raw, dict) else None
     if not isinstance(family, str) or family not in FAMILIES:
-        raise LoadError(
-            f"{path}: model_type {family!r} is not supported; {nearest(family if isinstance(family, str) else '', FAMILIES)}"
-        )
+        hint = nearest(family if isinstance(family, str) else "", FAMILIES)
+        raise LoadError(f"{path}: model_type {family!r} is not supported; {hint}")
     try:
         fields = FAMILIES[family](raw)
         config = ModelConfig(family=family, raw=raw, end_ids=_end_ids(directory, raw), **fields)

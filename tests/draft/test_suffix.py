@@ -357,3 +357,13 @@ def test_requests_that_come_and_go(letters: int) -> None:
             (draft,) = proposer.propose([row(tokens, 4, slot)])
             assert len(draft) <= 5
             assert explained(tokens, draft.tokens[1:], finished)
+
+
+def test_forget_drops_what_was_finished() -> None:
+    proposer = Suffix(shortest=1)
+    proposer.open(0, [])
+    proposer.close(0, [5, 6, 7, 8])
+    proposer.forget()
+    proposer.open(0, [])
+    row = Row(slot=0, tokens=[5, 6], params=SamplingParams(), noise=Noise(0, 1), depth=4)
+    assert len(proposer.propose([row])[0]) == 1
