@@ -18,6 +18,7 @@ from torch import Tensor
 from forerun import rng
 from forerun.cache.attention import Segment
 from forerun.draft.base import Proposer, Row
+from forerun.kernels.draw import gumbel_argmax
 from forerun.runner import Runner
 from forerun.sampling.filters import shape_logits
 from forerun.types import Draft, Law
@@ -127,12 +128,13 @@ class DraftModel(Proposer):
 
     def _coupled(self, tree: _Tree, scores: Tensor, greedy: bool) -> None:
         """The likeliest `width` nodes of the next level, ranked with the noise the target will draw with."""
-        depth = len(tree.draft.path_to(tree.frontier[0])) - 1
-        if not greedy:
-            scores = rng.perturb(scores, [tree.row.noise.target(depth)] * len(tree.frontier))
+        keys = [tree.row.noise.target(len(tree.draft.path_to(node)) - 1) for node in tree.frontier]
         if self.width == 1:
-            tree.frontier = [tree.draft.add(int(scores.argmax()), tree.frontier[0], self.name)]
+            token = scores.argmax(-1) if greedy else gumbel_argmax(scores, keys)
+            tree.frontier = [tree.draft.add(int(token), tree.frontier[0], self.name)]
             return
+        if not greedy:
+            scores = rng.perturb(scores, keys)
         ranked = torch.log_softmax(scores.double(), -1)
         best, tokens = ranked.topk(min(self.width, ranked.shape[-1]))
         candidates = [
@@ -156,7 +158,7 @@ class DraftModel(Proposer):
             scores = scores.index_fill(0, torch.tensor(others, device=scores.device), -torch.inf)
         tree.frontier = []
         if torch.isfinite(scores).any():
-            token = int(rng.gumbel_argmax(scores[None], [tree.row.noise.draft(parent)]))
+            token = int(gumbel_argmax(scores[None], [tree.row.noise.draft(parent)]))
             tree.laws[parent] = scores.double().softmax(-1).cpu().numpy()
             tree.frontier = [tree.draft.add(token, parent, self.name, Law.SAMPLED)]
         for token in others:

@@ -63,9 +63,18 @@ class Curve:
             self.seen[size] = old + (0.5 * (seconds - old) if seconds < old else 0.1 * (min(seconds, 2 * old) - old))
 
     def at(self, size: int) -> float | None:
-        """Expected seconds, or None where nothing was measured yet."""
-        if size in self.seen or not self.sizes:
-            return self.seen.get(size)
+        """Expected seconds, or None where nothing was measured yet.
+
+        Never more than so many times the smallest size: what was measured beyond that was something else.
+        """
+        if not self.sizes:
+            return None
+        smallest = self.sizes[0]
+        return min(self._interpolate(size), self.seen[smallest] * max(size / smallest, 1))
+
+    def _interpolate(self, size: int) -> float:
+        if size in self.seen:
+            return self.seen[size]
         i = bisect.bisect(self.sizes, size)
         if i == 0:
             return self.seen[self.sizes[0]]
@@ -163,8 +172,7 @@ class Auto:
         self.drafts[source].add(depth, seconds)
 
     def record_pass(self, tokens: int, seconds: float) -> None:
-        if tokens <= 64:  # larger passes are prefill: another regime, and no depth to choose
-            self.passes.add(tokens, seconds)
+        self.passes.add(tokens, seconds)
 
     def record_verdict(self, source: str, acceptance: Acceptance, drafted: int, accepted: int) -> None:
         acceptance.add(drafted, accepted, keep=0.9)

@@ -129,7 +129,8 @@ class Engine:
         trees = [drafts[w.request.id] for w in drawing]
         verdicts = self._verify(drawing, trees, logits)
         verified = time.perf_counter()
-        self.policy.record_pass(sum(len(s.tokens) for s in segments), verified - drafted)
+        if all(work.draws and work.count == 1 for work in works):  # reading a prompt is another regime
+            self.policy.record_pass(sum(len(s.tokens) for s in segments), verified - drafted)
         for work in works:
             if not work.draws:
                 self.target.cache.commit(work.request.slot, range(work.count))

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from forerun.rng import gumbel_argmax
+from forerun.kernels.draw import gumbel_argmax
 from forerun.types import Draft, Verdict
 from forerun.verify.base import Noise
 

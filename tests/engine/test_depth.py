@@ -65,13 +65,22 @@ def test_the_better_draft_of_a_batch_goes_deeper_and_limits_hold() -> None:
     assert depths[0] > depths[1] and depths[2] <= 1
 
 
+def test_a_cold_first_measurement_is_not_believed_for_ever() -> None:
+    """A pass over 5 tokens costs at most what five passes cost, whatever was once measured."""
+    curve = Curve(slope=0.02)
+    curve.add(5, 0.5)
+    curve.add(1, 0.01)
+    assert curve.at(5) == pytest.approx(0.05)
+    assert curve.at(2) == pytest.approx(0.02)
+
+
 def test_curve_interpolates_and_hopes() -> None:
     curve = Curve(slope=0.1)
     assert curve.at(3) is None
     curve.add(2, 1.0)
     curve.add(6, 3.0)
     assert (curve.at(1), curve.at(4), curve.at(6)) == (1.0, 2.0, 3.0)
-    assert curve.at(8) == 3.0 * 1.2
+    assert curve.at(8) == pytest.approx(3.0 * 1.2)
     curve.add(2, 100.0)  # a spike moves it a little
     assert curve.at(2) == 1.0 + 0.1 * 1.0
     curve.add(2, 0.1)  # a fast one more

@@ -67,6 +67,7 @@ struct Variant {
   void (*op)(const Program *, const Op *, const Batch *, int thread, int threads, int phase);
   int (*phases)(const Op *);
   void (*pack)(int format, const float *source, int outputs, int inputs, void *weight, void *scale);
+  int64_t (*draw)(const float *scores, uint64_t key, int vocab);
 };
 
 int64_t padded_inputs(int inputs);

@@ -139,6 +139,12 @@ void forerun_pack(int format, const float *source, int outputs, int inputs, void
   active->pack(format, source, outputs, inputs, weight, scale);
 }
 
+// One draw for each row of scores [rows][vocab], with its own stream of noise.
+void forerun_draw(const float *scores, const uint64_t *keys, int rows, int vocab, int64_t *drawn) {
+  const Variant *variant = active ? active : choose("");
+  for (int i = 0; i < rows; i++) drawn[i] = variant->draw(scores + (int64_t)i * vocab, keys[i], vocab);
+}
+
 int64_t forerun_padded_inputs(int inputs) { return padded_inputs(inputs); }
 int64_t forerun_scratch_row_bytes(int inputs) { return scratch_row_bytes(inputs); }
 

@@ -680,7 +680,54 @@ void pack(int format, const float *source, int outputs, int inputs, void *weight
     }
 }
 
-const Variant variant = {NAME, run, phases, pack};
+// ---------------------------------------------------------------- the draw
+
+typedef uint64_t vl __attribute__((vector_size(64)));
+typedef double vd __attribute__((vector_size(64)));
+typedef float vf8 __attribute__((vector_size(32)));
+
+constexpr uint64_t GOLDEN = 0x9E3779B97F4A7C15ull;
+
+template <typename T> inline T mix(T x) {  // SplitMix64's finaliser, as in rng.py
+  x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ull;
+  x = (x ^ (x >> 27)) * 0x94D049BB133111EBull;
+  return x ^ (x >> 31);
+}
+inline double gumbel(uint64_t key, int token) {
+  double u = ((double)(mix(key + (uint64_t)(token + 1) * GOLDEN) >> 12) + 0.5) * 0x1p-52;
+  return -log(-log(u));
+}
+
+// argmax of score + Gumbel noise. With u the token's uniform and `best` the best sum so far, the token can win only if
+// -log u <= exp(score - best), and 1 - u <= -log u: so most tokens are ruled out without a logarithm.
+int64_t draw(const float *scores, uint64_t key, int vocab) {
+  int winner = 0;
+  for (int i = 1; i < vocab; i++)
+    if (scores[i] > scores[winner]) winner = i;
+  double best = scores[winner] + gumbel(key, winner);
+  const vl lane = {1, 2, 3, 4, 5, 6, 7, 8};
+  for (int i = 0; i < vocab; i += W) {
+    vf s;
+    for (int j = 0; j < W; j++) s[j] = i + j < vocab ? scores[i + j] : -INFINITY;
+    vf chance = vexp(pick(s > -1e30f, s - (float)best, set1(-1e30f))) * 1.0001f;
+    alignas(64) float left[W];
+    for (int h = 0; h < 2; h++) {
+      vl x = mix(vl{} + key + (lane + (uint64_t)(i + 8 * h)) * GOLDEN) >> 12;
+      vd rest = (0x1p52 - 0.5 - __builtin_convertvector(x, vd)) * 0x1p-52;  // 1 - u
+      vf8 small = __builtin_convertvector(rest, vf8);
+      memcpy(left + 8 * h, &small, 32);
+    }
+    vi open = load(left) <= chance;
+    for (int j = 0; j < W; j++) {
+      if (!open[j] || i + j == winner || s[j] == -INFINITY) continue;
+      double sum = s[j] + gumbel(key, i + j);
+      if (sum > best || (sum == best && i + j < winner)) best = sum, winner = i + j;
+    }
+  }
+  return winner;
+}
+
+const Variant variant = {NAME, run, phases, pack, draw};
 
 }  // namespace
 
