@@ -104,7 +104,10 @@ def _load(config: dict[str, Any], quiet: bool) -> LLM:
         Config.of(**config)  # bad options are cheaper to find before torch is imported
         from forerun.llm import LLM
 
-        return LLM(**config)
+        llm = LLM(**config)
+    if llm.engine.rule.lossy:
+        print(f"note: rule {llm.config.rule} is lossy: the output is not the target's", file=sys.stderr)
+    return llm
 
 
 def _params(sampling: dict[str, Any], **defaults: Any) -> SamplingParams:
@@ -260,6 +263,8 @@ def main() -> None:
     except BrokenPipeError:  # the reader has gone, as in `forerun generate ... | head -1`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
+    except OSError as error:
+        code = _say(f"the output cannot be written: {error}", 1)
     sys.exit(code)
 
 

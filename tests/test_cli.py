@@ -55,6 +55,21 @@ def test_prompt_from_stdin(forerun, monkeypatch: pytest.MonkeyPatch) -> None:
     assert json.loads(forerun("generate", "-", "--json", *SMALL)[1])["stats"]["prompt_tokens"] > 3
 
 
+def test_bytes_that_are_no_text_are_one_line(forerun, monkeypatch: pytest.MonkeyPatch) -> None:
+    import io
+
+    monkeypatch.setattr(sys, "stdin", io.StringIO("ok \udcff\udcfe"))
+    code, out, err = forerun("generate", "-", *SMALL)
+    assert (code, out) == (2, "") and "Unicode" in err and len(err.splitlines()) == 1
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_is_one_line() -> None:
+    command = f"{sys.executable} -m forerun generate 'x = 1' --max-tokens 8 > /dev/full"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True)
+    assert done.returncode == 1 and "No space left" in done.stderr and "Traceback" not in done.stderr
+
+
 def test_chat_answers_each_line(forerun, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = iter(["hello", "again", "/exit"])
     monkeypatch.setattr("builtins.input", lambda _: next(lines))
@@ -96,6 +111,11 @@ def test_bad_input(forerun, args: tuple[list[str], str]) -> None:
     code, out, err = forerun("generate", "def f():", *flags)
     assert code == 2 and out == "" and "Traceback" not in err
     assert says in err and err.startswith("forerun: ") and len(err.splitlines()) == 1
+
+
+def test_a_lossy_rule_says_so(forerun) -> None:
+    assert "lossy" in forerun("generate", "x = 1", "--rule", "typical", *SMALL)[2]
+    assert "lossy" not in forerun("generate", "x = 1", "--rule", "block", *SMALL)[2]
 
 
 def test_an_unknown_verb(forerun) -> None:

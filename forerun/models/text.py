@@ -57,7 +57,10 @@ class Tokenizer:
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Token ids of a text; `special` adds what the model expects around a text (often a first token)."""
-        ids: list[int] = self._backend.encode(text, add_special_tokens=special).ids
+        try:
+            ids: list[int] = self._backend.encode(text, add_special_tokens=special).ids
+        except TypeError:  # lone surrogates, as bytes that are no UTF-8 come in on the command line
+            raise RequestError("the prompt is not valid Unicode text: give UTF-8") from None
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
