@@ -16,6 +16,7 @@ typedef float vfu __attribute__((vector_size(64), aligned(4)));
 typedef int32_t vi __attribute__((vector_size(64), aligned(64)));
 typedef uint32_t vu __attribute__((vector_size(64), aligned(64)));
 typedef uint16_t vh __attribute__((vector_size(32), aligned(2)));
+typedef int8_t vb __attribute__((vector_size(16), aligned(1)));
 
 constexpr int W = 16;
 
@@ -164,7 +165,12 @@ void normalise(const float *x, const Norm &norm, int n, float *out) {
     s = fma(v, v, s);
   }
   float scale = 1.0f / sqrtf(sum(s) / n + norm.eps);
-  for (int i = 0; i < n; i++) {
+  int i = 0;
+  for (; i + W <= n; i += W) {
+    vf y = (load(x + i) - mean) * scale * load(norm.weight + i);
+    store(out + i, norm.bias ? y + load(norm.bias + i) : y);
+  }
+  for (; i < n; i++) {
     float y = (x[i] - mean) * scale * norm.weight[i];
     out[i] = norm.bias ? y + norm.bias[i] : y;
   }
@@ -201,7 +207,7 @@ void convert(const float *x, int n, int format, Row row) {  // x is padded with 
       for (int i = half_ * 32; i < half_ * 32 + 32; i += W) {
         vi q = nearest(load(v + i) * inverse);
         total = total + q;
-        for (int j = 0; j < W; j++) row.int8()[g * GROUP8 + i + j] = (int8_t)q[j];
+        *reinterpret_cast<vb *>(row.int8() + g * GROUP8 + i) = __builtin_convertvector(q, vb);
       }
       int32_t t = 0;
       for (int j = 0; j < W; j++) t += total[j];
@@ -288,9 +294,15 @@ inline vi bytes(const void *p) {
   return v;
 }
 
-// INT8 weights are stored plus 128, INT4 plus 8: the sum of the activations takes that off again, exactly.
-template <int M> inline Tile<M> product_int8(const uint8_t *w, const Row *rows, int padded) {
-  Tile<M> t{};
+// INT8 weights are stored plus 128, INT4 plus 8: the sum of the activations takes that off again, exactly. The float sums
+// live in `out`: the integer ones need the registers, and a group is long enough to pay for the way to memory.
+template <int M> inline void product_int8(const uint8_t *w, const Row *rows, int padded, float (*out)[BLOCK]) {
+  const int8_t *x[M];
+  for (int m = 0; m < M; m++) {
+    x[m] = rows[m].int8();
+    store(out[m], vf{});
+    store(out[m] + W, vf{});
+  }
   for (int g = 0; g < padded / GROUP8; g++) {
     vi acc[M][2];
     for (int m = 0; m < M; m++) acc[m][0] = acc[m][1] = vi{} - 128 * (rows[m].sums()[2 * g] + rows[m].sums()[2 * g + 1]);
@@ -298,20 +310,26 @@ template <int M> inline Tile<M> product_int8(const uint8_t *w, const Row *rows, 
       vi w0 = bytes(w), w1 = bytes(w + 64);
       ahead(w);
       for (int m = 0; m < M; m++) {
-        acc[m][0] = dot4(acc[m][0], w0, rows[m].int8() + k);
-        acc[m][1] = dot4(acc[m][1], w1, rows[m].int8() + k);
+        acc[m][0] = dot4(acc[m][0], w0, x[m] + k);
+        acc[m][1] = dot4(acc[m][1], w1, x[m] + k);
       }
     }
     for (int m = 0; m < M; m++) {
       vf scale = set1(rows[m].scales()[g]);
-      for (int c = 0; c < 2; c++) t.v[m][c] = fma(__builtin_convertvector(acc[m][c], vf), scale, t.v[m][c]);
+      for (int c = 0; c < 2; c++)
+        store(out[m] + c * W, fma(__builtin_convertvector(acc[m][c], vf), scale, load(out[m] + c * W)));
     }
   }
-  return t;
 }
 
-template <int M> inline Tile<M> product_int4(const uint8_t *w, const uint16_t *scale, const Row *rows, int padded) {
-  Tile<M> t{};
+template <int M>
+inline void product_int4(const uint8_t *w, const uint16_t *scale, const Row *rows, int padded, float (*out)[BLOCK]) {
+  const int8_t *x[M];
+  for (int m = 0; m < M; m++) {
+    x[m] = rows[m].int8();
+    store(out[m], vf{});
+    store(out[m] + W, vf{});
+  }
   for (int g = 0; g < padded / GROUP4; g++, scale += BLOCK) {
     vi acc[M][2];
     for (int m = 0; m < M; m++) acc[m][0] = acc[m][1] = vi{} - 8 * rows[m].sums()[g];
@@ -320,32 +338,33 @@ template <int M> inline Tile<M> product_int4(const uint8_t *w, const uint16_t *s
       for (int c = 0; c < 2; c++) {
         vi both = bytes(w + 64 * c), low = both & 0x0f0f0f0f, high = (both >> 4) & 0x0f0f0f0f;
         for (int m = 0; m < M; m++) {
-          acc[m][c] = dot4(acc[m][c], low, rows[m].int8() + k);
-          acc[m][c] = dot4(acc[m][c], high, rows[m].int8() + k + 4);
+          acc[m][c] = dot4(acc[m][c], low, x[m] + k);
+          acc[m][c] = dot4(acc[m][c], high, x[m] + k + 4);
         }
       }
     }
     vf s[2] = {half16(scale), half16(scale + W)};
     for (int m = 0; m < M; m++)
       for (int c = 0; c < 2; c++)
-        t.v[m][c] = fma(__builtin_convertvector(acc[m][c], vf), s[c] * rows[m].scales()[g / 2], t.v[m][c]);
+        store(out[m] + c * W, fma(__builtin_convertvector(acc[m][c], vf), s[c] * rows[m].scales()[g / 2], load(out[m] + c * W)));
   }
-  return t;
 }
 
 template <int M> void product(const Matrix &a, int block, const Row *rows, float (*out)[BLOCK]) {
   int64_t at = (int64_t)block * BLOCK * a.padded;
-  Tile<M> t;
-  if (a.format == F32) t = product_f32<M>((const float *)a.weight + at, rows, a.padded);
-  else if (a.format == BF16) t = product_bf16<M>((const uint16_t *)a.weight + at, rows, a.padded);
-  else if (a.format == INT8) t = product_int8<M>((const uint8_t *)a.weight + at, rows, a.padded);
-  else t = product_int4<M>((const uint8_t *)a.weight + at / 2, (const uint16_t *)a.scale + at / GROUP4, rows, a.padded);
+  if (a.format == INT4)
+    return product_int4<M>((const uint8_t *)a.weight + at / 2, (const uint16_t *)a.scale + at / GROUP4, rows, a.padded, out);
+  if (a.format == INT8) {
+    product_int8<M>((const uint8_t *)a.weight + at, rows, a.padded, out);
+    for (int m = 0; m < M; m++)
+      for (int c = 0; c < 2; c++)
+        store(out[m] + c * W, load(out[m] + c * W) * load((const float *)a.scale + block * BLOCK + c * W));
+    return;
+  }
+  Tile<M> t = a.format == F32 ? product_f32<M>((const float *)a.weight + at, rows, a.padded)
+                              : product_bf16<M>((const uint16_t *)a.weight + at, rows, a.padded);
   for (int m = 0; m < M; m++)
-    for (int c = 0; c < 2; c++) {
-      vf v = t.v[m][c];
-      if (a.format == INT8) v = v * load((const float *)a.scale + block * BLOCK + c * W);
-      store(out[m] + c * W, v);
-    }
+    for (int c = 0; c < 2; c++) store(out[m] + c * W, t.v[m][c]);
 }
 
 using Product = void (*)(const Matrix &, int, const Row *, float (*)[BLOCK]);
@@ -414,6 +433,10 @@ void finish_tile(const Program *p, const Op *op, const Batch *b, int block, int 
     for (int c = 0; c < 2; c++) {
       if (op->activation) v[c] = activate(v[c], op->activation);
       if (op->softcap > 0) v[c] = vtanh(v[c] / op->softcap) * op->softcap;
+      if (count == BLOCK) {
+        store(out + c * W, op->residual ? load(out + c * W) + v[c] : v[c]);
+        continue;
+      }
       for (int i = 0; i < W; i++) {
         int j = c * W + i;
         if (j < count) out[j] = op->residual ? out[j] + v[c][i] : v[c][i];
@@ -460,7 +483,13 @@ void rotate(const Program *p, const Op *op, const Batch *b, int thread, int thre
       if (norm.kind != NO_NORM) normalise(head, norm, d, head);
       if (!op->cosine) continue;
       const float *cosine = op->cosine + b->positions[t] * half_, *sine = op->sine + b->positions[t] * half_;
-      for (int i = 0; i < half_; i++) {
+      int i = 0;
+      for (; i + W <= half_; i += W) {
+        vf x = load(head + i), y = load(head + half_ + i), c = load(cosine + i), d_ = load(sine + i);
+        store(head + i, x * c - y * d_);
+        store(head + half_ + i, y * c + x * d_);
+      }
+      for (; i < half_; i++) {
         float x = head[i], y = head[i + half_];
         head[i] = x * cosine[i] - y * sine[i];
         head[i + half_] = y * cosine[i] + x * sine[i];
@@ -468,7 +497,18 @@ void rotate(const Program *p, const Op *op, const Batch *b, int thread, int thre
     }
     const float *key = at(p, b, op->in, t) + p->heads * d, *value = key + p->kv_heads * d;
     int64_t to = op->layer * b->layer_stride + b->store[t] * p->kv_heads * d;
-    for (int i = 0; i < p->kv_heads * d; i++) {
+    int n = p->kv_heads * d, i = 0;
+    for (; i + W <= n; i += W) {
+      vf k = load(key + i), v = load(value + i);
+      if (b->kv_format == BF16) {
+        to_bf16((uint16_t *)b->keys + to + i, k);
+        to_bf16((uint16_t *)b->values + to + i, v);
+      } else {
+        store((float *)b->keys + to + i, k);
+        store((float *)b->values + to + i, v);
+      }
+    }
+    for (; i < n; i++) {
       if (b->kv_format == BF16) {
         auto round = [](float f) {
           uint32_t x;
