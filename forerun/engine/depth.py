@@ -128,14 +128,16 @@ class Auto:
         # one that did not pay rests until its probe: nothing new will be known of it before
         heap = [(-rate, i) for i, rate in enumerate(rates) if wishes[i].limit > 0 and not wishes[i].acceptance.skipped]
         heapq.heapify(heap)
-        while heap:
+        in_vain = 0
+        while heap and in_vain < 3 * len(wishes):
             chance, i = heapq.heappop(heap)
             depths[i] += 1
             expected -= chance
             added += wishes[i].width
             cost = self._pass(tokens + added) + self._draft(wishes, depths)
+            in_vain += 1
             if expected / cost > best_speed:
-                best, best_speed = list(depths), expected / cost
+                best, best_speed, in_vain = list(depths), expected / cost, 0
             if depths[i] < min(wishes[i].limit, DEEPEST) and -chance * rates[i] > HOPELESS:
                 heapq.heappush(heap, (chance * rates[i], i))
         return [self._probe(wish, depth) for wish, depth in zip(wishes, best, strict=True)]
