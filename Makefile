@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint bundled clean
+.PHONY: demo test lint sanitize bundled clean
 
 demo: $(STAMP)  ## install into .venv, then generate with and without speculation and compare
 	$(BIN)/python examples/compare.py
@@ -15,6 +15,11 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+sanitize: $(STAMP)  ## the tests of the native kernels under AddressSanitizer
+	FORERUN_CXXFLAGS="-fsanitize=address -g -fno-omit-frame-pointer" $(BIN)/python setup.py --quiet build_ext --build-lib build/sanitize --build-temp build/sanitize
+	FORERUN_NATIVE=$$(find build/sanitize -name '_native*.so') LD_PRELOAD=$$($${CXX:-c++} -print-file-name=libasan.so) \
+	ASAN_OPTIONS=detect_leaks=0 $(BIN)/python -m pytest -p no:faulthandler tests/kernels tests/test_native.py
 
 bundled: $(STAMP)  ## train the bundled models again (hours)
 	$(BIN)/python scripts/train_bundled.py all --out forerun/bundled

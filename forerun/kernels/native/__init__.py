@@ -8,11 +8,13 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import time
 from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
 
+BLOCK = 32  # outputs packed side by side
 FORMATS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3}
-EMBED, LINEAR, ROTATE, ATTEND = range(4)
+EMBED, LINEAR, ROTATE, ATTEND, READ = range(5)
 NORMS = {"rms": 1, "rms_plus_one": 1, "layer": 2}
 ACTIVATIONS = {"silu": 1, "gelu_tanh": 2, "gelu": 3}
 
@@ -57,7 +59,8 @@ class CBatch(Structure):
 
 @functools.cache
 def _load() -> tuple[ctypes.CDLL | None, str]:
-    path = next(Path(__file__).parent.glob("_native*.so"), None)
+    given = os.environ.get("FORERUN_NATIVE")  # another build of the library, such as one with sanitizers
+    path = Path(given) if given else next(Path(__file__).parent.glob("_native*.so"), None)
     if path is None:
         return None, "they were not compiled when forerun was installed (no C++ compiler?)"
     try:
@@ -101,3 +104,19 @@ def start(threads: int = 0, instructions: str = "") -> str:
     if name is None:
         raise ValueError(f"this processor has no {instructions}")
     return str(name.decode())
+
+
+def read_bandwidth(megabytes: int = 256) -> float:
+    """GB/s that all threads of the pool read from memory together: the best of a few readings of one buffer. `start`
+    must have been called."""
+    lib, rows = loaded(), megabytes * 1024 // BLOCK
+    memory = lib.forerun_allocate(rows * BLOCK * 1024)
+    ctypes.memset(memory, 1, rows * BLOCK * 1024)
+    op = COp(kind=READ, matrix=CMatrix(weight=memory, inputs=1024, outputs=rows * BLOCK, padded=1024))
+    program, batch, best = CProgram(ops=(COp * 1)(op), count=1), CBatch(tokens=1), float("inf")
+    for _ in range(5):
+        begin = time.perf_counter()
+        lib.forerun_run(program, batch)
+        best = min(best, time.perf_counter() - begin)
+    lib.forerun_release(memory)
+    return rows * BLOCK * 1024 / best / 1e9

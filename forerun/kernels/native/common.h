@@ -9,7 +9,7 @@ constexpr int GROUP8 = 64;       // activations that share a scale
 constexpr int GROUP4 = 32;       // 4-bit weights that share a scale
 
 enum Format : int32_t { F32 = 0, BF16 = 1, INT8 = 2, INT4 = 3 };
-enum Kind : int32_t { EMBED = 0, LINEAR = 1, ROTATE = 2, ATTEND = 3 };
+enum Kind : int32_t { EMBED = 0, LINEAR = 1, ROTATE = 2, ATTEND = 3, READ = 4 };  // READ measures memory
 enum NormKind : int32_t { NO_NORM = 0, RMS = 1, LAYER = 2 };
 enum Activation : int32_t { NONE = 0, SILU = 1, GELU_TANH = 2, GELU = 3 };
 
@@ -62,10 +62,18 @@ struct Batch {
   int32_t kv_format, pad;
 };
 
+// static: each instruction set needs its own copy, or the linker keeps one of them for all
+struct Share { int from, to; };
+static inline Share share(int n, int item, int items) {
+  return {(int)((int64_t)n * item / items), (int)((int64_t)n * (item + 1) / items)};
+}
+static inline float *at(const Program *p, const Batch *b, int buffer, int64_t row) {
+  return b->buffers[buffer] + row * p->widths[buffer];
+}
+
 struct Variant {
   const char *name;
-  void (*op)(const Program *, const Op *, const Batch *, int thread, int threads, int phase);
-  int (*phases)(const Op *);
+  void (*op)(const Program *, const Op *, const Batch *, int item, int items, int phase);
   void (*pack)(int format, const float *source, int outputs, int inputs, void *weight, void *scale);
   int64_t (*draw)(const float *scores, uint64_t key, int vocab);
 };

@@ -38,64 +38,88 @@ const Variant *choose(const char *name) {
 
 const Variant *active = nullptr;
 
+int phases(const Op *op) { return op->kind == LINEAR ? (op->after.kind == NO_NORM ? 2 : 3) : 1; }
+
+// In how many items a phase is divided. Results do not depend on it: nothing is summed across items.
+int items(const Op *op, const Batch *b, int phase, int threads) {
+  if (threads == 1) return 1;
+  int rows = op->wanted ? b->wanted : b->tokens, most = 4 * threads, n = rows;
+  if (op->kind == READ || (op->kind == LINEAR && phase == 1)) n = (op->matrix.outputs + BLOCK - 1) / BLOCK;
+  if (op->kind == ATTEND) n = most;
+  return n < 1 ? 1 : n < most ? n : most;
+}
+
+// Threads take items of the current phase until there are none; whoever finishes the last one opens the next phase. So a
+// thread that the system has put aside holds up the others by one item at most. Workers spin a while, then sleep.
 class Pool {
  public:
   explicit Pool(int threads) : threads_(threads) {
-    for (int i = 1; i < threads; i++) workers_.emplace_back([this, i] { work(i); });
+    for (int i = 1; i < threads; i++) workers_.emplace_back([this] { work(); });
   }
   ~Pool() {
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      stop_ = true;
-    }
-    wake_.notify_all();
+    stop_.store(true);
+    wake();
     for (auto &w : workers_) w.join();
   }
   int threads() const { return threads_; }
-  void run(const Program *p, const Batch *b) {
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      program_ = p, batch_ = b;
-      round_.fetch_add(1, std::memory_order_release);
+  void run(const Variant *variant, const Program *program, const Batch *batch) {
+    variant_ = variant, program_ = program, batch_ = batch;
+    finished_.store(false, std::memory_order_relaxed);
+    open(0, 0);
+    for (int spins = 0; !finished_.load(std::memory_order_acquire);) {
+      if (help()) spins = 0;
+      else if (++spins < SPINS) _mm_pause();
+      else std::this_thread::yield();
     }
-    wake_.notify_all();
-    execute(*p, *b, 0);
   }
 
  private:
-  // Takes copies: once the last barrier is passed, the caller may free what it gave us, or set the next round.
-  void execute(const Program program, const Batch batch, int id) {
-    for (int i = 0; i < program.count; i++) {
-      const Op *op = program.ops + i;
-      for (int phase = 0, n = active->phases(op); phase < n; phase++) {
-        active->op(&program, op, &batch, id, threads_, phase);
-        barrier();
+  static constexpr int SPINS = 4000;
+  static constexpr uint64_t LEFT = (1 << 24) - 1;  // bits of `state_` that count the items not yet taken
+
+  // Whoever holds an item keeps the phase open, so what a phase is may be read without a lock.
+  bool help() {
+    uint64_t s = state_.load(std::memory_order_acquire);
+    while (s & LEFT) {
+      if (!state_.compare_exchange_weak(s, s - 1, std::memory_order_acq_rel)) continue;
+      int n = items_;
+      variant_->op(program_, program_->ops + op_, batch_, n - (int)(s & LEFT), n, phase_);
+      if (done_.fetch_add(1, std::memory_order_acq_rel) + 1 == n) {
+        if (++phase_ < phases(program_->ops + op_)) open(op_, phase_);
+        else open(op_ + 1, 0);
       }
+      return true;
     }
+    return false;
   }
-  void barrier() {  // sense by generation; nobody leaves before all have come
-    if (threads_ == 1) return;
-    int generation = generation_.load(std::memory_order_acquire);
-    if (arrived_.fetch_add(1, std::memory_order_acq_rel) == threads_ - 1) {
-      arrived_.store(0, std::memory_order_relaxed);
-      generation_.fetch_add(1, std::memory_order_release);
+  void open(int op, int phase) {
+    uint64_t next = (state_.load(std::memory_order_relaxed) | LEFT) + 1;  // a number never used before, no items
+    if (op == program_->count) {
+      state_.store(next);
+      finished_.store(true, std::memory_order_release);
       return;
     }
-    for (int spins = 0; generation_.load(std::memory_order_acquire) == generation;)
-      if (++spins < 2000) _mm_pause();
-      else std::this_thread::yield();
+    op_ = op, phase_ = phase, items_ = items(program_->ops + op, batch_, phase, threads_);
+    done_.store(0, std::memory_order_relaxed);
+    int n = items_;
+    state_.store(next + (uint64_t)n);
+    if (n > 1 && parked_.load()) wake();
   }
-  void work(int id) {
-    int seen = 0;
-    for (;;) {
-      for (int spins = 0; spins < 2000 && round_.load(std::memory_order_acquire) == seen; spins++) _mm_pause();
-      if (round_.load(std::memory_order_acquire) == seen) {
+  void wake() {
+    { std::lock_guard<std::mutex> lock(mutex_); }
+    wake_.notify_all();
+  }
+  void work() {
+    for (int spins = 0; !stop_.load(std::memory_order_relaxed);) {
+      if (help()) spins = 0;
+      else if (++spins < SPINS) _mm_pause();
+      else {
         std::unique_lock<std::mutex> lock(mutex_);
-        wake_.wait(lock, [&] { return stop_ || round_.load() != seen; });
-        if (stop_) return;
+        parked_.fetch_add(1);
+        wake_.wait(lock, [&] { return stop_.load() || (state_.load() & LEFT); });
+        parked_.fetch_sub(1);
+        spins = 0;
       }
-      seen = round_.load(std::memory_order_acquire);
-      execute(*program_, *batch_, id);
     }
   }
 
@@ -103,10 +127,14 @@ class Pool {
   std::vector<std::thread> workers_;
   std::mutex mutex_;
   std::condition_variable wake_;
-  std::atomic<int> round_{0}, arrived_{0}, generation_{0};
+  alignas(64) std::atomic<uint64_t> state_{0};
+  alignas(64) std::atomic<int> done_{0};
+  std::atomic<int> parked_{0};
+  std::atomic<bool> finished_{true}, stop_{false};
+  const Variant *variant_ = nullptr;
   const Program *program_ = nullptr;
   const Batch *batch_ = nullptr;
-  bool stop_ = false;
+  int op_ = 0, phase_ = 0, items_ = 0;
 };
 
 Pool *pool = nullptr;
@@ -117,8 +145,9 @@ extern "C" {
 
 // Choose the instruction set by name ("" for the best) and the number of threads; returns its name, or null.
 const char *forerun_start(const char *name, int threads) {
-  active = choose(name);
-  if (!active) return nullptr;
+  const Variant *chosen = choose(name);
+  if (!chosen) return nullptr;
+  active = chosen;
   if (!pool || pool->threads() != threads) {
     delete pool;
     pool = new Pool(threads);
@@ -132,7 +161,7 @@ void forerun_forget_pool() { pool = nullptr; }  // in a forked child the threads
 void forerun_run(const Program *program, const Batch *batch) {
   static std::mutex one;
   std::lock_guard<std::mutex> lock(one);
-  pool->run(program, batch);
+  pool->run(active, program, batch);
 }
 
 void forerun_pack(int format, const float *source, int outputs, int inputs, void *weight, void *scale) {

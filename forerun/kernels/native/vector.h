@@ -1,0 +1,207 @@
+// Sixteen lanes of float or int32, and the functions on them that every operation is written with.
+//
+// AVX-512 holds sixteen lanes in one register. Elsewhere they are a struct of narrower vectors: the compiler keeps those
+// in registers, whereas a vector type wider than the registers lives in memory.
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <immintrin.h>
+
+#include "common.h"
+
+namespace {
+
+constexpr int W = 16;
+
+#if defined(__AVX512F__)
+
+typedef float vf __attribute__((vector_size(64), aligned(64)));
+typedef float vfu __attribute__((vector_size(64), aligned(4)));
+typedef int32_t vi __attribute__((vector_size(64), aligned(64)));
+typedef uint32_t vu __attribute__((vector_size(64), aligned(64)));
+typedef uint16_t vh __attribute__((vector_size(32), aligned(2)));
+typedef int8_t vb __attribute__((vector_size(16), aligned(1)));
+
+inline vf set1(float x) { return vf{} + x; }
+inline vi set1i(int32_t x) { return vi{} + x; }
+inline vf load(const float *p) { return *reinterpret_cast<const vfu *>(p); }
+inline void store(float *p, vf v) { *reinterpret_cast<vfu *>(p) = v; }
+inline vf as_float(vi x) { return (vf)x; }  // the bits, not the value
+inline vi as_int(vf x) { return (vi)x; }
+inline vf to_float(vi x) { return __builtin_convertvector(x, vf); }
+inline vf fma(vf a, vf b, vf c) { return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
+inline vf largest(vf a, vf b) { return (vf)_mm512_max_ps((__m512)a, (__m512)b); }
+inline vi nearest(vf a) { return (vi)_mm512_cvtps_epi32((__m512)a); }
+inline vf half16(const uint16_t *p) { return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
+inline void to_bytes(int8_t *p, vi v) { *reinterpret_cast<vb *>(p) = __builtin_convertvector(v, vb); }
+inline vf from_bf16(const uint16_t *p) {
+  vu x = __builtin_convertvector(*reinterpret_cast<const vh *>(p), vu) << 16;
+  return (vf)x;
+}
+inline void to_bf16(uint16_t *p, vf v) {  // round to nearest, ties to even
+  vu x = (vu)v;
+  x = (x + 0x7fff + ((x >> 16) & 1)) >> 16;
+  *reinterpret_cast<vh *>(p) = __builtin_convertvector(x, vh);
+}
+
+#else
+
+#if defined(__AVX2__)
+constexpr int PART = 8;
+#else
+constexpr int PART = 4;
+#endif
+constexpr int PARTS = W / PART;
+typedef float pf __attribute__((vector_size(PART * 4)));
+typedef float pfu __attribute__((vector_size(PART * 4), aligned(4)));
+typedef int32_t pi __attribute__((vector_size(PART * 4)));
+typedef uint32_t pu __attribute__((vector_size(PART * 4)));
+typedef uint16_t ph __attribute__((vector_size(PART * 2), aligned(2)));
+
+template <typename P, typename T> struct alignas(64) Lanes {
+  P p[PARTS];
+  T &operator[](int i) { return reinterpret_cast<T *>(p)[i]; }
+  T operator[](int i) const { return reinterpret_cast<const T *>(p)[i]; }
+};
+typedef Lanes<pf, float> vf;
+typedef Lanes<pi, int32_t> vi;
+
+template <typename R, typename F> inline R each(F f) {
+  R r;
+  for (int i = 0; i < PARTS; i++) r.p[i] = f(i);
+  return r;
+}
+#define BINARY(V, T, op)                                                                            \
+  inline V operator op(V a, V b) { return each<V>([&](int i) { return a.p[i] op b.p[i]; }); }       \
+  inline V operator op(V a, T b) { return each<V>([&](int i) { return a.p[i] op b; }); }
+BINARY(vf, float, +) BINARY(vf, float, -) BINARY(vf, float, *) BINARY(vf, float, /)
+BINARY(vi, int32_t, +) BINARY(vi, int32_t, -) BINARY(vi, int32_t, &) BINARY(vi, int32_t, |)
+BINARY(vi, int32_t, <<) BINARY(vi, int32_t, >=) BINARY(vi, int32_t, <)
+#undef BINARY
+#define COMPARE(op)                                                                                 \
+  inline vi operator op(vf a, vf b) { return each<vi>([&](int i) { return a.p[i] op b.p[i]; }); }   \
+  inline vi operator op(vf a, float b) { return each<vi>([&](int i) { return a.p[i] op (pf{} + b); }); }
+COMPARE(<) COMPARE(>) COMPARE(<=)
+#undef COMPARE
+inline vf operator-(vf a) { return each<vf>([&](int i) { return -a.p[i]; }); }
+inline vi operator~(vi a) { return each<vi>([&](int i) { return ~a.p[i]; }); }
+
+inline vf set1(float x) { return each<vf>([&](int) { return pf{} + x; }); }
+inline vi set1i(int32_t x) { return each<vi>([&](int) { return pi{} + x; }); }
+inline vf load(const float *p) { return each<vf>([&](int i) { return (pf)(*(const pfu *)(p + i * PART)); }); }
+inline void store(float *p, vf v) {
+  for (int i = 0; i < PARTS; i++) *(pfu *)(p + i * PART) = v.p[i];
+}
+inline vf as_float(vi x) { return each<vf>([&](int i) { return (pf)x.p[i]; }); }  // the bits, not the value
+inline vi as_int(vf x) { return each<vi>([&](int i) { return (pi)x.p[i]; }); }
+inline vf to_float(vi x) { return each<vf>([&](int i) { return __builtin_convertvector(x.p[i], pf); }); }
+inline vf from_bf16(const uint16_t *p) {
+  return each<vf>([&](int i) { return (pf)(__builtin_convertvector(*(const ph *)(p + i * PART), pu) << 16); });
+}
+inline void to_bf16(uint16_t *p, vf v) {  // round to nearest, ties to even
+  for (int i = 0; i < PARTS; i++) {
+    pu x = (pu)v.p[i];
+    x = (x + 0x7fff + ((x >> 16) & 1)) >> 16;
+    *(ph *)(p + i * PART) = __builtin_convertvector(x, ph);
+  }
+}
+inline void to_bytes(int8_t *p, vi v) {
+  for (int i = 0; i < W; i++) p[i] = (int8_t)v[i];
+}
+
+#if defined(__AVX2__)
+inline vf fma(vf a, vf b, vf c) {
+  return each<vf>([&](int i) { return (pf)_mm256_fmadd_ps((__m256)a.p[i], (__m256)b.p[i], (__m256)c.p[i]); });
+}
+inline vf largest(vf a, vf b) {
+  return each<vf>([&](int i) { return (pf)_mm256_max_ps((__m256)a.p[i], (__m256)b.p[i]); });
+}
+inline vi nearest(vf a) { return each<vi>([&](int i) { return (pi)_mm256_cvtps_epi32((__m256)a.p[i]); }); }
+inline vf half16(const uint16_t *p) {
+  return each<vf>([&](int i) { return (pf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p + i * PART))); });
+}
+#else
+inline vf fma(vf a, vf b, vf c) { return a * b + c; }
+inline vf largest(vf a, vf b) { return each<vf>([&](int i) { return (pf)_mm_max_ps((__m128)a.p[i], (__m128)b.p[i]); }); }
+inline vi nearest(vf a) { return each<vi>([&](int i) { return (pi)_mm_cvtps_epi32((__m128)a.p[i]); }); }
+inline float half(uint16_t h);
+inline vf half16(const uint16_t *p) {
+  vf r;
+  for (int i = 0; i < W; i++) r[i] = half(p[i]);
+  return r;
+}
+#endif
+
+#endif
+
+inline vf pick(vi mask, vf a, vf b) { return as_float((mask & as_int(a)) | (~mask & as_int(b))); }
+
+inline float sum(vf v) {  // in one fixed order
+  alignas(64) float a[W];
+  store(a, v);
+  for (int s = W / 2; s; s /= 2)
+    for (int i = 0; i < s; i++) a[i] = a[i] + a[i + s];
+  return a[0];
+}
+inline float top(vf v) {
+  alignas(64) float a[W];
+  store(a, v);
+  for (int s = W / 2; s; s /= 2)
+    for (int i = 0; i < s; i++) a[i] = a[i] > a[i + s] ? a[i] : a[i + s];
+  return a[0];
+}
+
+inline float half(uint16_t h) {  // IEEE half, finite
+  uint32_t sign = (uint32_t)(h & 0x8000) << 16, rest = h & 0x7fff;
+  float f;
+  uint32_t bits = rest << 13;
+  memcpy(&f, &bits, 4);
+  f = f * 0x1p112f;
+  memcpy(&bits, &f, 4);
+  bits |= sign;
+  memcpy(&f, &bits, 4);
+  return f;
+}
+inline uint16_t to_half(float f) {
+  uint32_t x;
+  memcpy(&x, &f, 4);
+  uint32_t sign = (x >> 16) & 0x8000, rest = x & 0x7fffffff;
+  float scaled;
+  memcpy(&scaled, &rest, 4);
+  scaled = scaled * 0x1p-112f;
+  memcpy(&rest, &scaled, 4);
+  rest = (rest + 0xfff + ((rest >> 13) & 1)) >> 13;
+  return (uint16_t)(sign | (rest > 0x7bff ? 0x7bff : rest));
+}
+
+// exp on 16 lanes: x = n ln 2 + r, a polynomial of degree 6 on r; relative error below 2e-7. Arguments are clamped.
+inline vf vexp(vf x) {
+  x = pick(x < -87.0f, set1(-87.0f), x);
+  x = pick(x > 88.0f, set1(88.0f), x);
+  vi n = nearest(x * 1.44269504f);
+  vf f = to_float(n);
+  vf r = fma(f, set1(-0.693145752f), x);
+  r = fma(f, set1(-1.42860677e-6f), r);
+  vf p = set1(1.0f / 720);
+  p = fma(p, r, set1(1.0f / 120));
+  p = fma(p, r, set1(1.0f / 24));
+  p = fma(p, r, set1(1.0f / 6));
+  p = fma(p, r, set1(0.5f));
+  p = fma(p, r, set1(1.0f));
+  p = fma(p, r, set1(1.0f));
+  return p * as_float((n + 127) << 23);
+}
+inline vf vtanh(vf x) {
+  vf e = vexp(x * 2.0f);
+  return (e - 1.0f) / (e + 1.0f);
+}
+inline vf activate(vf x, int kind) {
+  if (kind == SILU) return x / (vexp(-x) + 1.0f);
+  if (kind == GELU_TANH) return x * 0.5f * (vtanh((x + x * x * x * 0.044715f) * 0.797884561f) + 1.0f);
+  if (kind == GELU)
+    for (int i = 0; i < W; i++) x[i] = 0.5f * x[i] * (1.0f + erff(x[i] * 0.707106781f));
+  return x;
+}
+
+}  // namespace

@@ -1,0 +1,167 @@
+"""Every native kernel against float64 on odd shapes, in each instruction set this processor has."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from forerun.kernels import native
+from forerun.native import Packed
+
+pytestmark = pytest.mark.skipif(native.library() is None, reason=native.reason() or "compiled")
+
+RMS, LAYER = 1, 2
+
+
+@pytest.fixture(params=["avx512", "avx2", "portable"], autouse=True)
+def instructions(request: pytest.FixtureRequest) -> Iterator[str]:
+    try:
+        native.start(2, request.param)
+    except ValueError:
+        pytest.skip(f"this processor has no {request.param}")
+    yield request.param
+    native.start(2)
+
+
+class Bench:
+    """A program of one operation over buffers of random rows."""
+
+    def __init__(self, widths: list[int], rows: int, seed: int) -> None:
+        self.rng = np.random.default_rng(seed)
+        self.widths = np.array(widths, dtype=np.int32)
+        self.buffers = [self.rng.standard_normal((rows, w), dtype=np.float32) for w in widths]
+        self.pointers = np.array([b.ctypes.data for b in self.buffers], dtype=np.uint64)
+        bytes_ = rows * max(int(native.loaded().forerun_scratch_row_bytes(w)) for w in widths)
+        self.scratch = np.zeros(bytes_ + 64, np.uint8)
+
+    def run(self, op: native.COp, heads: int = 0, kv_heads: int = 0, head_dim: int = 0, **batch: object) -> None:
+        program = native.CProgram(
+            ops=(native.COp * 1)(op), count=1, buffers=len(self.widths), widths=self.widths.ctypes.data,
+            heads=heads, kv_heads=kv_heads, head_dim=head_dim, layers=1,
+        )  # fmt: skip
+        scratch = -(-self.scratch.ctypes.data // 64) * 64
+        filled = native.CBatch(buffers=self.pointers.ctypes.data, scratch=scratch, **batch)
+        native.loaded().forerun_run(program, filled)
+
+
+def close(mine: np.ndarray, exact: np.ndarray, tolerance: float) -> bool:
+    return bool(np.abs(mine - exact).max() <= tolerance * max(1.0, np.abs(exact).max()))
+
+
+@pytest.mark.parametrize("activation", [None, "silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize(("inputs", "outputs"), [(1, 1), (37, 50), (130, 97)])
+def test_a_linear_layer_with_norm_bias_activation_and_residual(inputs: int, outputs: int, activation: str) -> None:
+    for kind in (RMS, LAYER):
+        bench = Bench([inputs, outputs], 5, seed=inputs)
+        x, before = bench.buffers[0].astype(np.float64), bench.buffers[1].astype(np.float64)
+        weight, bias = torch.randn(outputs, inputs), torch.randn(outputs)
+        gain, shift = np.random.rand(inputs).astype(np.float32), np.random.rand(inputs).astype(np.float32)
+        norm = native.CNorm(gain.ctypes.data, shift.ctypes.data if kind == LAYER else None, 1e-5, kind)
+        packed = Packed(weight, bias, "float32", gated=False)
+        chosen = native.ACTIVATIONS[activation] if activation else 0
+        op = native.COp(
+            kind=native.LINEAR, input=0, output=1, norm=norm, matrix=packed.matrix, activation=chosen, residual=1
+        )
+        bench.run(op, tokens=5)
+        centred = x - x.mean(-1, keepdims=True) if kind == LAYER else x
+        normed = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-5) * gain + (shift if kind == LAYER else 0)
+        y = torch.from_numpy(normed @ weight.double().numpy().T + bias.double().numpy())
+        if activation == "silu":
+            y = torch.nn.functional.silu(y)
+        elif activation:
+            y = torch.nn.functional.gelu(y, approximate="tanh" if activation == "gelu_tanh" else "none")
+        assert close(bench.buffers[1], before + y.numpy(), 2e-5)
+
+
+@pytest.mark.parametrize("inner", [16, 23, 48])
+def test_a_gated_layer(inner: int) -> None:
+    bench = Bench([40, inner + -inner % 16], 3, seed=inner)
+    gate, up = torch.randn(inner, 40), torch.randn(inner, 40)
+    packed = Packed(torch.cat((gate, up)), None, "float32", gated=True)
+    bench.run(
+        native.COp(
+            kind=native.LINEAR, input=0, output=1, matrix=packed.matrix, gated=1, activation=native.ACTIVATIONS["silu"]
+        ),
+        tokens=3,
+    )
+    x = torch.from_numpy(bench.buffers[0].astype(np.float64))
+    exact = torch.nn.functional.silu(x @ gate.double().T) * (x @ up.double().T)
+    assert close(bench.buffers[1][:, :inner], exact.numpy(), 2e-5)
+
+
+def attention(q, keys, values, window, softcap, scale):  # type: ignore[no-untyped-def]
+    """One token: q [heads, D], the keys and values it sees, in order [K, kv_heads, D]."""
+    group = q.shape[0] // keys.shape[1]
+    keys, values = (np.repeat(t[-window:] if window else t, group, axis=1) for t in (keys, values))
+    scores = np.einsum("hd,khd->hk", q, keys) * scale
+    if softcap:
+        scores = np.tanh(scores / softcap) * softcap
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    return np.einsum("hk,khd->hd", weights / weights.sum(-1, keepdims=True), values)
+
+
+SHAPES = [(1, 1, 8), (6, 2, 24), (3, 3, 64), (20, 1, 40), (8, 2, 128), (7, 1, 17)]
+
+
+@pytest.mark.parametrize("form", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (5, 0.0), (70, 2.0)])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), SHAPES)
+def test_attention(heads: int, kv_heads: int, dim: int, window: int, softcap: float, form: str) -> None:
+    """A draft tree behind a long prefix that lies scattered over the cache; the last row of the cache is in use."""
+    rows, prefix = 200, 150
+    bench = Bench([(heads + 2 * kv_heads) * dim, heads * dim], 6, seed=dim)
+    dtype = getattr(torch, form)
+    data = torch.from_numpy(bench.rng.standard_normal((2, rows, kv_heads, dim), dtype=np.float32)).to(dtype)
+    line = bench.rng.permutation(rows).astype(np.int64)
+    sees = [
+        [*range(prefix)],
+        [*range(prefix), 150],
+        [*range(prefix), 150, 151],
+        [*range(prefix), 150, 152],
+        [*range(prefix), 150, 152, 153],
+        [*range(3)],
+    ]
+    direct = np.array([150, 151, 152, 151, 151, 3], dtype=np.int32)
+    extra = np.array([line[152], line[152], line[153]], dtype=np.int64)
+    extra_at = np.array([0, 0, 0, 0, 1, 3, 3], dtype=np.int32)
+    lines = np.full(6, line.ctypes.data, dtype=np.uint64)
+    bench.run(
+        native.COp(kind=native.ATTEND, input=0, output=1, scale=0.3, softcap=softcap, window=window),
+        heads, kv_heads, dim, tokens=6, rows=lines.ctypes.data, direct=direct.ctypes.data,
+        extra_at=extra_at.ctypes.data, extra=extra.ctypes.data, keys=data[0].data_ptr(), values=data[1].data_ptr(),
+        layer_stride=0, kv_format=native.FORMATS[form],
+    )  # fmt: skip
+    keys, values = data.double().numpy()
+    for token, seen in enumerate(sees):
+        q = bench.buffers[0][token, : heads * dim].reshape(heads, dim).astype(np.float64)
+        exact = attention(q, keys[line[seen]], values[line[seen]], window, softcap, 0.3)
+        assert close(bench.buffers[1][token].reshape(heads, dim), exact, 1e-5)
+
+
+@pytest.mark.parametrize("rotary", [0, 6, 40])
+def test_rotation_writes_the_cache(rotary: int) -> None:
+    heads, kv_heads, dim, context = 3, 2, 40, 9
+    bench = Bench([(heads + 2 * kv_heads) * dim], 2, seed=rotary)
+    given = bench.buffers[0].astype(np.float64).reshape(2, heads + 2 * kv_heads, dim)
+    angles = np.random.rand(context, max(rotary // 2, 1)).astype(np.float32)
+    cosine, sine = np.cos(angles), np.sin(angles)
+    positions, store = np.array([4, 7], dtype=np.int64), np.array([1, 0], dtype=np.int64)
+    cache = np.zeros((2, 2, kv_heads, dim), dtype=np.float32)
+    op = native.COp(kind=native.ROTATE, input=0, rotary=rotary)
+    if rotary:
+        op.cosine, op.sine = cosine.ctypes.data, sine.ctypes.data
+    bench.run(
+        op, heads, kv_heads, dim, tokens=2, positions=positions.ctypes.data, store=store.ctypes.data,
+        keys=cache[0].ctypes.data, values=cache[1].ctypes.data, layer_stride=0, kv_format=0,
+    )  # fmt: skip
+    exact = given.copy()
+    for t, position in enumerate(positions):
+        half = rotary // 2
+        c, s = (table[position].astype(np.float64) for table in (cosine, sine)) if rotary else (1.0, 0.0)
+        a, b = given[t, :-kv_heads, :half].copy(), given[t, :-kv_heads, half:rotary].copy()
+        exact[t, :-kv_heads, :half], exact[t, :-kv_heads, half:rotary] = a * c - b * s, b * c + a * s
+    rotated = bench.buffers[0].reshape(exact.shape)
+    assert close(rotated, exact, 1e-6)
+    assert np.array_equal(cache[0][store], rotated[:, heads:-kv_heads])
+    assert np.array_equal(cache[1][store], rotated[:, -kv_heads:])
