@@ -12,7 +12,8 @@ import torch
 
 from forerun import rng
 from forerun.config import Config
-from forerun.draft.registry import make_proposers, parse_draft
+from forerun.draft.base import Reference
+from forerun.draft.registry import make_proposers, parse_draft, with_references
 from forerun.engine.engine import Engine
 from forerun.engine.request import Request
 from forerun.engine.stats import RequestStats
@@ -105,6 +106,8 @@ class LLM:
         *,
         draft: str | None = None,
         depth: int | str | None = None,
+        prediction: str | None = None,
+        documents: Sequence[str] = (),
     ) -> list[Completion]:
         """Complete one prompt or many, all at the same time.
 
@@ -113,6 +116,9 @@ class LLM:
             params: how to choose tokens and when to stop.
             draft: off, or a proposer of this engine (ngram, suffix, model), for this call; None is the engine's own.
             depth: auto or a number, for this call; None is the engine's own.
+            prediction: what the output will probably be, such as the file before an edit: it is drafted from where the
+                output agrees with it.
+            documents: texts the output may quote; drafted from where it does.
 
         Returns:
             `params.n` completions a prompt, in the order of the prompts.
@@ -124,7 +130,7 @@ class LLM:
         jobs: list[_Job] = []
         try:
             for prompt in _as_list(prompts):
-                jobs += self._add(self._tokens(prompt), params, draft, depth)
+                jobs += self._add(self.tokens(prompt), params, draft, depth, prediction, documents)
             while any(not job.done for job in jobs):
                 self._step()
         finally:
@@ -138,12 +144,14 @@ class LLM:
         *,
         draft: str | None = None,
         depth: int | str | None = None,
+        prediction: str | None = None,
+        documents: Sequence[str] = (),
     ) -> Stream:
         """Complete one prompt and give its events as they come. Arguments as for `generate`; n must be 1."""
         params = params or SamplingParams()
         if params.n != 1:
             raise RequestError(f"stream gives one completion, not n={params.n}: use generate, or several streams")
-        (job,) = self._add(self._tokens(prompt), params, draft, depth)
+        (job,) = self._add(self.tokens(prompt), params, draft, depth, prediction, documents)
         return Stream(self, job)
 
     def forget(self) -> None:
@@ -151,16 +159,36 @@ class LLM:
         for proposer in self.engine.proposers.values():
             proposer.forget()
 
-    def _add(self, tokens: list[int], params: SamplingParams, draft: str | None, depth: int | str | None) -> list[_Job]:
-        draft = self.draft if draft in (None, "auto") else draft
+    def _add(
+        self,
+        tokens: list[int],
+        params: SamplingParams,
+        draft: str | None,
+        depth: int | str | None,
+        prediction: str | None,
+        documents: Sequence[str],
+    ) -> list[_Job]:
+        draft = self.draft if draft in (None, "auto") else str(draft)
         depth = self.config.depth if depth is None else depth
+        references = self.references(len(tokens), prediction, documents)
+        if references and draft != "off":
+            draft = with_references(draft)
         jobs = []
-        for i in range(params.n):
-            mine = params if params.seed is None else replace(params, seed=derive_seed(params.seed, i))
-            job = _Job(self.engine.add(tokens, mine, draft=str(draft), depth=depth))
+        for mine in separate(params):
+            job = _Job(self.engine.add(tokens, mine, draft=draft, depth=depth, references=references))
             self._jobs[job.request.id] = job
             jobs.append(job)
         return jobs
+
+    def references(self, prompt: int, prediction: str | None, documents: Sequence[str]) -> list[Reference]:
+        """A prediction and documents as references for an output behind `prompt` tokens."""
+        texts = ([("prediction", prediction)] if prediction else []) + [
+            ("document", text) for text in documents if text
+        ]
+        return [
+            Reference(name, tuple(self._text().encode(text, special=False)), prompt, whole=name == "prediction")
+            for name, text in texts
+        ]
 
     def _step(self) -> None:
         for event in self.engine.step():
@@ -172,7 +200,8 @@ class LLM:
             self._jobs.pop(job.request.id, None)
             self.engine.abort(job.request)
 
-    def _tokens(self, prompt: Prompt) -> list[int]:
+    def tokens(self, prompt: Prompt) -> list[int]:
+        """A prompt as the model reads it. Raises RequestError."""
         if isinstance(prompt, str):
             return self._text().encode(prompt)
         if not isinstance(prompt, Sequence):
@@ -237,6 +266,13 @@ class _Job:
             seed=request.seed,
             prompt_token_ids=request.tokens[: request.prompt_length],
         )
+
+
+def separate(params: SamplingParams) -> list[SamplingParams]:
+    """The parameters of each of n completions, with a seed of its own where one was given."""
+    if params.seed is None:
+        return [params] * params.n
+    return [replace(params, seed=derive_seed(params.seed, i)) for i in range(params.n)]
 
 
 def derive_seed(seed: int, index: int) -> int:

@@ -20,14 +20,14 @@ class Runner:
     def __init__(self, decoder: Decoder | NativeDecoder, *, tokens: int, page: int, slots: int) -> None:
         """Room for `tokens` tokens of KV in pages of `page`, for `slots` requests at a time."""
         self.decoder = decoder
+        self._shape = {"tokens": tokens, "page": page, "slots": slots}
+        self.reset()
+
+    def reset(self) -> None:
+        """Start over with an empty cache."""
+        decoder = self.decoder
         self.cache = KVCache(
-            decoder.config,
-            tokens=tokens,
-            page=page,
-            slots=slots,
-            context=decoder.context,
-            dtype=decoder.dtype,
-            device=decoder.device,
+            decoder.config, **self._shape, context=decoder.context, dtype=decoder.dtype, device=decoder.device
         )
 
     @torch.inference_mode()

@@ -116,6 +116,25 @@ class TokenLogprobs:
 
 
 @dataclass(slots=True)
+class Round:
+    """One step of one request, kept for whoever wants to watch: what was drafted and what became of it.
+
+    `chances[i]` is the probability the target gave the token of node i + 1 (its own law, before any sampling parameter)
+    and `noises[i]` the noise of that token under the coupled rules; the last entry of both is the bonus token's.
+    `rate` is the acceptance the depth policy expected. Seconds are those of the whole step.
+    """
+
+    step: int
+    draft: Draft
+    verdict: Verdict
+    chances: list[float]
+    noises: list[float]
+    rate: float
+    draft_seconds: float
+    verify_seconds: float
+
+
+@dataclass(slots=True)
 class Event:
     """New tokens of one request, as they leave the engine.
 
@@ -130,6 +149,7 @@ class Event:
     pieces: list[str]
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: str | None = None
+    round: Round | None = None  # where the request asked to be traced
 
     @property
     def text(self) -> str:

@@ -154,3 +154,16 @@ def test_the_bundled_model_on_cuda() -> None:
     params = SamplingParams(max_tokens=60, temperature=0.8, seed=1)
     (plain,), (fast,) = llm.generate(PROMPT, params, draft="off"), llm.generate(PROMPT, params, depth=4)
     assert plain.token_ids == fast.token_ids and torch.cuda.is_available()
+
+
+def test_a_prediction_changes_the_speed_only() -> None:
+    llm = LLM(draft="off")
+    params = SamplingParams(temperature=0.8, seed=3, max_tokens=120)
+    plain = llm.generate("def main():", params)[0]
+    lines = plain.text.splitlines(keepends=True)
+    edited = "".join(line for i, line in enumerate(lines) if i != 2) + "# the end\n"
+    predicted = llm.generate("def main():", params, draft="suffix", prediction=edited)[0]
+    assert predicted.token_ids == plain.token_ids
+    assert predicted.stats.by_source["prediction"].accepted > 60
+    quoted = llm.generate("def main():", params, draft="ngram", documents=[edited], depth=4)[0]
+    assert quoted.token_ids == plain.token_ids and quoted.stats.by_source["document"].accepted > 20

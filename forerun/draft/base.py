@@ -39,13 +39,30 @@ class Row:
     branching: bool = True
 
 
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """A text that came with a request and may help to draft its output.
+
+    Attributes:
+        name: what statistics call drafts from it: prediction or document.
+        tokens: the text as token ids.
+        start: how many tokens the prompt has; the output begins there.
+        whole: the output is expected to follow the text from its beginning to its end.
+    """
+
+    name: str
+    tokens: tuple[int, ...]
+    start: int
+    whole: bool
+
+
 class Proposer:
     """Base of all proposers. `name` is what statistics call it, `width` the most nodes of a level."""
 
     name = ""
     width = 1
 
-    def open(self, slot: int, tokens: Sequence[int]) -> None:
+    def open(self, slot: int, tokens: Sequence[int], references: Sequence[Reference] = ()) -> None:
         """A request was given `slot`, first or after a preemption; `tokens` are all it has so far."""
 
     def close(self, slot: int, finished: Sequence[int] | None = None) -> None:
@@ -53,6 +70,9 @@ class Proposer:
 
     def forget(self) -> None:
         """Drop whatever was kept of requests that have ended."""
+
+    def reset(self) -> None:
+        """Drop everything, running requests too: the engine starts over after a failure."""
 
     def propose(self, rows: Sequence[Row]) -> list[Draft]:
         """One draft a row, at most `row.depth` deep. Must not change what a later call would propose for others."""

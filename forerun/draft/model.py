@@ -17,7 +17,7 @@ from torch import Tensor
 
 from forerun import rng
 from forerun.cache.attention import Segment
-from forerun.draft.base import Proposer, Row
+from forerun.draft.base import Proposer, Reference, Row
 from forerun.kernels.draw import gumbel_argmax
 from forerun.runner import Runner
 from forerun.sampling.filters import shape_logits
@@ -52,11 +52,14 @@ class DraftModel(Proposer):
     def __init__(self, runner: Runner, vocab: int, width: int = 1) -> None:
         self.runner, self.vocab, self.width = runner, vocab, width
 
-    def open(self, slot: int, tokens: Sequence[int]) -> None:
+    def open(self, slot: int, tokens: Sequence[int], references: Sequence[Reference] = ()) -> None:
         self.runner.cache.open(slot, tokens)
 
     def close(self, slot: int, finished: Sequence[int] | None = None) -> None:
         self.runner.cache.close(slot)
+
+    def reset(self) -> None:
+        self.runner.reset()
 
     def propose(self, rows: Sequence[Row]) -> list[Draft]:
         trees = [_Tree(row, Draft.root(row.tokens[-1])) for row in rows]

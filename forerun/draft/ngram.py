@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from forerun.draft.base import Proposer, Row
+from forerun.draft.base import Proposer, Reference, Row
 from forerun.types import Draft
 
 
@@ -29,11 +29,14 @@ class NGram(Proposer):
         self.sizes = range(longest, shortest - 1, -1)
         self.slots: dict[int, _Index] = {}
 
-    def open(self, slot: int, tokens: Sequence[int]) -> None:
+    def open(self, slot: int, tokens: Sequence[int], references: Sequence[Reference] = ()) -> None:
         self.slots[slot] = _Index()
 
     def close(self, slot: int, finished: Sequence[int] | None = None) -> None:
         del self.slots[slot]
+
+    def reset(self) -> None:
+        self.slots.clear()
 
     def propose(self, rows: Sequence[Row]) -> list[Draft]:
         return [self._propose(row) for row in rows]

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from forerun.draft.base import Proposer
+from forerun.draft.compose import Cascade
 from forerun.draft.model import DraftModel
 from forerun.draft.ngram import NGram
+from forerun.draft.reference import References
 from forerun.draft.suffix import Suffix
 from forerun.errors import ConfigError, nearest
 from forerun.models.hub import BUNDLED
@@ -38,4 +40,11 @@ def make_proposers(
     proposers: dict[str, Proposer] = {"ngram": NGram(), "suffix": Suffix()}
     if name == "model":
         proposers["model"] = DraftModel(load(argument), vocab, width)
-    return proposers
+    references = References()
+    cascades = [Cascade((references, proposer)) for proposer in proposers.values()]
+    return proposers | {p.name: p for p in (references, *cascades)}
+
+
+def with_references(name: str) -> str:
+    """The proposer that asks a request's own references before `name`."""
+    return "reference" if name == "off" else f"reference+{name}"

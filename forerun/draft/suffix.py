@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from forerun.draft.base import Proposer, Row
+from forerun.draft.base import Proposer, Reference, Row
 from forerun.draft.ngram import copy_from
 from forerun.types import Draft
 
@@ -77,7 +77,7 @@ class SuffixAutomaton:
 
 
 @dataclass(slots=True)
-class _Cursor:
+class Cursor:
     """Where a text stands in an automaton it is not part of: the longest suffix that occurs there."""
 
     automaton: SuffixAutomaton
@@ -102,7 +102,7 @@ class _Cursor:
 @dataclass(slots=True)
 class _Slot:
     own: SuffixAutomaton = field(default_factory=SuffixAutomaton)
-    cursors: list[_Cursor] = field(default_factory=list)
+    cursors: list[Cursor] = field(default_factory=list)
     read: int = 0
 
 
@@ -116,7 +116,7 @@ class Suffix(Proposer):
         self.shared = [SuffixAutomaton()]  # newest first
         self.slots: dict[int, _Slot] = {}
 
-    def open(self, slot: int, tokens: Sequence[int]) -> None:
+    def open(self, slot: int, tokens: Sequence[int], references: Sequence[Reference] = ()) -> None:
         self.slots[slot] = _Slot()
 
     def close(self, slot: int, finished: Sequence[int] | None = None) -> None:
@@ -126,6 +126,10 @@ class Suffix(Proposer):
 
     def forget(self) -> None:
         self.shared = [SuffixAutomaton()]
+
+    def reset(self) -> None:
+        self.slots.clear()
+        self.forget()
 
     def propose(self, rows: Sequence[Row]) -> list[Draft]:
         return [self._propose(row) for row in rows]
@@ -144,7 +148,7 @@ class Suffix(Proposer):
 
     def _read(self, state: _Slot, tokens: Sequence[int]) -> None:
         if [c.automaton for c in state.cursors] != self.shared:  # a generation came or went: start over there
-            state.cursors = [_Cursor(automaton) for automaton in self.shared]
+            state.cursors = [Cursor(automaton) for automaton in self.shared]
             for token in tokens[max(0, state.read - 32) : state.read]:
                 for cursor in state.cursors:
                     cursor.follow(token)

@@ -102,6 +102,9 @@ class DepthPolicy(Protocol):
     def choose(self, wishes: Sequence[Wish], tokens: int) -> list[int]:
         """The depth of each request, 0 to its limit. `tokens` are in the pass in any case."""
 
+    def rate(self, source: str, acceptance: Acceptance) -> float:
+        """The acceptance it expects of the next drafted token."""
+
     def record_draft(self, source: str, depth: int, seconds: float) -> None:
         """Drafting to `depth` took so long."""
 
@@ -122,7 +125,7 @@ class Auto:
 
     def choose(self, wishes: Sequence[Wish], tokens: int) -> list[int]:
         """Add drafted tokens in order of their chance to be accepted; keep the best point on the way."""
-        rates = [w.acceptance.rate(self.sources[w.source].rate(PRIOR)) for w in wishes]
+        rates = [self.rate(w.source, w.acceptance) for w in wishes]
         depths, expected, added = [0] * len(wishes), float(max(len(wishes), 1)), 0
         best, best_speed = list(depths), expected / self._pass(tokens)
         # one that did not pay rests until its probe: nothing new will be known of it before
@@ -141,6 +144,9 @@ class Auto:
             if depths[i] < min(wishes[i].limit, DEEPEST) and -chance * rates[i] > HOPELESS:
                 heapq.heappush(heap, (chance * rates[i], i))
         return [self._probe(wish, depth) for wish, depth in zip(wishes, best, strict=True)]
+
+    def rate(self, source: str, acceptance: Acceptance) -> float:
+        return acceptance.rate(self.sources[source].rate(PRIOR))
 
     def _probe(self, wish: Wish, depth: int) -> int:
         """Now and then draft where it does not seem to pay, or nothing would ever be learned again."""

@@ -16,9 +16,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from forerun import rng
 from forerun.cache.attention import Segment
 from forerun.config import parse_depth
-from forerun.draft.base import Proposer, Row
+from forerun.draft.base import Proposer, Reference, Row
 from forerun.engine.depth import Auto, DepthPolicy, Wish
 from forerun.engine.request import Request
 from forerun.engine.scheduler import Scheduler, Work
@@ -27,7 +28,7 @@ from forerun.models.text import TextStream, Tokenizer
 from forerun.runner import Runner
 from forerun.sampling.filters import SamplingState, filter_logits
 from forerun.sampling.params import SamplingParams
-from forerun.types import Draft, Event, TokenLogprobs, Verdict
+from forerun.types import Draft, Event, Round, TokenLogprobs, Verdict
 from forerun.verify import RULES, Noise
 
 OFF = "off"
@@ -48,7 +49,7 @@ class Engine:
         policy: DepthPolicy | None = None,
     ) -> None:
         """`proposers` by the name requests choose them with; without a tokenizer there is no text, only token ids."""
-        self.target, self.proposers, self.rule = target, proposers, RULES[rule]
+        self.target, self.proposers, self.rule, self.chunk = target, proposers, RULES[rule], chunk
         self.tokenizer, self.policy = tokenizer, policy or Auto()
         self.scheduler = Scheduler(target.cache, proposers, len(target.cache.length), chunk)
         self.requests: dict[int, Request] = {}
@@ -56,12 +57,22 @@ class Engine:
         self._aborted: list[Event] = []
 
     def add(
-        self, tokens: Sequence[int], params: SamplingParams, *, draft: str = OFF, depth: int | str = "auto"
+        self,
+        tokens: Sequence[int],
+        params: SamplingParams,
+        *,
+        draft: str = OFF,
+        depth: int | str = "auto",
+        rule: str | None = None,
+        references: Sequence[Reference] = (),
+        trace: bool = False,
     ) -> Request:
         """Queue one request (`n` is the caller's affair). Raises RequestError or CapacityError if it cannot serve."""
         config, cache, depth = self.target.decoder.config, self.target.cache, parse_depth(depth)
         if draft != OFF and draft not in self.proposers:
             raise ConfigError(f"this engine has no draft {draft!r}: {nearest(draft, [OFF, *self.proposers])}")
+        if rule is not None and rule not in RULES:
+            raise ConfigError(f"there is no rule {rule!r}: {nearest(rule, RULES)}")
         if not tokens:
             raise RequestError("the prompt is empty: give at least one token")
         outside = [t for t in (*tokens, *params.logit_bias, *params.stop_token_ids) if not 0 <= t < config.vocab]
@@ -92,6 +103,9 @@ class Engine:
             limit=limit,
             draft=draft,
             depth=depth,
+            rule=RULES[rule] if rule else self.rule,
+            references=references,
+            trace=trace,
             end_ids=ends,
             state=SamplingState(params, tokens, sorted(ends)),
             text=TextStream(self.tokenizer, tokens, params.stop_strings) if self.tokenizer else None,
@@ -108,6 +122,15 @@ class Engine:
             self._close(request)
             rest = request.text.take(finished=True) if request.text else ""
             self._aborted.append(Event(request.id, [], [], [rest], finish_reason="abort"))
+
+    def reset(self) -> None:
+        """Start over after a failure: every request is dropped without a word, every cache is empty."""
+        self.requests.clear()
+        self._aborted.clear()
+        self.target.reset()
+        for proposer in self.proposers.values():
+            proposer.reset()
+        self.scheduler = Scheduler(self.target.cache, self.proposers, len(self.target.cache.length), self.chunk)
 
     @property
     def busy(self) -> bool:
@@ -140,7 +163,12 @@ class Engine:
             stats = work.request.stats
             stats.draft_seconds += drafted - start
             stats.verify_seconds += verified - drafted
-            events.append(self._land(work, draft, verdict, logits[first : first + len(draft)]))
+            rows = logits[first : first + len(draft)]
+            round_ = self._round(work.request, draft, verdict, rows) if work.request.trace else None
+            events.append(self._land(work, draft, verdict, rows))
+            if round_:
+                round_.draft_seconds, round_.verify_seconds = drafted - start, verified - drafted
+                events[-1].round = round_
             first += len(draft)
         return events
 
@@ -194,8 +222,8 @@ class Engine:
             params=request.params,
             noise=Noise(request.seed, len(request.tokens) - 1),
             depth=depth,
-            coupled=self.rule.coupled,
-            branching=self.rule.branching,
+            coupled=request.rule.coupled,
+            branching=request.rule.branching,
         )
 
     def _segment(self, work: Work, draft: Draft | None) -> Segment:
@@ -210,13 +238,20 @@ class Engine:
         return Segment(request.slot, tokens + draft.tokens[1:], parents, want)
 
     def _verify(self, drawing: Sequence[Work], drafts: Sequence[Draft], logits: Tensor) -> list[Verdict]:
-        """The rule's verdict on each draft, from logits [M, V]."""
+        """The verdict of each request's rule on its draft, from logits [M, V]."""
         if not drawing:
             return []
         with torch.inference_mode():
             scores = filter_logits(logits, drafts, [w.request.state for w in drawing])
             noises = [Noise(w.request.seed, len(w.request.tokens) - 1) for w in drawing]
-            return self.rule.verify(drafts, scores, noises)
+            rows = torch.split(scores, [len(draft) for draft in drafts])
+            verdicts: dict[int, Verdict] = {}
+            for rule in {w.request.rule.name: w.request.rule for w in drawing}.values():
+                mine = [i for i, w in enumerate(drawing) if w.request.rule is rule]
+                part = scores if len(mine) == len(drawing) else torch.cat([rows[i] for i in mine])
+                given = rule.verify([drafts[i] for i in mine], part, [noises[i] for i in mine])
+                verdicts |= zip(mine, given, strict=True)
+            return [verdicts[i] for i in range(len(drawing))]
 
     def _land(self, work: Work, draft: Draft, verdict: Verdict, logits: Tensor) -> Event:
         """Commit a verdict: keep the path's keys, append its tokens up to the one that ends the request."""
@@ -251,11 +286,24 @@ class Engine:
             source = request.stats.by_source[draft.sources[node]]
             source.drafted += 1
             source.accepted += node in kept
+        request.stats.rounds.append((len(draft) - 1, len(verdict.path) - 1))
         request.stats.drafted += len(draft) - 1
         request.stats.accepted += len(verdict.path) - 1
         if len(draft) > 1:
             depth, accepted = max(draft.depths()), len(verdict.path) - 1
             self.policy.record_verdict(request.draft, request.acceptance, depth, accepted)
+
+    def _round(self, request: Request, draft: Draft, verdict: Verdict, logits: Tensor) -> Round:
+        """What there is to see of a step, before it is committed. logits [N, V]"""
+        laws, noise = logits.float().softmax(-1), Noise(request.seed, len(request.tokens) - 1)
+        depths, last = draft.depths(), verdict.path[-1]
+        at = [(draft.parents[i], token) for i, token in enumerate(draft.tokens) if i] + [(last, verdict.tokens[-1])]
+        noises = [rng.gumbel_scalar(noise.target(depths[node]), token) for node, token in at]
+        if request.params.greedy or not request.rule.coupled:
+            noises = [0.0] * len(at)
+        chances = [float(laws[node, token]) for node, token in at]
+        rate = self.policy.rate(request.draft, request.acceptance)
+        return Round(request.stats.steps, draft, verdict, chances, noises, rate, 0.0, 0.0)
 
     def _seal(self, request: Request) -> None:
         cache = self.target.cache  # a verdict cut short by a stop has committed more than was said

@@ -6,11 +6,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from forerun.draft.base import Reference
 from forerun.engine.depth import Acceptance
 from forerun.engine.stats import RequestStats
 from forerun.models.text import TextStream
 from forerun.sampling.filters import SamplingState
 from forerun.sampling.params import SamplingParams
+from forerun.verify import Rule
 
 WAITING = -1
 
@@ -19,7 +21,8 @@ WAITING = -1
 class Request:
     """`tokens` are prompt and output; the KV cache of its slot holds tokens[:length], the last is the next root.
 
-    `limit` is the most output tokens it may have; `draft` names its proposer and `depth` what it asked for.
+    `limit` is the most output tokens it may have; `draft` names its proposer and `depth` what it asked for;
+    `references` are texts that may help to draft it; `trace` asks for the rounds.
     """
 
     id: int
@@ -30,6 +33,9 @@ class Request:
     limit: int
     draft: str
     depth: int | str
+    rule: Rule
+    references: Sequence[Reference]
+    trace: bool
     end_ids: frozenset[int]
     state: SamplingState
     text: TextStream | None

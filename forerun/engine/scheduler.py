@@ -78,7 +78,7 @@ class Scheduler:
             request.proposed = 0
             self.running.append(request)
             if request.draft in self.proposers:
-                self.proposers[request.draft].open(slot, request.tokens)
+                self.proposers[request.draft].open(slot, request.tokens, request.references)
 
     def finish(self, request: Request) -> None:
         """Take a request out, wherever it is."""

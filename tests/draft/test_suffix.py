@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import pytest
 
 from forerun.draft.base import Row
-from forerun.draft.suffix import BREAK, Suffix, SuffixAutomaton, _Cursor
+from forerun.draft.suffix import BREAK, Cursor, Suffix, SuffixAutomaton
 from forerun.sampling.params import SamplingParams
 from forerun.types import Law
 from forerun.verify import Noise
@@ -108,7 +108,7 @@ def test_cursor_against_a_naive_search(letters: int) -> None:
         automaton = SuffixAutomaton()
         for token in known:
             automaton.append(token)
-        cursor = _Cursor(automaton)
+        cursor = Cursor(automaton)
         for i, token in enumerate(text):
             cursor.follow(token)
             assert cursor.length == common(text[: i + 1], known)
@@ -123,7 +123,7 @@ def test_cursor_in_an_automaton_that_grows(letters: int) -> None:
     chance = random.Random(letters)
     for _ in range(40):
         automaton, known, text = SuffixAutomaton(), [], []
-        cursor = _Cursor(automaton)
+        cursor = Cursor(automaton)
         for _ in range(30):
             for token in chance.choices(range(letters), k=chance.choice([0, 0, 1, 3])):
                 automaton.append(token)
@@ -139,7 +139,7 @@ def test_continuation_stops_between_two_texts() -> None:
     automaton = SuffixAutomaton()
     for token in (1, 2, 3, BREAK, 4, 5):
         automaton.append(token)
-    cursor = _Cursor(automaton)
+    cursor = Cursor(automaton)
     for token in (1, 2):
         cursor.follow(token)
     assert cursor.continuation(5) == [3]

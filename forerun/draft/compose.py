@@ -1,0 +1,37 @@
+"""Proposers made of proposers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from forerun.draft.base import Proposer, Reference, Row
+from forerun.types import Draft
+
+
+class Cascade(Proposer):
+    """Asks its parts in order: whoever has a draft for a request first drafts it alone."""
+
+    def __init__(self, parts: Sequence[Proposer]) -> None:
+        self.parts = parts
+        self.name = "+".join(part.name for part in parts)
+        self.width = max(part.width for part in parts)
+
+    def open(self, slot: int, tokens: Sequence[int], references: Sequence[Reference] = ()) -> None:
+        for part in self.parts:
+            part.open(slot, tokens, references)
+
+    def close(self, slot: int, finished: Sequence[int] | None = None) -> None:
+        for part in self.parts:
+            part.close(slot, finished)
+
+    def reset(self) -> None:
+        for part in self.parts:
+            part.reset()
+
+    def propose(self, rows: Sequence[Row]) -> list[Draft]:
+        drafts = [Draft.root(row.tokens[-1]) for row in rows]
+        for part in self.parts:
+            open_ = [i for i, draft in enumerate(drafts) if len(draft) == 1]
+            for i, draft in zip(open_, part.propose([rows[i] for i in open_]) if open_ else [], strict=True):
+                drafts[i] = draft
+        return drafts
