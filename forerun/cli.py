@@ -5,21 +5,22 @@ Exit codes: 0 done, 1 a failure while running, 2 bad input, 130 interrupted. Tex
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
-import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from forerun.config import Config
 from forerun.errors import ForerunError, RequestError
+from forerun.flags import ENGINE, SAMPLING, with_flags
+from forerun.sampling.grammar import Grammar
 from forerun.sampling.params import SamplingParams
+from forerun.server.cli import batch, serve
 
 if TYPE_CHECKING:
     from forerun.llm import LLM, Completion
@@ -32,59 +33,8 @@ app = typer.Typer(
     help="Lossless speculative decoding: the same tokens as plain decoding, sooner.",
 )
 
-CONFIG_TYPES = {"model": str, "quantization": str, "depth": str, "context": int, "kv_tokens": int}
-SAMPLING_TYPES = {"logit_bias": list[str], "stop": list[str], "stop_token_ids": list[int], "seed": int, "logprobs": int}
-SHORT = {"model": "-m", "max_tokens": "-n", "temperature": "-t"}
 USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]  # typer does not export it by name
-COLOURS = {"model": "cyan", "ngram": "green", "suffix": "yellow"}
-
-
-def _help_of(cls: type) -> dict[str, str]:
-    """The help of each field: its entry under Args in the class's docstring."""
-    section = inspect.cleandoc(cls.__doc__ or "").split("Args:\n")[1]
-    entries = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", section, flags=re.M)
-    return {name: " ".join(text.split()) for name, text in entries}
-
-
-def _flags(cls: type, types: dict[str, Any], panel: str, leave_out: tuple[str, ...] = ()) -> list[inspect.Parameter]:
-    """One command-line option for each field of a dataclass; None means that the flag was not given."""
-    parameters = []
-    for field in fields(cls):
-        if field.name in leave_out:
-            continue
-        kind = types.get(field.name, type(field.default))
-        names = [f"--{field.name.replace('_', '-')}", *([SHORT[field.name]] if field.name in SHORT else [])]
-        default = "" if field.name in types else f" [dim](default: {field.default})[/dim]"
-        text = _help_of(cls)[field.name].replace("[", "\\[") + (default if kind is not bool else "")
-        option = typer.Option(*names, help=text, rich_help_panel=panel, show_default=False)
-        annotation = Annotated[kind | None, option]  # type: ignore[valid-type]
-        parameters.append(
-            inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
-        )
-    return parameters
-
-
-def _with_flags(*, leave_out: tuple[str, ...] = ()) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a verb the flags of Config and SamplingParams, collected into `config` and `sampling`."""
-    engine = _flags(Config, CONFIG_TYPES, "Engine")
-    sampling = _flags(SamplingParams, SAMPLING_TYPES, "Sampling", leave_out)
-
-    def wrap(verb: Callable[..., None]) -> Callable[..., None]:
-        signature = inspect.signature(verb, eval_str=True)
-        own = [p for p in signature.parameters.values() if p.name not in ("config", "sampling")]
-
-        def run(**given: Any) -> None:
-            def take(group: list[inspect.Parameter]) -> dict[str, Any]:
-                values = {p.name: given.pop(p.name) for p in group}
-                return {name: value for name, value in values.items() if value not in (None, [])}
-
-            verb(config=take(engine), sampling=take(sampling), **given)
-
-        run.__name__, run.__doc__ = verb.__name__, verb.__doc__
-        run.__signature__ = inspect.Signature([*own, *engine, *sampling])  # type: ignore[attr-defined]
-        return run
-
-    return wrap
+COLOURS = {"model": "cyan", "ngram": "green", "suffix": "yellow", "grammar": "magenta"}
 
 
 @contextmanager
@@ -122,17 +72,37 @@ def _params(sampling: dict[str, Any], **defaults: Any) -> SamplingParams:
     return SamplingParams.of(**options)
 
 
+def _grammar(schema: str | None, regex: str | None) -> dict[str, Any]:
+    """The sampling parameters of --json-schema and --regex."""
+    if schema is not None and regex is not None:
+        raise RequestError("--json-schema and --regex contradict each other: give one")
+    if regex is not None:
+        return {"grammar": Grammar.of("regex", regex)}
+    if schema is None:
+        return {}
+    if not schema.lstrip().startswith("{"):
+        try:
+            schema = Path(schema).read_text(encoding="utf-8")
+        except (OSError, ValueError):
+            raise RequestError(f"--json-schema {schema!r} is neither a JSON object nor a text file with one") from None
+    return {"grammar": Grammar.of("json_schema", schema)}
+
+
 @app.command(epilog="[dim]forerun generate 'def fib(n):' --temperature 0.8 --seed 1 --max-tokens 64[/dim]")
-@_with_flags()
+@with_flags(ENGINE, SAMPLING)
 def generate(
     prompt: Annotated[str, typer.Argument(help="The text to continue; - reads it from stdin.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a completion.")] = False,
+    json_schema: Annotated[
+        str | None, typer.Option(help="JSON that fits this schema, a file or the schema itself.", metavar="SCHEMA")
+    ] = None,
+    regex: Annotated[str | None, typer.Option(help="A text that this regular expression matches.")] = None,
     *,
     config: dict[str, Any],
     sampling: dict[str, Any],
 ) -> None:
     """Continue a text. Accepted drafted tokens are coloured on a terminal."""
-    params = _params(sampling)
+    params = _params(sampling | _grammar(json_schema, regex))
     text = sys.stdin.read() if prompt == "-" else prompt
     llm = _load(config, as_json)
     if params.n > 1 or as_json:
@@ -144,7 +114,7 @@ def generate(
 
 
 @app.command(epilog="[dim]forerun chat --model path/of/a/chat/model[/dim]")
-@_with_flags(leave_out=("n",))
+@with_flags(ENGINE, SAMPLING.without("n"))
 def chat(
     system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object an answer.")] = False,
@@ -228,6 +198,10 @@ def _as_dict(completion: Completion) -> dict[str, Any]:
     if completion.logprobs is not None:
         values["logprobs"] = [{"token_id": e.token_id, "logprob": e.logprob, "top": e.top} for e in completion.logprobs]
     return values
+
+
+app.command(epilog="[dim]forerun serve Qwen/Qwen3-0.6B --draft suffix --port 8000[/dim]")(serve)
+app.command(epilog="[dim]forerun batch requests.jsonl answers.jsonl --model Qwen/Qwen3-0.6B[/dim]")(batch)
 
 
 def _version(wanted: bool) -> None:

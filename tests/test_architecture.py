@@ -18,7 +18,8 @@ FLOORS = [
     {"native", "runner", "load"},
     {"draft"},
     {"engine"},
-    {"llm"},
+    {"llm", "flags"},
+    {"server"},
     {"cli", "__main__", "__init__"},
 ]
 FLOOR = {name: i for i, names in enumerate(FLOORS) for name in names}

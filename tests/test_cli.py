@@ -48,6 +48,16 @@ def test_n_prints_one_line_of_json_each(forerun) -> None:
     assert len({json.loads(line)["seed"] for line in out.splitlines()}) == 3
 
 
+def test_a_schema_as_text_or_file_and_a_regex(forerun, tmp_path: Path) -> None:
+    schema = '{"type": "object", "properties": {"a": {"enum": ["x", "yy"]}}, "required": ["a"]}'
+    file = tmp_path / "schema.json"
+    file.write_text(schema)
+    for given in (schema, str(file)):
+        answer = json.loads(forerun("generate", "a = ", "--json", "--json-schema", given, "--kv-tokens", "2048")[1])
+        assert answer["finish_reason"] == "stop" and json.loads(answer["text"])["a"] in ("x", "yy")
+    assert forerun("generate", "a = ", "--regex", "[0-9]{3}", *SMALL)[1].strip().isdigit()
+
+
 def test_prompt_from_stdin(forerun, monkeypatch: pytest.MonkeyPatch) -> None:
     import io
 
@@ -100,6 +110,11 @@ BAD = {
     "logit bias": (["--logit-bias", "4:1"], "ID=AMOUNT"),
     "token outside": (["--logit-bias", "99999=1"], "token id 99999"),
     "kv too small": (["--kv-tokens", "64"], "kv_tokens"),
+    "no schema": (["--json-schema", "nowhere.json"], "neither a JSON object nor a text file"),
+    "a broken schema": (["--json-schema", "{"], "not valid JSON"),
+    "a wrong schema": (["--json-schema", '{"type": "strin"}'], "grammar cannot be used"),
+    "a broken regex": (["--regex", "[a"], "regex"),
+    "two grammars": (["--regex", "a", "--json-schema", "{}"], "contradict"),
     "unknown flag": (["--temprature", "1"], "--temperature"),
     "not a number": (["--max-tokens", "ten"], "--max-tokens"),
 }

@@ -13,10 +13,13 @@ from typing import Any
 
 import torch
 import transformers as hf
+from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
+from tokenizers import models as tokenizer_models
 
 from forerun.models.decoder import Decoder, load_decoder
 
 VOCAB = 64
+WORDED = 328  # logits of `worded` models: more than their tokenizer has tokens, as in real models
 _BASE: dict[str, Any] = dict(
     vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
     num_key_value_heads=2, max_position_embeddings=256, bos_token_id=1, eos_token_id=2, pad_token_id=0,
@@ -128,6 +131,33 @@ def drafter(name: str, noise: float = 0.15) -> Path:
         for value in model.parameters():
             value.add_(torch.randn_like(value) * noise * value.std().clamp(min=1e-3))
     model.save_pretrained(directory)
+    return directory
+
+
+@functools.cache
+def worded(noise: float = 0.0) -> Path:
+    """A tiny Llama with a byte-level tokenizer that knows some JSON; `noise` makes it one that often agrees with it."""
+    directory = _new_directory("worded-")
+    model = hf_model("llama", gain=0.7, vocab_size=WORDED)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for value in model.parameters():
+            value.add_(torch.randn_like(value) * noise * value.std().clamp(min=1e-3))
+    model.save_pretrained(directory)
+    tokenizer = Tokenizer(tokenizer_models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    texts = [
+        '{"name":"alpha","colour":"green","sizes":[10,12],"next":{"name":"beta"}}',
+        "true false null alphabet grey",
+    ]
+    alphabet, special = pre_tokenizers.ByteLevel.alphabet(), ["<pad>", "<s>", "</s>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=312, initial_alphabet=alphabet, special_tokens=special, show_progress=False
+    )
+    tokenizer.train_from_iterator(texts * 20, trainer)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     return directory
 
 

@@ -35,6 +35,11 @@ class Pages:
         """Pages that can be had without taking one from a slot."""
         return len(self.free) + len(self.idle)
 
+    @property
+    def used(self) -> int:
+        """Pages held by some slot."""
+        return self.count - self.available
+
     def match(self, slot: int, tokens: Sequence[int]) -> int:
         """Give an empty slot the sealed pages of the longest known prefix; returns how many tokens they hold.
 

@@ -105,6 +105,9 @@ class DepthPolicy(Protocol):
     def rate(self, source: str, acceptance: Acceptance) -> float:
         """The acceptance it expects of the next drafted token."""
 
+    def costs(self) -> tuple[dict[int, float], dict[str, dict[int, float]]]:
+        """Seconds measured so far: of a pass by its tokens, and of drafting by proposer and depth."""
+
     def record_draft(self, source: str, depth: int, seconds: float) -> None:
         """Drafting to `depth` took so long."""
 
@@ -147,6 +150,9 @@ class Auto:
 
     def rate(self, source: str, acceptance: Acceptance) -> float:
         return acceptance.rate(self.sources[source].rate(PRIOR))
+
+    def costs(self) -> tuple[dict[int, float], dict[str, dict[int, float]]]:
+        return dict(self.passes.seen), {name: dict(curve.seen) for name, curve in self.drafts.items() if curve.seen}
 
     def _probe(self, wish: Wish, depth: int) -> int:
         """Now and then draft where it does not seem to pay, or nothing would ever be learned again."""

@@ -20,13 +20,15 @@ from forerun import rng
 from forerun.cache.attention import Segment
 from forerun.config import parse_depth
 from forerun.draft.base import Proposer, Reference, Row
-from forerun.engine.depth import Auto, DepthPolicy, Wish
+from forerun.engine.depth import DEEPEST, Auto, DepthPolicy, Wish
 from forerun.engine.request import Request
 from forerun.engine.scheduler import Scheduler, Work
 from forerun.errors import CapacityError, ConfigError, RequestError, nearest
 from forerun.models.text import TextStream, Tokenizer
 from forerun.runner import Runner
 from forerun.sampling.filters import SamplingState, filter_logits
+from forerun.sampling.grammar import GrammarCompiler
+from forerun.sampling.matcher import SOURCE
 from forerun.sampling.params import SamplingParams
 from forerun.types import Draft, Event, Round, TokenLogprobs, Verdict
 from forerun.verify import RULES, Noise
@@ -52,6 +54,8 @@ class Engine:
         self.target, self.proposers, self.rule, self.chunk = target, proposers, RULES[rule], chunk
         self.tokenizer, self.policy = tokenizer, policy or Auto()
         self.scheduler = Scheduler(target.cache, proposers, len(target.cache.length), chunk)
+        config = target.decoder.config
+        self.grammars = GrammarCompiler(tokenizer, config.vocab, config.end_ids)
         self.requests: dict[int, Request] = {}
         self._ids = itertools.count()
         self._aborted: list[Event] = []
@@ -94,6 +98,7 @@ class Engine:
         seed = secrets.randbits(63) if params.seed is None else params.seed
         own_ends = () if params.ignore_eos else config.end_ids
         ends = frozenset((*own_ends, *params.stop_token_ids))
+        grammar = self.grammars.matcher(params.grammar, ends)
         request = Request(
             id=next(self._ids),
             tokens=list(tokens),
@@ -107,7 +112,7 @@ class Engine:
             references=references,
             trace=trace,
             end_ids=ends,
-            state=SamplingState(params, tokens, sorted(ends)),
+            state=SamplingState(params, tokens, sorted(ends), grammar),
             text=TextStream(self.tokenizer, tokens, params.stop_strings) if self.tokenizer else None,
         )
         request.stats.prompt_tokens = len(tokens)
@@ -174,10 +179,11 @@ class Engine:
 
     def _propose(self, works: Sequence[Work], drawing: Sequence[Work]) -> list[Draft]:
         """One draft for each request that draws, roots where it does not pay or there is no room."""
-        depths = self._depths(works, drawing)
-        drafts = {w.request.id: Draft.root(w.request.tokens[-1]) for w in drawing}
+        drafts = {w.request.id: self._forced(w) for w in drawing}
+        free = [work for work in drawing if len(drafts[work.request.id]) == 1]
+        depths = self._depths(free, sum(w.count for w in works) + sum(len(d) - 1 for d in drafts.values()))
         groups: dict[str, list[Request]] = defaultdict(list)
-        for work in drawing:
+        for work in free:
             # room for the largest draft there could be: what is verified must not depend on what was drawn
             if depths[work.request.id] and self._reserve(work.request, depths[work.request.id]):
                 groups[work.request.draft].append(work.request)
@@ -189,28 +195,48 @@ class Engine:
             if lag <= SHORT_LAG:  # reading a long one is no measure of a round
                 self.policy.record_draft(name, max(row.depth for row in rows), time.perf_counter() - start)
             for request, draft in zip(requests, proposed, strict=True):
-                request.proposed = len(request.tokens)
-                drafts[request.id] = draft
+                request.proposed, request.reach = len(request.tokens), max(draft.depths())
+                grammar = request.state.grammar
+                drafts[request.id] = grammar.prune(draft) if grammar else draft
         return list(drafts.values())
+
+    def _forced(self, work: Work) -> Draft:
+        """What the request's grammar leaves no choice about, a root where it does or there is no room.
+
+        It costs nothing to draft and is always accepted: neither the proposer nor the depth policy is asked.
+        """
+        request = work.request
+        request.reach = 0
+        deepest = DEEPEST if request.depth == "auto" else int(request.depth)
+        grammar, limit = request.state.grammar, min(deepest, self._limit(work))
+        tokens = grammar.forced(limit) if grammar and limit else []
+        if tokens and not self.target.cache.pages.grow(request.slot, len(request.tokens) + len(tokens)):
+            tokens = []
+        return Draft.chain(request.tokens[-1], tokens, SOURCE)
 
     def _reserve(self, request: Request, depth: int) -> bool:
         """Rows for a draft so deep; without them the request goes on without a draft."""
         nodes = depth * self.proposers[request.draft].width
         return self.target.cache.pages.grow(request.slot, len(request.tokens) + nodes)
 
-    def _depths(self, works: Sequence[Work], drawing: Sequence[Work]) -> dict[int, int]:
-        """Depth of each drawing request: what it asked for, or what the policy says. The pass that ends a prompt
-        drafts nothing, so that the first token comes soonest."""
+    def _limit(self, work: Work) -> int:
+        """The most a request can use of a draft. The pass that ends a prompt drafts nothing, so that the first token
+        comes soonest."""
+        request = work.request
+        return request.limit - request.produced - 1 if request.draft != OFF and work.count == 1 else 0
+
+    def _depths(self, drawing: Sequence[Work], tokens: int) -> dict[int, int]:
+        """Depth of each drawing request: what it asked for, or what the policy says. `tokens` are in the pass in any
+        case."""
         limits, wishes, free = {}, [], []
         for work in drawing:
             request = work.request
-            drafts = request.draft != OFF and work.count == 1
-            limits[request.id] = request.limit - request.produced - 1 if drafts else 0
+            limits[request.id] = self._limit(work)
             if request.depth == "auto" and limits[request.id]:
                 width = self.proposers[request.draft].width
                 wishes.append(Wish(request.draft, limits[request.id], request.acceptance, width))
                 free.append(request.id)
-        chosen = self.policy.choose(wishes, sum(w.count for w in works))
+        chosen = self.policy.choose(wishes, tokens)
         asked = {w.request.id: w.request.depth for w in drawing}
         depths = {i: min(depth, limits[i]) for i, depth in asked.items() if isinstance(depth, int)}
         return dict.fromkeys(limits, 0) | depths | dict(zip(free, chosen, strict=True))
@@ -289,9 +315,8 @@ class Engine:
         request.stats.rounds.append((len(draft) - 1, len(verdict.path) - 1))
         request.stats.drafted += len(draft) - 1
         request.stats.accepted += len(verdict.path) - 1
-        if len(draft) > 1:
-            depth, accepted = max(draft.depths()), len(verdict.path) - 1
-            self.policy.record_verdict(request.draft, request.acceptance, depth, accepted)
+        if request.reach:
+            self.policy.record_verdict(request.draft, request.acceptance, request.reach, len(verdict.path) - 1)
 
     def _round(self, request: Request, draft: Draft, verdict: Verdict, logits: Tensor) -> Round:
         """What there is to see of a step, before it is committed. logits [N, V]"""

@@ -43,6 +43,7 @@ class Request:
     stats: RequestStats = field(default_factory=RequestStats)
     acceptance: Acceptance = field(default_factory=Acceptance)
     proposed: int = 0  # tokens when a draft was last asked for: its proposer's lag
+    reach: int = 0  # depth of what its proposer drafted for this step, before a grammar cut it
     finish_reason: str | None = None
     arrived: float = field(default_factory=time.perf_counter)
 
@@ -66,6 +67,8 @@ class Request:
             self.text.append(token)
             if self.text.stopped:
                 self.finish_reason = "stop"
+        if self.state.grammar:
+            self.finish_reason = self.state.grammar.ending or self.finish_reason
         if self.finish_reason is None and self.produced >= self.limit:
             self.finish_reason = "length"
         return self.text.take(finished=self.finish_reason is not None) if self.text else ""

@@ -68,10 +68,23 @@ class Tokenizer:
         text: str = self._backend.decode(list(ids), skip_special_tokens=True)
         return text
 
+    def spell(self, token: int) -> str:
+        """One token as text, special ones too; bytes that are no character show as a replacement character."""
+        text: str = self._backend.decode([token], skip_special_tokens=False)
+        return text
+
     def vocabulary(self) -> dict[str, int]:
         """Every token's spelling and id."""
         vocabulary: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
         return vocabulary
+
+    def extended(self, special: str) -> tuple[str, int]:
+        """The tokenizer as one JSON text, with one more special token, and the id of that token."""
+        backend = tokenizers.Tokenizer.from_str(self._backend.to_str())
+        backend.no_padding()
+        backend.no_truncation()
+        backend.add_special_tokens([special])
+        return backend.to_str(), backend.token_to_id(special) or 0
 
     def stream(self, prompt: Sequence[int]) -> Decoding:
         """What decodes one token at a time, going on from `prompt`."""
@@ -85,16 +98,20 @@ class Tokenizer:
         """What is left of an unfinished character at the end of an output."""
         return stream.flush()
 
-    def chat(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids of a conversation, ready for the assistant's answer; a plain layout where the model has none."""
+    def chat(self, messages: Sequence[Message], tools: Sequence[Message] = (), **options: Any) -> list[int]:
+        """Token ids of a conversation, ready for the assistant's answer; a plain layout where the model has none.
+
+        `tools` are what the assistant may call, as OpenAI writes them; `options` are the template's own.
+        """
         for message in messages:
             if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
                 raise RequestError(f"a chat message needs a role and a content, not {message!r}")
         if not self.has_chat_template:
-            text = "".join(f"{m['role']}: {m['content']}\n" for m in messages) + "assistant:"
-            return self.encode(text)
+            return self.encode(_plain_layout(messages, tools))
         try:
-            text = self._slow.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+            text = self._slow.apply_chat_template(
+                list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=True, **options
+            )
         except Exception as error:  # templates raise what they like
             raise RequestError(f"the model's chat template refuses this conversation: {_line(error)}") from None
         return self.encode(text, special=False)
@@ -179,6 +196,21 @@ class TextStream:
         """How much of the end of the text could be the beginning of `stop`."""
         sizes = range(min(len(stop) - 1, len(self.text)), 0, -1)
         return next((n for n in sizes if self.text.endswith(stop[:n])), 0)
+
+
+HOW_TO_CALL = '<tool_call>{"name": ..., "arguments": {...}}</tool_call>'
+
+
+def _plain_layout(messages: Sequence[Message], tools: Sequence[Message]) -> str:
+    """A conversation for a model that has no layout of its own."""
+    lines = []
+    if tools:
+        lines.append(f"system: To call a tool, write {HOW_TO_CALL}. Tools:")
+        lines += [json.dumps(tool.get("function", tool)) for tool in tools]
+    for message in messages:
+        calls = [f"<tool_call>{json.dumps(c['function'])}</tool_call>" for c in message.get("tool_calls", ())]
+        lines.append(f"{message['role']}: {message['content']}{''.join(calls)}")
+    return "\n".join([*lines, "assistant:"])
 
 
 def _line(error: Exception) -> str:

@@ -10,20 +10,24 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from forerun.errors import ForerunError
+from forerun.sampling.matcher import Matcher
 from forerun.sampling.params import SamplingParams
 from forerun.types import Draft
 
 
 class SamplingState:
-    """What the filters must remember of one request: its parameters and the tokens counted by penalties."""
+    """What the filters must remember of one request: parameters, tokens counted by penalties, place in the grammar."""
 
-    def __init__(self, params: SamplingParams, prompt: Sequence[int], end_ids: Sequence[int]) -> None:
-        """`end_ids` are the tokens that stop this request: min_tokens keeps them out."""
-        self.params = params
+    def __init__(
+        self, params: SamplingParams, prompt: Sequence[int], end_ids: Sequence[int], grammar: Matcher | None = None
+    ) -> None:
+        """`end_ids` are the tokens that stop this request: min_tokens keeps them out. `grammar` is its own."""
+        self.params, self.grammar = params, grammar
         self.end_ids = sorted(set(end_ids))
         self.produced = 0
         self.prompt_tokens = set(prompt) if params.penalised else set()
@@ -32,13 +36,17 @@ class SamplingState:
     @property
     def special(self) -> bool:
         """Whether a filter needs more than the row's own logits."""
-        return bool(self.params.logit_bias) or self.params.penalised or self.produced < self.params.min_tokens
+        params = self.params
+        adjusted = bool(params.logit_bias) or params.penalised or self.produced < params.min_tokens
+        return adjusted or self.grammar is not None
 
     def append(self, token: int) -> None:
         """Count one committed output token."""
         self.produced += 1
         if self.params.penalised:
             self.output_counts[token] += 1
+        if self.grammar:
+            self.grammar.advance(token)
 
 
 def filter_logits(logits: Tensor, drafts: Sequence[Draft], states: Sequence[SamplingState]) -> Tensor:
@@ -65,8 +73,10 @@ def filter_logits(logits: Tensor, drafts: Sequence[Draft], states: Sequence[Samp
 
 
 def _adjust(logits: Tensor, draft: Draft, state: SamplingState) -> None:
-    """Bias, penalties and min_tokens of one request, in place. [N, V]"""
+    """Grammar, bias, penalties and min_tokens of one request, in place. [N, V]"""
     params, device = state.params, logits.device
+    if state.grammar:
+        logits.masked_fill_(_forbidden(state.grammar.masks(draft), logits.shape[1]).to(device), -math.inf)
     if params.logit_bias:
         ids = torch.tensor(list(params.logit_bias), device=device)
         logits[:, ids] += torch.tensor(list(params.logit_bias.values()), dtype=logits.dtype, device=device)
@@ -75,7 +85,21 @@ def _adjust(logits: Tensor, draft: Draft, state: SamplingState) -> None:
             path = [draft.tokens[i] for i in draft.path_to(node)[1:]]
             _penalise(logits[node], state, state.output_counts + Counter(path))
         if state.produced + depth < params.min_tokens:
-            logits[node, state.end_ids] = -math.inf
+            _keep_out(logits[node], state.end_ids)
+
+
+def _forbidden(masks: Sequence[bytes], vocab: int) -> Tensor:
+    """Sets of allowed tokens, a bit each, to the tokens that are not in them. bool [N, V]"""
+    packed = np.frombuffer(b"".join(masks), np.uint8).reshape(len(masks), -1)
+    return torch.from_numpy(np.unpackbits(packed, axis=1, count=vocab, bitorder="little") == 0)
+
+
+def _keep_out(row: Tensor, tokens: Sequence[int]) -> None:
+    """Forbid tokens, in place, unless they are all that a grammar has left. [V]"""
+    before = row[tokens]
+    row[tokens] = -math.inf
+    if torch.isneginf(row.amax()):
+        row[tokens] = before
 
 
 def _penalise(row: Tensor, state: SamplingState, output: Counter[int]) -> None:

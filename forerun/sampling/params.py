@@ -6,14 +6,16 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from forerun.errors import RequestError, nearest
+from forerun.sampling.grammar import Grammar
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How to choose tokens and when to stop. The defaults are greedy decoding.
 
-    Order of the filters: logit_bias, penalties, min_tokens, temperature, top_k, top_p, min_p. All of them act at
-    every position of a draft with the text that would stand before it, so speculation never changes what they do.
+    Order of the filters: grammar, logit_bias, penalties, min_tokens, temperature, top_k, top_p, min_p. All of them
+    act at every position of a draft with the text that would stand before it, so speculation never changes what they
+    do.
 
     Args:
         temperature: 0 is greedy; otherwise logits are divided by it. At most 100.
@@ -25,13 +27,15 @@ class SamplingParams:
         repetition_penalty: divides positive and multiplies negative logits of tokens in prompt or output. 0.001 to 100.
         logit_bias: {token id: amount added to its logit}. -100 to 100.
         max_tokens: most tokens to produce.
-        min_tokens: end-of-text and stop_token_ids cannot be drawn before this many.
+        min_tokens: end-of-text and stop_token_ids cannot be drawn before this many, unless a grammar allows no more.
         stop: a string or strings that end the text and are left out of it; may cross token borders.
         stop_token_ids: tokens that end the text; the last one stays in token_ids and out of the text.
         ignore_eos: do not stop at the model's own end-of-text token.
         seed: same seed, same prompt, same tokens. None draws one, and the result says which.
         n: how many completions; completion i uses a seed derived from seed and i.
         logprobs: None, or how many of the likeliest tokens to report beside each chosen token (0 to 20).
+        grammar: what the output must look like: Grammar.of("json_schema", {...}), Grammar.of("json_object"), or of a
+            "regex", a "lark" grammar or a "choice" of strings. JSON comes without white space that may be left out.
     """
 
     temperature: float = 0.0
@@ -50,6 +54,7 @@ class SamplingParams:
     seed: int | None = None
     n: int = 1
     logprobs: int | None = None
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else _listed("stop", self.stop))
@@ -70,6 +75,8 @@ class SamplingParams:
             raise RequestError(f"seed={self.seed} is out of range: give a whole number from 0 to 2**63 - 1")
         if self.logprobs is not None and not 0 <= self.logprobs <= 20:
             raise RequestError(f"logprobs={self.logprobs} is out of range: give 0 to 20, or None")
+        if not isinstance(self.grammar, Grammar | None):
+            raise RequestError(f"grammar={self.grammar!r} must be a Grammar: make one with Grammar.of(kind, value)")
         if not isinstance(self.ignore_eos, bool):
             raise RequestError(f"ignore_eos={self.ignore_eos!r} must be true or false")
         if not all(isinstance(s, str) and s for s in self.stop):

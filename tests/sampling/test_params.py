@@ -5,6 +5,7 @@ import math
 import pytest
 
 from forerun.errors import RequestError
+from forerun.sampling.grammar import Grammar
 from forerun.sampling.params import SamplingParams
 
 BAD = {
@@ -40,6 +41,7 @@ GOOD = {
     "stop": ["end", ("a", "b"), ["a"], ()],
     "stop_token_ids": [(), [1, 2], (3,)],
     "logit_bias": [{}, {5: -100, 6: 100}],
+    "grammar": [None, Grammar("regex", "a+")],
 }
 
 
@@ -68,6 +70,7 @@ WRONG_TYPES = {
     "logit_bias": [{5: "x"}, {"x": 1.0}, None],
     "seed": [True],
     "logprobs": [True],
+    "grammar": ["{}", {"type": "object"}, True],
 }
 
 

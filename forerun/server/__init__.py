@@ -1,0 +1,1 @@
+"""The OpenAI-compatible server: HTTP in front of one engine. Nothing imports it but the command line."""

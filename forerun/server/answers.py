@@ -1,0 +1,190 @@
+"""What came of requests, in OpenAI's shapes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+from forerun.engine.stats import RequestStats
+from forerun.models.text import Tokenizer
+from forerun.server.service import Ticket
+from forerun.types import Event, Round, TokenLogprobs
+
+LEAST = -9999.0  # stands for minus infinity, which JSON has no number for
+
+
+@dataclass(slots=True)
+class Answer:
+    """The output of one ticket as far as it has come."""
+
+    ticket: Ticket
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    pieces: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: str | None = None
+
+    def add(self, event: Event) -> None:
+        self.text += event.text
+        self.token_ids += event.token_ids
+        self.pieces += event.pieces
+        self.logprobs += event.logprobs or ()
+        self.finish_reason = event.finish_reason or self.finish_reason
+
+    @property
+    def stats(self) -> RequestStats:
+        assert self.ticket.request is not None
+        return self.ticket.request.stats
+
+
+def finish(reason: str | None) -> str | None:
+    """A finish reason as clients know them: what was cut short by a shutdown ends by length."""
+    return "length" if reason == "abort" else reason
+
+
+def usage(answers: Sequence[Answer], n: int) -> dict[str, Any]:
+    """Token counts over the answers to all prompts, n for each. Every emitted token counts once, and no other."""
+    prompt = sum(a.stats.prompt_tokens for a in answers[::n])
+    completion = sum(len(a.token_ids) for a in answers)
+    details: dict[str, Any] = {}
+    given = [r for a in answers for r in a.ticket.order.references if r.name == "prediction"]
+    if given:
+        accepted = sum(a.stats.by_source["prediction"].accepted for a in answers)
+        details["accepted_prediction_tokens"] = accepted
+        details["rejected_prediction_tokens"] = max(0, sum(len(r.tokens) for r in given) - accepted)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": sum(a.stats.cached_tokens for a in answers[::n])},
+        "completion_tokens_details": {"reasoning_tokens": 0} | details,
+    }
+
+
+def metrics(answers: Sequence[Answer]) -> dict[str, Any] | None:
+    """Speculation of a single answer in vLLM's shape, which benchmark tools read, and beside it what took the time."""
+    if len(answers) != 1:
+        return None
+    stats = answers[0].stats
+    rounds = [r for r in stats.rounds if r[0]]
+    widest = max((drafted for drafted, _ in rounds), default=0)
+    histogram = [0] * (widest + 1)
+    by_length: dict[str, list[int]] = {}
+    for drafted, accepted in rounds:
+        histogram[accepted] += 1
+        by_length.setdefault(str(drafted), [0] * (drafted + 1))[accepted] += 1
+    accepted = sum(a for _, a in rounds)
+    drafted = sum(d for d, _ in rounds)
+    return {
+        "speculative_decoding": {
+            "mean_acceptance_length": 1 + accepted / len(rounds) if rounds else 1.0,
+            "draft_acceptance_rate": accepted / drafted if drafted else 0.0,
+            "acceptance_histogram": histogram,
+            "acceptance_histogram_by_draft_length": by_length,
+            "num_spec_steps": len(rounds),
+            "num_accepted_draft_tokens": accepted,
+            "num_draft_tokens": drafted,
+            "num_spec_tokens": widest,
+        },
+        "forerun": stats.as_dict(),
+    }
+
+
+def completion_choice(answer: Answer, index: int, tokenizer: Tokenizer | None, text: str) -> dict[str, Any]:
+    """One choice of /v1/completions; `text` is the whole text, an echoed prompt included."""
+    choice = {"index": index, "text": text, "finish_reason": finish(answer.finish_reason), "logprobs": None}
+    if answer.ticket.order.params.logprobs is not None:
+        choice["logprobs"] = completion_logprobs(answer.logprobs, answer.pieces, 0, tokenizer)
+    return choice
+
+
+def completion_logprobs(
+    entries: Sequence[TokenLogprobs], pieces: Sequence[str], offset: int, tokenizer: Tokenizer | None
+) -> dict[str, Any]:
+    """Logprobs as /v1/completions writes them; the text of the first entry begins at `offset`."""
+    offsets = []
+    for piece in pieces[: len(entries)]:
+        offsets.append(offset)
+        offset += len(piece)
+    return {
+        "tokens": [spell(tokenizer, e.token_id) for e in entries],
+        "token_logprobs": [number(e.logprob) for e in entries],
+        "top_logprobs": [{spell(tokenizer, t): number(v) for t, v in e.top.items()} for e in entries],
+        "text_offset": offsets,
+    }
+
+
+def chat_logprobs(entries: Sequence[TokenLogprobs], tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """Logprobs as chats write them."""
+
+    def one(token: int, logprob: float) -> dict[str, Any]:
+        text = spell(tokenizer, token)
+        return {"token": text, "logprob": number(logprob), "bytes": list(text.encode())}
+
+    return {
+        "content": [
+            one(e.token_id, e.logprob) | {"top_logprobs": [one(t, v) for t, v in e.top.items()]} for e in entries
+        ],
+        "refusal": None,
+    }
+
+
+def spell(tokenizer: Tokenizer | None, token: int) -> str:
+    """A token as text; bytes that are no character show as a replacement character."""
+    return tokenizer.spell(token) if tokenizer else str(token)
+
+
+def number(value: float) -> float:
+    """A log-probability that JSON can carry."""
+    return max(value, LEAST)
+
+
+def trace(round_: Round, event: Event, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """One round for whoever watches: what was drafted, what the target thought of it, what was emitted."""
+    draft, kept = round_.draft, set(round_.verdict.path)
+
+    def one(token: int, i: int) -> dict[str, Any]:
+        return {
+            "id": token,
+            "text": spell(tokenizer, token),
+            "p": round(round_.chances[i], 6),
+            "noise": round(round_.noises[i], 4),
+        }
+
+    nodes = [
+        one(draft.tokens[node], node - 1)
+        | {
+            "parent": draft.parents[node],
+            "source": draft.sources[node],
+            "q": _q(round_, node),
+            "accepted": node in kept,
+        }
+        for node in range(1, len(draft))
+    ]
+    emitted = zip(event.token_ids, event.sources, event.pieces, strict=True)
+    return {
+        "step": round_.step,
+        "depth": max(draft.depths()),
+        "rate": round(round_.rate, 4),
+        "tokens": [{"id": token, "text": text, "source": source} for token, source, text in emitted],
+        "draft": nodes,
+        "bonus": one(round_.verdict.tokens[-1], len(draft) - 1),
+        "t_draft_ms": round(1e3 * round_.draft_seconds, 4),
+        "t_verify_ms": round(1e3 * round_.verify_seconds, 4),
+    }
+
+
+def _q(round_: Round, node: int) -> float | None:
+    draft = round_.draft
+    if draft.probs is None or not draft.laws[node]:
+        return None
+    return float(draft.probs[draft.parents[node], draft.tokens[node]])
+
+
+@lru_cache(maxsize=1)
+def started() -> int:
+    """When this server began, in whole seconds."""
+    return int(time.time())

@@ -1,0 +1,161 @@
+"""Batch files in OpenAI's format: requests in, answers out, as many at once as the engine takes.
+
+An answer is written whole as soon as it is there. What the output file holds already is not done again, so an
+interrupted batch is simply started again; a line cut short by a crash is dropped and done again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from fastapi import Request
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, ValidationError
+from starlette.responses import Response
+
+from forerun.errors import RequestError
+from forerun.llm import LLM
+from forerun.server import api, errors
+from forerun.server.api import Kitchen
+from forerun.server.app import fingerprint, served_name
+from forerun.server.errors import ApiError
+from forerun.server.protocol import ChatRequest, CompletionRequest, ResponsesRequest
+from forerun.server.responses import responses
+from forerun.server.service import Service
+from forerun.server.settings import Settings
+
+Handler = Callable[[Kitchen, Any, Request], Awaitable[Response]]
+ROUTES: dict[str, tuple[type[BaseModel], Handler]] = {
+    "/v1/completions": (CompletionRequest, api.completions),
+    "/v1/chat/completions": (ChatRequest, api.chat),
+    "/v1/responses": (ResponsesRequest, responses),
+}
+
+
+def run(source: Path, target: Path, options: dict[str, Any]) -> None:
+    """Answer every request of `source` that `target` has no answer to. Raises RequestError for files that are wrong."""
+    jobs = read_jobs(source)
+    done = resume(target)
+    left = [job for job in jobs if job["custom_id"] not in done]
+    print(f"forerun: {len(jobs)} requests, {len(jobs) - len(left)} answered before", file=sys.stderr)
+    if left:
+        asyncio.run(_work(LLM(**options), left, target))
+
+
+def read_jobs(source: Path) -> list[dict[str, Any]]:
+    """The requests of a file, each checked for what every line needs. Raises RequestError naming the line."""
+    jobs, seen = [], set()
+    try:
+        lines = source.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or "it is not UTF-8"
+        raise RequestError(f"{source} cannot be read: {why}") from None
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            job = json.loads(line)
+        except (ValueError, RecursionError):
+            raise RequestError(f"{source}, line {number} is not JSON") from None
+        if not isinstance(job, dict) or not isinstance(job.get("custom_id"), str):
+            raise RequestError(f"{source}, line {number}: a request needs a custom_id, a url and a body")
+        if job["custom_id"] in seen:
+            raise RequestError(f"{source}, line {number}: the custom_id {job['custom_id']!r} was there before")
+        seen.add(job["custom_id"])
+        jobs.append(job)
+    return jobs
+
+
+def resume(target: Path) -> set[str]:
+    """The custom ids that `target` has answers to; a last line that was cut short is taken off."""
+    if not target.exists():
+        try:
+            target.touch()
+        except OSError as error:
+            raise RequestError(f"{target} cannot be written: {error.strerror}") from None
+        return set()
+    content = target.read_bytes()
+    whole = content[: content.rfind(b"\n") + 1]
+    try:
+        done = {json.loads(line)["custom_id"] for line in whole.splitlines() if line.strip()}
+    except (ValueError, KeyError, TypeError):
+        raise RequestError(f"{target} exists and is no batch output: give another name") from None
+    if len(whole) < len(content):
+        with target.open("r+b") as file:
+            file.truncate(len(whole))
+    return done
+
+
+async def _work(llm: LLM, jobs: list[dict[str, Any]], target: Path) -> None:
+    settings = Settings()
+    service = Service(llm, max_queue=1 << 20)
+    kitchen = Kitchen(service, served_name(llm, settings), fingerprint(llm), 0, 0)
+    service.start()
+    places = asyncio.Semaphore(2 * llm.config.max_rows)
+    try:
+        with target.open("a", encoding="utf-8") as file, _progress(len(jobs)) as advance:
+
+            async def one(job: dict[str, Any]) -> None:
+                async with places:
+                    answer = await _answer(kitchen, job)
+                file.write(json.dumps(answer) + "\n")
+                file.flush()
+                advance()
+
+            async with asyncio.TaskGroup() as group:
+                for job in jobs:
+                    group.create_task(one(job))
+    except* OSError as group_error:
+        raise group_error.exceptions[0] from None
+    finally:
+        await asyncio.to_thread(service.stop)
+
+
+async def _answer(kitchen: Kitchen, job: dict[str, Any]) -> dict[str, Any]:
+    """One line of output: the response as the server would have given it."""
+    request_id = secrets.token_hex(8)
+    try:
+        if job.get("url") not in ROUTES:
+            raise ApiError(404, f"there is no {job.get('url')!r} here: {', '.join(ROUTES)}", "url")
+        kind, handler = ROUTES[job["url"]]
+        body = dict(job.get("body") or {}) | {"stream": False}
+        response = await handler(kitchen, kind.model_validate(body), _nobody(job["url"]))
+        status, content = response.status_code, json.loads(bytes(response.body))
+    except ValidationError as error:
+        status, content = errors.body(RequestValidationError(error.errors()))
+    except Exception as error:
+        status, content = errors.body(error)
+    return {
+        "id": f"batch_req_{request_id}",
+        "custom_id": job["custom_id"],
+        "response": {"status_code": status, "request_id": request_id, "body": content},
+        "error": None,
+    }
+
+
+def _nobody(path: str) -> Request:
+    """A request of a client that never goes away."""
+
+    async def receive() -> dict[str, Any]:
+        await asyncio.Event().wait()
+        return {}
+
+    return Request({"type": "http", "method": "POST", "path": path, "headers": []}, receive)
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[], None]]:
+    """A bar on stderr where that is a terminal."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:
+        task = progress.add_task("answering", total=total)
+        yield lambda: progress.advance(task)

@@ -1,0 +1,61 @@
+"""The verbs `serve` and `batch`. What they import is imported when they run."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from forerun.config import Config
+from forerun.errors import ConfigError
+from forerun.flags import ENGINE, Group, with_flags
+from forerun.server.settings import Settings, read_file
+
+SERVER = Group("server", Settings, "Server", {"api_key": list[str], "allowed_origins": list[str]})
+FILE = Annotated[Path | None, typer.Option("--config", help="A TOML file with any of the options below.")]
+
+
+@with_flags(ENGINE.without("model"), SERVER)
+def serve(
+    model: Annotated[str | None, typer.Argument(help="A Hub id or a directory; the bundled model by default.")] = None,
+    file: FILE = None,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Log every request.")] = False,
+    *,
+    config: dict[str, Any],
+    server: dict[str, Any],
+) -> None:
+    """Serve a model over OpenAI's API, with a page at / where one can watch it speculate."""
+    engine, settings = read_file(file) if file else ({}, {})
+    options = engine | config | ({"model": model} if model else {})
+    Config.of(**options)
+    chosen = Settings(**(settings | server))
+    _need_extra()
+    from forerun.server.run import run
+
+    sys.exit(run(options, chosen, verbose))
+
+
+@with_flags(ENGINE)
+def batch(
+    source: Annotated[Path, typer.Argument(help="Requests, a line each, in OpenAI's batch format.")],
+    target: Annotated[Path, typer.Argument(help="Where answers go; those that are there already are not done again.")],
+    *,
+    config: dict[str, Any],
+) -> None:
+    """Work through a file of requests. Interrupted, it goes on where it was when started again."""
+    Config.of(**config)
+    _need_extra()
+    from forerun.server.batch import run
+
+    run(source, target, config)
+
+
+def _need_extra() -> None:
+    try:
+        import fastapi  # noqa: F401
+        import prometheus_client  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(f"the server needs {error.name}: pip install 'forerun[serve]'") from None

@@ -1,0 +1,63 @@
+"""Errors in OpenAI's shape: {"error": {"message", "type", "param", "code"}}."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from forerun.errors import CapacityError, ConfigError, ForerunError, RequestError
+from forerun.server.service import BusyError, UnavailableError
+
+
+class ApiError(Exception):
+    """An answer that is an error."""
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.param, self.code = status, param, code
+
+
+TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+def body(error: Exception) -> tuple[int, dict[str, Any]]:
+    """(HTTP status, body) of any error."""
+    status, param, code = 500, None, None
+    message = "the server failed while it worked on this request; its log says why"
+    if isinstance(error, ApiError):
+        status, message, param, code = error.status, str(error), error.param, error.code
+    elif isinstance(error, (RequestError, CapacityError, ConfigError)):
+        status, message = 400, str(error)
+        code = "context_length_exceeded" if "context" in message and "prompt" in message else None
+    elif isinstance(error, BusyError):
+        status, message = 429, f"{error}: try again in a moment"
+    elif isinstance(error, UnavailableError):
+        status, message = 503, f"{error}: try again in a moment"
+    elif isinstance(error, TimeoutError):
+        status, message, code = 504, "the request took longer than this server allows (--timeout)", "timeout"
+    elif isinstance(error, ForerunError):
+        message = str(error)
+    elif isinstance(error, HTTPException):
+        status, message = error.status_code, str(error.detail)
+    elif isinstance(error, RequestValidationError):
+        first = error.errors()[0]
+        where = [str(part) for part in first["loc"] if part != "body"]
+        status, param = 400, ".".join(where) or None
+        message = f"{param}: {first['msg']}" if param else str(first["msg"])
+    kind = TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return status, {"error": {"message": message[:2000], "type": kind, "param": param, "code": code}}
+
+
+def answer(error: Exception) -> JSONResponse:
+    """The response of any error."""
+    status, content = body(error)
+    return JSONResponse(content, status, headers={"Retry-After": "1"} if status in (429, 503) else None)
+
+
+async def handle(_request: Request, error: Exception) -> JSONResponse:
+    """The handler of every exception of the application."""
+    return answer(error)

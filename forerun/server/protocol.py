@@ -1,0 +1,239 @@
+"""What clients may send: OpenAI's fields, the extensions people expect, and ours. Unknown fields are refused.
+
+Types are strict ("5" is no number). What OpenAI's clients send and a local server has no use for is accepted and
+ignored; it is listed in `Ignored`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Number = Annotated[float, Field(allow_inf_nan=False)]
+Texts = str | Annotated[list[str], Field(max_length=16)]
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class Ignored(Strict):
+    """Fields of hosted services: understood, and without effect here."""
+
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    parallel_tool_calls: bool | None = None
+
+
+class Speculative(Strict):
+    """How one request drafts."""
+
+    draft: str | None = None
+    depth: Literal["auto"] | Annotated[int, Field(ge=0, le=64)] | None = None
+    rule: str | None = None
+
+
+class StreamOptions(Strict):
+    include_usage: bool = False
+    include_obfuscation: bool = False
+    continuous_usage_stats: bool = False
+
+
+class JsonSchema(Strict):
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] = Field(default_factory=dict, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Strict):
+    """text, json_object, json_schema, and vLLM's regex and grammar (Lark)."""
+
+    type: Literal["text", "json_object", "json_schema", "regex", "grammar", "choice"]
+    json_schema: JsonSchema | None = None
+    regex: str | None = None
+    grammar: str | None = None
+    choice: list[str] | None = None
+
+
+class Generation(Ignored):
+    """What completions and chats have in common."""
+
+    model: str | None = None
+    temperature: Number | None = None
+    top_p: Number | None = None
+    n: int | None = None
+    stop: Texts | None = None
+    seed: int | None = None
+    logit_bias: dict[str, Number] | None = None
+    presence_penalty: Number | None = None
+    frequency_penalty: Number | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    top_k: int | None = None
+    min_p: Number | None = None
+    repetition_penalty: Number | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[int] | None = None
+    return_token_ids: bool | None = None
+    speculative: bool | Speculative | None = None
+    documents: Annotated[list[str], Field(max_length=64)] | None = None
+    trace: bool | None = None
+
+
+class CompletionRequest(Generation):
+    prompt: str | list[str] | list[int] | list[list[int]]
+    max_tokens: int | None = None
+    logprobs: int | None = None
+    echo: bool | None = None
+    best_of: int | None = None
+    suffix: str | None = None
+
+
+class TextPart(Strict):
+    type: Literal["text", "input_text", "output_text"]
+    text: str
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+
+
+Content = str | list[TextPart]
+
+
+class FunctionCall(Strict):
+    name: str
+    arguments: str
+
+
+class ToolCall(Strict):
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class Message(Strict):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Content | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    refusal: str | None = None
+
+
+class Function(Strict):
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Strict):
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Strict):
+    name: str
+
+
+class NamedTool(Strict):
+    type: Literal["function"]
+    function: FunctionName
+
+
+class Prediction(Strict):
+    type: Literal["content"]
+    content: Content
+
+
+class ChatRequest(Generation):
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    prediction: Prediction | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    verbosity: str | None = None
+    modalities: list[Literal["text"]] | None = None
+
+
+class TokenizeRequest(Strict):
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool = True
+
+
+class DetokenizeRequest(Strict):
+    model: str | None = None
+    tokens: list[int]
+
+
+class InputItem(Strict):
+    """One item of a Responses input: a message, a tool call of ours, or what the tool said."""
+
+    type: Literal["message", "function_call", "function_call_output"] = "message"
+    role: Literal["system", "developer", "user", "assistant"] | None = None
+    content: Content | None = None
+    id: str | None = None
+    status: str | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | None = None
+
+
+class TextFormat(Strict):
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class TextOptions(Strict):
+    format: TextFormat | None = None
+    verbosity: str | None = None
+
+
+class FlatTool(Function):
+    type: Literal["function"]
+
+
+class FlatToolChoice(Strict):
+    type: Literal["function"]
+    name: str
+
+
+class ResponsesRequest(Ignored):
+    """OpenAI's Responses, without memory: what was said before comes with the request."""
+
+    input: str | Annotated[list[InputItem], Field(min_length=1)]
+    model: str | None = None
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    temperature: Number | None = None
+    top_p: Number | None = None
+    stream: bool | None = None
+    text: TextOptions | None = None
+    tools: Annotated[list[FlatTool], Field(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | FlatToolChoice | None = None
+    previous_response_id: str | None = None
+    truncation: Literal["disabled", "auto"] | None = None
+    reasoning: dict[str, Any] | None = None
+    include: list[str] | None = None
+    background: bool | None = None
+    seed: int | None = None
+    speculative: bool | Speculative | None = None

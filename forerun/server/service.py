@@ -1,0 +1,258 @@
+"""One engine on a thread of its own, and asynchronous tickets in front of it.
+
+Only the engine's thread touches the engine. Requests and cancellations reach it through a queue, events come back to
+the event loop in one call a step. If a step fails, everybody is told, the engine starts over empty, and the service
+goes on: nobody waits for an answer that cannot come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from forerun.draft.base import Reference
+from forerun.engine.request import Request
+from forerun.errors import ForerunError
+from forerun.llm import LLM
+from forerun.sampling.params import SamplingParams
+from forerun.types import Event
+
+log = logging.getLogger("forerun.server")
+
+
+class BusyError(Exception):
+    """The queue is full: come back later."""
+
+
+class UnavailableError(Exception):
+    """The server is shutting down, or the engine failed while it worked on this request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """Everything the engine must know of one request."""
+
+    tokens: list[int]
+    params: SamplingParams
+    draft: str
+    depth: int | str
+    rule: str | None = None
+    references: Sequence[Reference] = ()
+    trace: bool = False
+
+
+@dataclass(eq=False)
+class Ticket:
+    """One request as the event loop sees it."""
+
+    order: Order
+    index: int
+    group: Group
+    arrived: float = field(default_factory=time.perf_counter)
+    request: Request | None = None
+    cancelled: bool = False
+    first: float = 0.0  # when its first event came, and the latest
+    last: float = 0.0
+
+
+class Group:
+    """Requests that were submitted together and are answered together."""
+
+    def __init__(self, orders: Sequence[Order]) -> None:
+        self.tickets = [Ticket(order, i, self) for i, order in enumerate(orders)]
+        self.inbox: asyncio.Queue[tuple[Ticket, Event | BaseException | None]] = asyncio.Queue()
+        self.taken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def accepted(self) -> None:
+        """Wait until the engine has taken every request. Raises what it says against one of them."""
+        await asyncio.shield(self.taken)
+
+    async def events(self) -> AsyncIterator[tuple[Ticket, Event]]:
+        """The events of all requests as they come. Raises what ended one of them, if it was not its own end."""
+        left = len(self.tickets)
+        while left:
+            ticket, item = await self.inbox.get()
+            if isinstance(item, BaseException):
+                raise item
+            if item is None:
+                left -= 1
+            else:
+                yield ticket, item
+
+
+class Service:
+    """Takes orders while it is up; `watch` is told of every ticket's beginning, events and end (metrics)."""
+
+    def __init__(self, llm: LLM, max_queue: int, watch: Watcher | None = None) -> None:
+        self.llm, self.watch, self.draining = llm, watch or Watcher(), False
+        self.limit = max_queue + llm.config.max_rows
+        self.tickets: set[Ticket] = set()
+        self.failures = 0
+        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._running: dict[int, Ticket] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._work, name="forerun-engine", daemon=True)
+
+    def start(self) -> None:
+        """Begin to work, for the event loop that calls this."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the engine's thread; it finishes its step first."""
+        self._commands.put(None)
+        self._thread.join(timeout=60)
+
+    @property
+    def alive(self) -> bool:
+        """Whether orders are taken and worked on."""
+        return self._thread.is_alive() and not self.draining
+
+    def submit(self, orders: Sequence[Order]) -> Group:
+        """Take all of these orders or none. Raises BusyError or UnavailableError."""
+        if not self.alive:
+            raise UnavailableError("the server is shutting down")
+        if len(self.tickets) + len(orders) > self.limit:
+            raise BusyError(f"{len(self.tickets)} requests are running or waiting already")
+        group = Group(orders)
+        self.tickets.update(group.tickets)
+        self._commands.put(partial(self._add, group))
+        return group
+
+    def cancel(self, group: Group) -> None:
+        """Nobody waits for these requests any more."""
+        for ticket in group.tickets:
+            if ticket in self.tickets:
+                self.tickets.discard(ticket)
+                ticket.cancelled = True
+                self._commands.put(partial(self._abort, ticket))
+
+    def end_all(self) -> None:
+        """End every request as it is; those who wait get what there is."""
+        for ticket in list(self.tickets):
+            self._commands.put(partial(self._abort, ticket))
+
+    async def call(self, work: Callable[[], object]) -> object:
+        """The result of `work`, done on the engine's thread between two steps."""
+        assert self._loop is not None
+        future: asyncio.Future[object] = self._loop.create_future()
+
+        def run() -> None:
+            result = work()
+            self._post(partial(_settle, future, result))
+
+        self._commands.put(run)
+        return await future
+
+    # ------------------------------------------------------------ on the engine's thread
+
+    def _work(self) -> None:
+        engine = self.llm.engine
+        while True:
+            try:
+                if not self._obey(wait=not engine.busy):
+                    return
+                if engine.busy:
+                    events = engine.step()
+                    self._post(partial(self._deliver, events))
+            except Exception as error:
+                log.exception("the engine failed; it starts over")
+                self._start_over(error)
+
+    def _obey(self, wait: bool) -> bool:
+        """Carry out what has been asked for; False to end."""
+        while True:
+            try:
+                command = self._commands.get(block=wait)
+            except queue.Empty:
+                return True
+            if command is None:
+                return False
+            command()
+            wait = False
+
+    def _add(self, group: Group) -> None:
+        try:
+            for ticket in group.tickets:
+                if not ticket.cancelled:
+                    self._take(ticket)
+        except ForerunError as error:
+            for ticket in group.tickets:
+                self._abort(ticket)
+            self._post(partial(self._refuse, group, error))
+            return
+        self._post(partial(_settle, group.taken, None))
+
+    def _take(self, ticket: Ticket) -> None:
+        o = ticket.order
+        ticket.request = self.llm.engine.add(
+            o.tokens, o.params, draft=o.draft, depth=o.depth, rule=o.rule, references=o.references, trace=o.trace
+        )
+        self._running[ticket.request.id] = ticket
+
+    def _abort(self, ticket: Ticket) -> None:
+        if ticket.request is not None:
+            self.llm.engine.abort(ticket.request)
+
+    def _start_over(self, error: Exception) -> None:
+        self.failures += 1
+        lost, self._running = list(self._running.values()), {}
+        self.llm.engine.reset()
+        answer = UnavailableError(f"the engine failed and starts over: {type(error).__name__}")
+        for ticket in lost:
+            self._post(partial(self._end, ticket, answer))
+
+    def _post(self, call: Callable[[], object]) -> None:
+        assert self._loop is not None
+        try:
+            self._loop.call_soon_threadsafe(call)
+        except RuntimeError:  # the loop is closed: nobody is left to be told
+            log.debug("an event came after the end of the event loop")
+
+    # ------------------------------------------------------------ on the event loop
+
+    def _deliver(self, events: Sequence[Event]) -> None:
+        now = time.perf_counter()
+        for event in events:
+            ticket = self._running.get(event.request_id)
+            if ticket is None:
+                continue
+            self.watch.event(ticket, event, now)
+            ticket.first, ticket.last = ticket.first or now, now
+            ticket.group.inbox.put_nowait((ticket, event))
+            if event.finish_reason is not None:
+                del self._running[event.request_id]
+                self._end(ticket, None)
+
+    def _end(self, ticket: Ticket, error: BaseException | None) -> None:
+        self.tickets.discard(ticket)
+        self.watch.end(ticket, error)
+        ticket.group.inbox.put_nowait((ticket, error))
+
+    def _refuse(self, group: Group, error: ForerunError) -> None:
+        self.tickets.difference_update(group.tickets)
+        if not group.taken.done():
+            group.taken.set_exception(error)
+            group.taken.exception()  # whoever was to ask may have gone
+
+
+def _settle(future: asyncio.Future[Any], result: object) -> None:
+    if not future.done():  # whoever waited may have gone
+        future.set_result(result)
+
+
+class Watcher:
+    """Is told what happens to tickets, on the event loop. This one does nothing with it."""
+
+    def event(self, ticket: Ticket, event: Event, now: float) -> None:
+        """An event is about to be delivered; `ticket.last` is when the one before it was."""
+
+    def end(self, ticket: Ticket, error: BaseException | None) -> None:
+        """A ticket has ended, with its last event or with an error."""

@@ -1,0 +1,145 @@
+"""Requests as clients write them, to orders as the engine takes them."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+from forerun.draft.registry import with_references
+from forerun.errors import RequestError
+from forerun.llm import LLM, separate
+from forerun.sampling.grammar import Grammar
+from forerun.sampling.params import SamplingParams
+from forerun.server.errors import ApiError
+from forerun.server.protocol import ChatRequest, CompletionRequest, Content, Generation, Message, ResponseFormat
+from forerun.server.service import Order
+
+COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions
+GRAMMARS = {"json_schema": "json_schema", "regex": "regex", "grammar": "lark", "choice": "choice"}
+
+
+def completion_prompts(llm: LLM, request: CompletionRequest) -> list[list[int]]:
+    """The prompts of a completion request as token ids."""
+    prompt = request.prompt
+    if request.suffix:
+        raise ApiError(400, "suffix is not supported: this server continues texts, it fills no gaps", "suffix")
+    if request.best_of is not None and request.best_of != (request.n or 1):
+        raise ApiError(400, "best_of is not supported beyond n", "best_of")
+    if request.echo and request.logprobs is not None:
+        raise ApiError(400, "echo and logprobs are not supported together", "echo")
+    if isinstance(prompt, str):
+        prompts: Sequence[Any] = [prompt]
+    else:
+        prompts = [prompt] if prompt and isinstance(prompt[0], int) else prompt
+    if not prompts:
+        raise ApiError(400, "there is no prompt: give a text or token ids", "prompt")
+    return [llm.tokens(p) for p in prompts]
+
+
+def chat_prompt(llm: LLM, request: ChatRequest) -> list[int]:
+    """A conversation as token ids."""
+    tools = [t.model_dump(exclude_none=True) for t in request.tools or []] if request.tool_choice != "none" else []
+    if llm.tokenizer is None:
+        raise RequestError("this model directory has no tokenizer: it cannot chat")
+    return llm.tokenizer.chat([plain(m) for m in request.messages], tools, **(request.chat_template_kwargs or {}))
+
+
+def plain(message: Message) -> dict[str, Any]:
+    """A message as chat templates take it: one text, arguments as values."""
+    role = "system" if message.role == "developer" else message.role
+    values: dict[str, Any] = {"role": role, "content": text_of(message.content)}
+    if message.tool_calls:
+        values["tool_calls"] = [
+            {"type": "function", "id": c.id, "function": {"name": c.function.name, "arguments": _values(c)}}
+            for c in message.tool_calls
+        ]
+    values |= {k: v for k, v in (("name", message.name), ("tool_call_id", message.tool_call_id)) if v is not None}
+    return values
+
+
+def _values(call: Any) -> Any:
+    try:
+        return json.loads(call.function.arguments)
+    except (ValueError, RecursionError):
+        raise ApiError(400, f"the arguments of {call.function.name} are not JSON", "messages") from None
+
+
+def text_of(content: Content | None) -> str:
+    """A content, given as a text or in parts, as one text."""
+    return content if isinstance(content, str) else "".join(part.text for part in content or ())
+
+
+def grammar_of(form: ResponseFormat | None) -> Grammar | None:
+    """The grammar a response_format asks for."""
+    if form is None or form.type == "text":
+        return None
+    if form.type == "json_object":
+        return Grammar("json_object")
+    value = getattr(form, form.type)
+    if value is None:
+        raise ApiError(400, f"response_format of type {form.type} needs {form.type!r}", "response_format")
+    return Grammar.of(GRAMMARS[form.type], value.schema_ if form.type == "json_schema" else value)
+
+
+def sampling(
+    request: Generation, max_tokens: int | None, logprobs: int | None, grammar: Grammar | None
+) -> SamplingParams:
+    """The sampling parameters of a request. Without a seed it is given one, so that it can be repeated."""
+    if request.seed is not None and not -(1 << 63) <= request.seed < 1 << 64:
+        raise ApiError(400, f"seed={request.seed} is out of range: give a 64-bit number", "seed")
+    options: dict[str, Any] = {
+        "temperature": 1.0,
+        "seed": secrets.randbits(48) if request.seed is None else request.seed % (1 << 63),
+        "max_tokens": max_tokens,
+        "logprobs": logprobs,
+        "grammar": grammar,
+    }
+    for name in (
+        *("temperature", "top_p", "n", "stop", "presence_penalty", "frequency_penalty", "top_k", "min_p"),
+        *("repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids"),
+    ):
+        if (value := getattr(request, name)) is not None:
+            options[name] = value
+    if options.get("top_k") == -1:  # "all", as vLLM writes it
+        options["top_k"] = 0
+    if request.logit_bias is not None:
+        try:
+            options["logit_bias"] = {int(token): amount for token, amount in request.logit_bias.items()}
+        except ValueError:
+            raise ApiError(400, "logit_bias must map token ids to amounts", "logit_bias") from None
+    return SamplingParams.of(**options)
+
+
+def room(llm: LLM, tokens: Sequence[int], wanted: int | None) -> int:
+    """max_tokens of a chat: what was asked for, or all there is room for."""
+    if wanted is not None:
+        return wanted
+    pages = llm.engine.target.cache.pages
+    return max(1, min(llm.decoder.context, pages.count * pages.size) - len(tokens))
+
+
+def orders(
+    llm: LLM,
+    tokens: Sequence[int],
+    params: SamplingParams,
+    request: Generation,
+    prediction: str | None = None,
+) -> list[Order]:
+    """One order for each of the n completions of a prompt."""
+    draft, depth, rule = speculation(llm, request.speculative)
+    references = llm.references(len(tokens), prediction, request.documents or ())
+    if references and request.speculative is not False and draft != "off":
+        draft = with_references(draft)
+    return [Order(list(tokens), mine, draft, depth, rule, references, bool(request.trace)) for mine in separate(params)]
+
+
+def speculation(llm: LLM, wish: Any) -> tuple[str, int | str, str | None]:
+    """(draft, depth, rule) of a request's `speculative`; what it leaves open is the server's own."""
+    if wish is False:
+        return "off", 0, None
+    if wish is None or wish is True:
+        return llm.draft, llm.config.depth, None
+    draft = llm.draft if wish.draft in (None, "auto") else wish.draft
+    return draft, llm.config.depth if wish.depth is None else wish.depth, wish.rule

@@ -1,0 +1,320 @@
+"""Structured output through the engine: the same tokens with speculation as without, and texts that fit.
+
+Tiny random models in float64 with a real tokenizer; plain decoding with the same grammar is the reference.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from scipy import stats
+
+from forerun.draft.model import DraftModel
+from forerun.draft.ngram import NGram
+from forerun.draft.suffix import Suffix
+from forerun.engine.engine import Engine
+from forerun.engine.request import Request
+from forerun.errors import RequestError
+from forerun.models.text import Tokenizer
+from forerun.runner import Runner
+from forerun.sampling.grammar import Grammar
+from forerun.sampling.params import SamplingParams
+from forerun.types import Event
+from tests import tiny
+from tests.engine import build
+
+NAMES, COLOURS = ["alpha", "beta", "alphabet"], ["green", "grey"]
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"enum": NAMES},
+        "sizes": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99}, "maxItems": 6},
+        "next": {"type": "object", "properties": {"colour": {"enum": COLOURS}}, "required": ["colour"]},
+        "note": {"type": "string", "maxLength": 9},
+    },
+    "required": ["name", "sizes", "next", "note"],
+    "additionalProperties": False,
+}
+SCHEMA["properties"]["next"]["additionalProperties"] = False  # type: ignore[index]
+REGEX = "(grey|green|colour: [0-9]{2,5})( null){2,6}"
+GRAMMARS = {
+    "schema": Grammar.of("json_schema", SCHEMA),
+    "object": Grammar.of("json_object"),
+    "regex": Grammar.of("regex", REGEX),
+    "lark": Grammar.of("lark", 'start: "(" start ")" | "<" start ">" start | /[a-f]{1,3}/'),
+    "choice": Grammar.of("choice", [*NAMES, "green grey", "null"]),
+}
+END = 2
+DRAFTS = ("ngram", "suffix", "model", "tree")
+
+
+@functools.cache
+def tokenizer() -> Tokenizer:
+    return Tokenizer(tiny.worded())
+
+
+def engine(rule: str = "match", **options: Any) -> Engine:
+    """As `build.engine`, with the models that have a tokenizer."""
+    chunk = options.pop("chunk", 64)
+
+    def runner(noise: float) -> Runner:
+        decoder = tiny.decoder(tiny.worded(noise), torch.float64)
+        return Runner(decoder, **(dict(tokens=1024, page=4, slots=8) | options))
+
+    proposers = {
+        "ngram": NGram(longest=3, shortest=1),
+        "suffix": Suffix(shortest=1),
+        "model": DraftModel(runner(0.15), tiny.WORDED),
+        "tree": DraftModel(runner(0.15), tiny.WORDED, width=1 if rule in ("token", "block") else 3),
+    }
+    return Engine(runner(0.0), proposers, rule=rule, chunk=chunk, tokenizer=tokenizer())
+
+
+PROMPTS = ['{"name":"alpha","sizes":[10,12]}', "green grey null null", "()<>abc", "x"]
+
+
+def params(i: int, temperature: float, **options: Any) -> SamplingParams:
+    grammar = list(GRAMMARS.values())[i % len(GRAMMARS)]
+    return SamplingParams(**(dict(temperature=temperature, seed=50 + i, max_tokens=40, grammar=grammar) | options))
+
+
+def run(target: Engine, wishes: list[SamplingParams], draft: str, depth: int | str = 4) -> list[Request]:
+    """All at once, a step between arrivals."""
+    requests = []
+    for i, wish in enumerate(wishes):
+        tokens = tokenizer().encode(PROMPTS[i % len(PROMPTS)])
+        requests.append(target.add(tokens, wish, draft=draft, depth=depth))
+        target.step()
+    build.finish(target)
+    return requests
+
+
+def said(requests: list[Request]) -> list[tuple[list[int], str | None]]:
+    return [(list(r.output), r.finish_reason) for r in requests]
+
+
+@functools.cache
+def plain(temperature: float) -> list[tuple[list[int], str | None]]:
+    """Each request alone, without speculation."""
+    return [alone(i, wish) for i, wish in enumerate(wishes(temperature))]
+
+
+def wishes(temperature: float) -> list[SamplingParams]:
+    return [params(i, temperature) for i in range(10)]
+
+
+def alone(i: int, wish: SamplingParams) -> tuple[list[int], str | None]:
+    target = engine()
+    request = target.add(tokenizer().encode(PROMPTS[i % len(PROMPTS)]), wish, draft="off")
+    build.finish(target)
+    return list(request.output), request.finish_reason
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("draft", [*DRAFTS, "off"])
+def test_same_tokens_with_every_draft(draft: str, temperature: float) -> None:
+    for depth in (4, "auto"):
+        requests = run(engine(), wishes(temperature), draft, depth)
+        assert said(requests) == plain(temperature)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_same_tokens_in_small_chunks_and_a_small_pool(draft: str, temperature: float) -> None:
+    requests = run(engine(chunk=3, tokens=120), wishes(temperature), draft)
+    assert said(requests) == plain(temperature)
+    assert sum(r.stats.preemptions for r in requests) > 0
+
+
+def test_the_tests_above_are_worth_something() -> None:
+    """Drafts and forced tokens are accepted, drafts are also refused, and texts end by themselves."""
+    for draft in DRAFTS:
+        sources: Counter[str] = Counter()
+        for request in run(engine(), wishes(0.8), draft):
+            for name, source in request.stats.by_source.items():
+                sources[name] += source.accepted
+        assert sources["grammar"] > 20 and sum(sources.values()) > sources["grammar"]
+    assert Counter(reason for _, reason in plain(0.8))["stop"] >= 6
+
+
+FITS = {
+    "schema": lambda text: fits_schema(json.loads(text)),
+    "object": lambda text: isinstance(json.loads(text), dict),
+    "regex": lambda text: re.fullmatch(REGEX, text),
+    "lark": lambda text: re.fullmatch(r"[()<>a-f]+", text),
+    "choice": lambda text: text in [*NAMES, "green grey", "null"],
+}
+
+
+def fits_schema(value: Any) -> bool:
+    return (
+        set(value) == {"name", "sizes", "next", "note"}
+        and value["name"] in NAMES
+        and len(value["sizes"]) <= 6
+        and all(isinstance(n, int) and 0 <= n <= 99 for n in value["sizes"])
+        and value["next"] in [{"colour": c} for c in COLOURS]
+        and len(value["note"]) <= 9
+    )
+
+
+@pytest.mark.parametrize("name", FITS)
+def test_what_has_ended_fits_the_grammar(name: str) -> None:
+    many = [params(i, 1.0, grammar=GRAMMARS[name], max_tokens=90, top_k=40, seed=i) for i in range(12)]
+    target, texts = engine(), Counter[int]()
+    requests = [target.add(tokenizer().encode(PROMPTS[i % 4]), wish, draft="suffix") for i, wish in enumerate(many)]
+    pieces: dict[int, str] = dict.fromkeys((r.id for r in requests), "")
+    while target.busy:
+        for event in target.step():
+            pieces[event.request_id] += event.text
+    for request in requests:
+        if request.finish_reason == "stop":
+            texts[request.id] += 1
+            assert FITS[name](pieces[request.id]), pieces[request.id]
+            assert request.output[-1] == END
+    assert len(texts) >= 4
+
+
+def test_forced_tokens_are_accepted_whole_and_are_not_drafted_by_plain_decoding() -> None:
+    wish = SamplingParams(max_tokens=30, grammar=Grammar.of("choice", ["true alphabet null false"]))
+    for draft, depth in (("ngram", 16), ("ngram", 3), ("ngram", "auto"), ("tree", 2), ("off", 4), ("ngram", 0)):
+        target = engine()
+        request = target.add(tokenizer().encode("x = "), wish, draft=draft, depth=depth)
+        events: list[Event] = []
+        while target.busy:
+            events += target.step()
+        forced = request.stats.by_source["grammar"]
+        assert tokenizer().decode(list(request.output)) == "true alphabet null false"
+        assert request.stats.accepted == request.stats.drafted == forced.accepted
+        assert (forced.drafted > 0) == (draft != "off" and depth != 0)
+        assert sum(source == "grammar" for event in events for source in event.sources) == forced.accepted
+        if isinstance(depth, int):
+            assert max(len(event.token_ids) for event in events) <= depth + 1 if draft != "off" else 1
+
+
+@pytest.mark.parametrize("draft", ["off", *DRAFTS])
+def test_a_limit_cuts_a_grammar(draft: str) -> None:
+    for limit in range(1, 12):
+        wish = params(0, 0.8, max_tokens=limit)
+        (request,) = run(engine(), [wish], draft)
+        assert said([request]) == [alone(0, wish)] and request.produced <= limit
+
+
+OTHERS = {
+    "no end tokens": dict(ignore_eos=True),
+    "two end tokens": dict(stop_token_ids=[40]),
+    "an end token of its own": dict(ignore_eos=True, stop_token_ids=[40]),
+    "min_tokens": dict(min_tokens=40),
+    "a stop string": dict(stop=["gre", "al", "12", "null"]),
+    "logit bias": dict(logit_bias={END: 100.0, 60: 100.0}),
+    "filters": dict(top_p=0.7, min_p=0.01, top_k=9),
+    "penalties": dict(repetition_penalty=1.4, frequency_penalty=0.9, presence_penalty=0.5),
+}
+
+
+@pytest.mark.parametrize("draft", ["ngram", "tree"])
+@pytest.mark.parametrize("name", OTHERS)
+def test_beside_other_parameters(name: str, draft: str) -> None:
+    many = [params(i, 0.8, **OTHERS[name]) for i in range(5)]
+    expected = [alone(i, wish) for i, wish in enumerate(many)]
+    assert said(run(engine(), many, draft)) == expected
+    assert any(reason == "stop" for _, reason in expected)
+
+
+@pytest.mark.parametrize("draft", ["off", "suffix"])
+def test_without_end_tokens_the_text_ends_with_the_grammar(draft: str) -> None:
+    wish = params(0, 0.8, ignore_eos=True, grammar=GRAMMARS["schema"], max_tokens=90)
+    (request,) = run(engine(), [wish], draft)
+    assert request.finish_reason == "stop"
+    assert fits_schema(json.loads(tokenizer().decode(list(request.output))))
+
+
+def test_the_end_wins_over_min_tokens_where_nothing_else_is_left() -> None:
+    wish = SamplingParams(min_tokens=20, max_tokens=30, grammar=Grammar.of("choice", ["null"]))
+    output, reason = alone(0, wish)
+    assert (tokenizer().decode(output), output[-1], reason) == ("null", END, "stop")
+    longer = SamplingParams(min_tokens=20, max_tokens=30, grammar=Grammar.of("regex", "a+"))
+    assert len(alone(0, replace(longer, logit_bias={END: 100.0}))[0]) == 21
+
+
+@pytest.mark.parametrize("draft", ["off", "ngram", "model"])
+def test_a_text_that_cannot_go_on_is_aborted(draft: str) -> None:
+    """Two to the power of thirty of x: more than llguidance follows, which shows only on the way."""
+    rules = "\n".join(f"a{i}: a{i + 1} a{i + 1}" for i in range(30))
+    grammar = Grammar.of("lark", f'start: /[b-y]{{20}}/ a0\n{rules}\na30: "x"')
+    wish = SamplingParams(max_tokens=60, temperature=0.8, seed=3, grammar=grammar)
+    (request,) = run(engine(), [wish], draft)
+    assert request.finish_reason == "abort" and re.fullmatch("[b-y]{20}x*", tokenizer().decode(list(request.output)))
+
+
+def test_logprobs_are_those_of_the_model() -> None:
+    """Raw: tokens that the grammar forbids are among the likeliest."""
+    found = {}
+    for draft in ("off", "tree"):
+        target = engine()
+        target.add(tokenizer().encode("x"), params(0, 0.8, logprobs=3), draft=draft, depth=4)
+        found[draft] = [entry for event in iterate(target) for entry in event.logprobs or ()]
+    assert any(entry.token_id not in entry.top for entry in found["off"])
+    for mine, theirs in zip(found["tree"], found["off"], strict=True):
+        assert mine.token_id == theirs.token_id and mine.logprob == pytest.approx(theirs.logprob, abs=1e-9)
+
+
+def iterate(target: Engine) -> list[Event]:
+    events: list[Event] = []
+    while target.busy:
+        events += target.step()
+    return events
+
+
+def test_beside_requests_without_a_grammar() -> None:
+    free = SamplingParams(temperature=0.8, seed=1, max_tokens=30, ignore_eos=True)
+    mixed = [params(0, 0.8), free, params(2, 0.8), free]
+    assert said(run(engine(), mixed, "tree")) == [alone(i, wish) for i, wish in enumerate(mixed)]
+
+
+def test_aborts_leave_nothing_behind() -> None:
+    target = engine(slots=2)
+    requests = [target.add([5, 6], params(0, 0.8), draft="suffix") for _ in range(4)]
+    for request in requests:
+        target.step()
+        target.abort(request)
+    build.finish(target)
+    assert {r.finish_reason for r in requests} == {"abort"}
+
+
+@pytest.mark.parametrize("rule", ["token", "block", "tree"])
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_ratio_rules_are_greedy_at_temperature_zero(rule: str, draft: str) -> None:
+    assert said(run(engine(rule), wishes(0.0), draft)) == plain(0.0)
+
+
+@pytest.mark.parametrize("rule, draft", [("token", "model"), ("block", "model"), ("tree", "tree"), ("token", "ngram")])
+def test_ratio_rules_keep_the_distribution(rule: str, draft: str) -> None:
+    """Sampled drafts that the grammar forbids are refused, and what replaces them is drawn from what it allows."""
+    grammar = Grammar.of("regex", "[ab][bc](d|grey|green)")
+    counts = []
+    for name, seeds in ((draft, range(300)), ("off", range(1000, 1300))):
+        target = engine(rule, slots=64, tokens=4096)
+        many = [SamplingParams(temperature=2.5, seed=s, max_tokens=9, grammar=grammar) for s in seeds]
+        requests = [target.add(tokenizer().encode("abab grey"), wish, draft=name, depth=3) for wish in many]
+        build.finish(target)
+        counts.append(Counter(tokenizer().decode(list(r.output)) for r in requests))
+    texts = [text for text in counts[0] | counts[1] if counts[0][text] + counts[1][text] >= 10]
+    assert len(texts) >= 4
+    table = [[count[text] for text in texts] for count in counts]
+    assert stats.chi2_contingency(table).pvalue > 1e-4
+
+
+def test_refusals_come_before_any_work() -> None:
+    target = engine()
+    with pytest.raises(RequestError, match="regex"):
+        target.add([5], SamplingParams(grammar=Grammar.of("regex", "[a")))
+    with pytest.raises(RequestError, match="tokenizer"):
+        build.engine("llama").add([5], SamplingParams(grammar=GRAMMARS["object"]))
+    assert not target.busy

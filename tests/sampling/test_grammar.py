@@ -1,0 +1,352 @@
+"""Grammars: what may stand after every node of a tree, what is forced, what is pruned, and every refusal in time.
+
+The twin is llguidance itself, used plainly: a fresh matcher for each place, its tokens consumed one by one, with the
+tokenizer's own end-of-text token. What `Matcher` finds by going back and forth in one matcher must equal that.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import llguidance
+import numpy as np
+import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import models, pre_tokenizers
+
+from forerun.errors import RequestError
+from forerun.models.text import Tokenizer
+from forerun.sampling.grammar import LONGEST, Grammar, GrammarCompiler
+from forerun.sampling.matcher import Matcher
+from forerun.sampling.params import SamplingParams
+from forerun.types import Draft, Law
+from tests import tiny
+from tests.models.test_text import PLAIN, byte_fallback, write
+
+END, VOCAB = 2, tiny.WORDED
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"enum": ["alpha", "beta", "alphabet"]},
+        "sizes": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99}, "maxItems": 4},
+        "next": {"type": "string", "maxLength": 6},
+        "deep": {"type": "object", "properties": {"colour": {"type": "boolean"}}, "additionalProperties": False},
+    },
+    "required": ["name", "sizes", "next"],
+    "additionalProperties": False,
+}
+GRAMMARS = {
+    "schema": Grammar.of("json_schema", SCHEMA),
+    "spaced": Grammar.of("json_schema", SCHEMA | {"x-guidance": {"whitespace_flexible": True}}),
+    "object": Grammar.of("json_object"),
+    "regex": Grammar.of("regex", "(grey|green|colour: [0-9]{2,5})( null)*"),
+    "lark": Grammar.of("lark", 'start: "(" start ")" | "<" start ">" start | /[a-f]{1,3}/'),
+    "choice": Grammar.of("choice", ["yes", "no", "nought", 'a "quoted"\n\x7f', "grün 😀"]),
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer(tiny.worded())
+
+
+@pytest.fixture(scope="module")
+def compiler(tokenizer: Tokenizer) -> GrammarCompiler:
+    return GrammarCompiler(tokenizer, VOCAB, [END])
+
+
+class Twin:
+    """What a grammar allows after some tokens, from a fresh matcher each time."""
+
+    def __init__(self, grammar: Grammar, tokenizer: Tokenizer) -> None:
+        text = (tokenizer.directory / "tokenizer.json").read_text()
+        self.tokens = llguidance.LLTokenizer(text, n_vocab=VOCAB, eos_token=END)
+        self.source = grammar.source()
+
+    def allowed(self, tokens: Sequence[int]) -> set[int]:
+        """Empty where the tokens are not allowed themselves, or end the text."""
+        matcher = llguidance.LLMatcher(self.tokens, self.source, log_level=0)
+        for token in tokens:
+            if token == END or token not in bits(matcher.compute_bitmask()):
+                return set()
+            assert matcher.consume_token(token)
+        return bits(matcher.compute_bitmask())
+
+
+def bits(packed: bytes) -> set[int]:
+    return set(np.flatnonzero(np.unpackbits(np.frombuffer(packed, np.uint8), bitorder="little")).tolist())
+
+
+def opened(compiler: GrammarCompiler, grammar: Grammar, ends: Sequence[int] = (END,)) -> Matcher:
+    matcher = compiler.matcher(grammar, ends)
+    assert matcher is not None
+    return matcher
+
+
+def random_tree(dice: random.Random, twin: Twin, text: list[int], nodes: int = 9) -> Draft:
+    """A tree below a text, most of whose nodes are allowed: otherwise no path would be long."""
+    draft = Draft.root(0)
+    while len(draft) < nodes:
+        parent = dice.choice([len(draft) - 1, dice.randrange(len(draft))])
+        allowed = twin.allowed(text + path_to(draft, parent))
+        token = dice.choice(sorted(allowed)) if allowed and dice.random() < 0.8 else dice.randrange(VOCAB)
+        draft.add(token, parent, dice.choice(["one", "two"]))
+    return draft
+
+
+def path_to(draft: Draft, node: int) -> list[int]:
+    return [draft.tokens[i] for i in draft.path_to(node)[1:]]
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", GRAMMARS)
+def test_masks_pruning_and_forced_tokens_on_trees(
+    name: str, seed: int, compiler: GrammarCompiler, tokenizer: Tokenizer
+) -> None:
+    """Along a whole text, a tree a step, asked in any order, with commits that follow the tree or leave it."""
+    dice, twin, matcher = random.Random(seed), Twin(GRAMMARS[name], tokenizer), opened(compiler, GRAMMARS[name])
+    text: list[int] = []
+    for _ in range(40):
+        draft = random_tree(dice, twin, text)
+        allowed = [twin.allowed(text + path_to(draft, node)) for node in range(len(draft))]
+        valid = [
+            node
+            for node in range(len(draft))
+            if all(draft.tokens[i] in allowed[draft.parents[i]] for i in draft.path_to(node)[1:])
+        ]
+        for question in dice.sample(["masks", "prune", "forced", "state"], dice.randrange(5)):
+            if question == "masks":
+                check_masks(matcher, draft, allowed)
+            elif question == "prune":
+                check_pruned(matcher.prune(draft), draft, valid)
+            elif question == "forced":
+                check_forced(matcher.forced(6), twin, text)
+            else:
+                assert matcher.accepting == (END in allowed[0])
+                assert matcher.stopped == (allowed[0] == {END})
+        path = path_to(draft, dice.choice(valid))
+        last = twin.allowed(text + path)
+        for token in [*path, *([dice.choice(sorted(last))] if last else [])]:
+            matcher.advance(token)
+            text.append(token)
+        if text and text[-1] == END:
+            break
+    assert not matcher.broken and len(text) > 1
+
+
+def check_masks(matcher: Matcher, draft: Draft, allowed: list[set[int]]) -> None:
+    for mask, expected in zip(matcher.masks(draft), allowed, strict=True):
+        assert len(mask) == (VOCAB + 7) // 8
+        assert bits(mask) == expected if expected else bits(mask)
+
+
+def check_pruned(pruned: Draft, draft: Draft, valid: list[int]) -> None:
+    """Exactly the valid nodes, in their order, below the parents they had."""
+    assert pruned.tokens == [draft.tokens[i] for i in valid]
+    assert pruned.sources == [draft.sources[i] for i in valid]
+    assert [path_to(pruned, i) for i in range(len(pruned))] == [path_to(draft, i) for i in valid]
+    assert len(pruned.laws) == len(pruned) and pruned.probs is None
+
+
+def check_forced(forced: list[int], twin: Twin, text: list[int]) -> None:
+    for i, token in enumerate(forced):
+        assert twin.allowed(text + forced[:i]) == {token}
+    left = twin.allowed(text + forced)
+    assert len(forced) == 6 or len(left) != 1 or left == {END}
+
+
+def test_whole_texts_are_forced_where_there_is_no_choice(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    matcher = opened(compiler, Grammar.of("choice", ["true alphabet"]))
+    forced = matcher.forced(50)
+    assert tokenizer.decode(forced) == "true alphabet" and matcher.forced(1) == forced[:1]
+    for token in forced:
+        matcher.advance(token)
+    assert matcher.stopped and matcher.accepting and matcher.forced(5) == []
+    assert [bits(m) for m in matcher.masks(Draft.root(forced[-1]))] == [{END}]
+
+
+def test_sampled_drafts_are_not_pruned(compiler: GrammarCompiler) -> None:
+    draft = Draft.root(0)
+    draft.add(100, 0, "model", Law.SAMPLED)
+    draft.probs = np.full((2, VOCAB), 1 / VOCAB)
+    assert opened(compiler, GRAMMARS["schema"]).prune(draft) is draft
+
+
+def test_laws_kept_with_a_draft_are_pruned_with_it(compiler: GrammarCompiler) -> None:
+    matcher = opened(compiler, Grammar.of("regex", "[ab]+"))
+    a, x, b = (compiler.tokenizer.encode(c)[0] for c in "axb")  # type: ignore[union-attr]
+    draft = Draft([0, x, a, a, b], [-1, 0, 0, 1, 2], ["", "p", "q", "r", "s"], [Law.GIVEN] * 5)
+    draft.probs = np.arange(5.0)[:, None]
+    pruned = matcher.prune(draft)
+    assert (pruned.tokens, pruned.parents, pruned.sources) == ([0, a, b], [-1, 0, 1], ["", "q", "s"])
+    assert pruned.probs is not None and pruned.probs.ravel().tolist() == [0, 2, 4]
+
+
+def test_every_end_token_of_the_request_ends_a_text(compiler: GrammarCompiler) -> None:
+    grammar = Grammar.of("choice", ["a"])
+    (a,) = opened(compiler, grammar).forced(5)
+    for ends, after in (((END, 9, 40), {END, 9, 40}), ((9,), {9})):
+        matcher = opened(compiler, grammar, ends)
+        assert [bits(m) for m in matcher.masks(Draft.root(0))] == [{a}]
+        matcher.advance(a)
+        assert [bits(m) for m in matcher.masks(Draft.root(a))] == [after] and matcher.ending is None
+        matcher.advance(9)
+        assert not matcher.broken
+
+
+def test_without_end_tokens_the_grammar_ends_the_request(compiler: GrammarCompiler) -> None:
+    matcher = opened(compiler, Grammar.of("choice", ["aa"]), ends=())
+    for _ in range(5):
+        if matcher.ending:
+            break
+        (token, *_) = matcher.forced(1)
+        matcher.advance(token)
+    assert matcher.ending == "stop" and matcher.stopped
+    open_end = opened(compiler, Grammar.of("regex", "a+"), ends=())
+    open_end.advance(token)
+    assert open_end.accepting and not open_end.stopped and open_end.ending is None
+
+
+@pytest.mark.parametrize("ends", [(END,), ()])
+def test_a_text_that_cannot_go_on_is_an_abort(ends: tuple[int, ...], compiler: GrammarCompiler) -> None:
+    """What is outside the grammar is only ever drawn where nothing else was left."""
+    for token in (100, *ends):
+        matcher = opened(compiler, GRAMMARS["schema"], ends)
+        matcher.advance(token)
+        assert matcher.broken and matcher.ending == "abort" and not matcher.accepting
+
+
+def test_one_grammar_for_many_requests(compiler: GrammarCompiler) -> None:
+    """A compiled grammar is shared; the places in it are not."""
+    first, second = (opened(compiler, GRAMMARS["schema"]) for _ in range(2))
+    start = second.masks(Draft.root(0))
+    for token in first.forced(3):
+        first.advance(token)
+    assert second.masks(Draft.root(0)) == start != first.masks(Draft.root(0))
+    assert opened(compiler, GRAMMARS["schema"]).masks(Draft.root(0)) == start
+
+
+def test_json_is_compact_unless_asked_for(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    space = tokenizer.encode(" ")[0]
+    for name, allowed in (("schema", False), ("spaced", True)):
+        matcher = opened(compiler, GRAMMARS[name])
+        matcher.advance(tokenizer.encode("{")[0])
+        assert (space in bits(matcher.masks(Draft.root(0))[0])) == allowed
+
+
+def test_tokenizers_with_bytes_for_unknown_words(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(write(tmp_path, byte_fallback(), **PLAIN))
+    matcher = GrammarCompiler(tokenizer, 300, [2]).matcher(Grammar.of("choice", ["ab cé"]), [2])
+    assert matcher is not None
+    text = []
+    while not matcher.stopped:
+        text.append(min(bits(matcher.masks(Draft.root(0))[0])))
+        matcher.advance(text[-1])
+    assert tokenizer.decode(text) == "ab cé"
+
+
+BAD_VALUES = {
+    "kind": (("jsonschema", "{}"), "did you mean 'json_schema'"),
+    "empty": (("regex", ""), "not empty"),
+    "text of json_object": (("json_object", "{}"), "no text"),
+    "not JSON": (("json_schema", "{"), "not valid JSON"),
+    "no schema": (("json_schema", "[1]"), "object"),
+    "deep": (("json_schema", '{"a":' * 5000 + "1" + "}" * 5000), "JSON"),
+    "no choices": (("choice", []), "list of strings"),
+    "empty choice": (("choice", ["a", ""]), "list of strings"),
+    "choices that are no strings": (("choice", [1]), "list of strings"),
+    "too long": (("regex", "a" * (LONGEST + 1)), "at most"),
+    "no Unicode": (("regex", "\udcff"), "Unicode"),
+    "no JSON value": (("json_schema", {"a": object()}), "plain values"),
+}
+
+
+@pytest.mark.parametrize("given, says", BAD_VALUES.values(), ids=BAD_VALUES.keys())
+def test_refused_values(given: tuple[str, Any], says: str) -> None:
+    with pytest.raises(RequestError, match=says):
+        Grammar.of(*given)
+
+
+def test_a_grammar_is_a_value() -> None:
+    assert Grammar.of("json_schema", SCHEMA) == Grammar("json_schema", json.dumps(SCHEMA))
+    assert len({Grammar.of("regex", "a"), Grammar("regex", "a"), Grammar("lark", "a")}) == 2
+    assert SamplingParams(grammar=GRAMMARS["regex"]).grammar == GRAMMARS["regex"]
+    with pytest.raises(RequestError, match=r"Grammar\.of"):
+        SamplingParams(grammar={"type": "object"})  # type: ignore[arg-type]
+
+
+def chain(rule: str, count: int) -> str:
+    return "start: a0\n" + "\n".join(rule.format(i, i + 1) for i in range(count)) + f'\na{count}: "x"'
+
+
+UNUSABLE = {
+    "regex": Grammar.of("regex", "[a"),
+    "lookaround": Grammar.of("regex", "(?=a)b"),
+    "lark": Grammar.of("lark", "begin: x"),
+    "schema": Grammar.of("json_schema", {"type": "strin"}),
+    "unsupported": Grammar.of("json_schema", {"not": {"type": "string"}}),
+    "remote": Grammar.of("json_schema", {"$ref": "http://127.0.0.1:9/schema"}),
+    "surrogate": Grammar("choice", '["\\ud800"]'),
+    "empty language": Grammar.of("lark", 'start: a\na: a "x"'),
+    "only the empty text": Grammar.of("regex", "(?:)"),
+    "many states": Grammar.of("json_schema", {"type": "integer", "multipleOf": 100_000_007}),
+    "many states together": Grammar.of(
+        "json_schema", {"allOf": [{"type": "integer", "multipleOf": n} for n in (101, 103, 107)]}
+    ),
+    "states in lark": Grammar.of("lark", 'start: %json {"type": "number", "multipleOf": 99991.7}'),
+    "many cases": Grammar.of(
+        "json_schema",
+        {"allOf": [{"anyOf": [{"properties": {f"p{i}_{j}": {"const": j}}} for j in range(4)]} for i in range(12)]},
+    ),
+    "terminals that double": Grammar.of(
+        "lark", "start: A0\n" + "\n".join(f"A{i}: A{i + 1} A{i + 1}" for i in range(30)) + '\nA30: "x"'
+    ),
+    "rules that double": Grammar.of("lark", chain("a{0}: a{1} a{1}", 30)),
+    "many properties": Grammar.of(
+        "json_schema", {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(1900)}}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNUSABLE)
+def test_a_grammar_that_cannot_be_used_is_one_line_at_once(name: str, compiler: GrammarCompiler) -> None:
+    start = time.process_time()
+    with pytest.raises(RequestError) as caught:
+        compiler.matcher(UNUSABLE[name], [END])
+    assert time.process_time() - start < 1
+    assert len(str(caught.value).splitlines()) == 1 and len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize("rule", ["a{0}: a{1}", 'a{0}: "x" a{1}'])
+def test_long_chains_of_rules_do_not_end_the_process(rule: str, compiler: GrammarCompiler) -> None:
+    """llguidance compiles them by recursion; the usual stack would overflow."""
+    count = (LONGEST - 200) // len(rule.format(1000, 1000) + "\n")
+    assert opened(compiler, Grammar.of("lark", chain(rule, count))).forced(3)
+
+
+def test_a_grammar_that_takes_too_long_is_refused(monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer) -> None:
+    from forerun.sampling import grammar
+
+    monkeypatch.setattr(grammar, "SECONDS", 0.05)
+    monkeypatch.setattr(grammar, "_build", lambda *_: time.sleep(0.3))
+    with pytest.raises(RequestError, match="too complex"):
+        GrammarCompiler(tokenizer, VOCAB, [END]).matcher(GRAMMARS["regex"], [END])
+
+
+def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="tokenizer"):
+        GrammarCompiler(None, VOCAB, [END]).matcher(GRAMMARS["regex"], [END])
+    assert GrammarCompiler(None, VOCAB, [END]).matcher(None, [END]) is None
+    words = Backend(models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]
+    with pytest.raises(RequestError, match="tokenizer cannot be used"):
+        GrammarCompiler(Tokenizer(write(tmp_path, words, **PLAIN)), 4, []).matcher(GRAMMARS["regex"], [])
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(RequestError, match=r"pip install 'forerun\[structured\]'"):
+        GrammarCompiler(tokenizer, VOCAB, [END]).matcher(GRAMMARS["regex"], [END])
