@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from forerun.config import Config
     from forerun.errors import CapacityError, ConfigError, ForerunError, LoadError, RequestError
     from forerun.llm import LLM, Completion, Stream
+    from forerun.sampling.grammar import Grammar
     from forerun.sampling.params import SamplingParams
     from forerun.types import Event
 
@@ -23,6 +24,7 @@ _HOMES = {
     "ConfigError": "forerun.errors",
     "Event": "forerun.types",
     "ForerunError": "forerun.errors",
+    "Grammar": "forerun.sampling.grammar",
     "LLM": "forerun.llm",
     "LoadError": "forerun.errors",
     "RequestError": "forerun.errors",
@@ -38,6 +40,7 @@ __all__ = [
     "ConfigError",
     "Event",
     "ForerunError",
+    "Grammar",
     "LoadError",
     "RequestError",
     "SamplingParams",

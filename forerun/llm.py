@@ -229,6 +229,8 @@ class Stream:
         try:
             while job.inbox or not job.done:
                 while not job.inbox:
+                    if job.request.id not in self._llm._jobs:
+                        return  # an earlier loop over this stream was left, which ended the request
                     self._llm._step()
                 yield job.inbox.popleft()
         finally:

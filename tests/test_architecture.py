@@ -54,7 +54,7 @@ def test_files_and_functions_are_short_and_explained(path: Path) -> None:
 
 def test_exported_names() -> None:
     assert forerun.__all__ == [
-        "LLM", "CapacityError", "Completion", "Config", "ConfigError", "Event", "ForerunError", "LoadError",
+        "LLM", "CapacityError", "Completion", "Config", "ConfigError", "Event", "ForerunError", "Grammar", "LoadError",
         "RequestError", "SamplingParams", "Stream",
     ]  # fmt: skip
     for name in forerun.__all__:

@@ -91,7 +91,7 @@ def _adjust(logits: Tensor, draft: Draft, state: SamplingState) -> None:
 def _forbidden(masks: Sequence[bytes], vocab: int) -> Tensor:
     """Sets of allowed tokens, a bit each, to the tokens that are not in them. bool [N, V]"""
     packed = np.frombuffer(b"".join(masks), np.uint8).reshape(len(masks), -1)
-    return torch.from_numpy(np.unpackbits(packed, axis=1, count=vocab, bitorder="little") == 0)
+    return torch.from_numpy(np.unpackbits(~packed, axis=1, count=vocab, bitorder="little").view(np.bool_))
 
 
 def _keep_out(row: Tensor, tokens: Sequence[int]) -> None:

@@ -22,6 +22,7 @@ from tokenizers import models, pre_tokenizers
 
 from forerun.errors import RequestError
 from forerun.models.text import Tokenizer
+from forerun.sampling import grammar as grammar_module
 from forerun.sampling.grammar import LONGEST, Grammar, GrammarCompiler
 from forerun.sampling.matcher import Matcher
 from forerun.sampling.params import SamplingParams
@@ -324,17 +325,18 @@ def test_a_grammar_that_cannot_be_used_is_one_line_at_once(name: str, compiler: 
 
 
 @pytest.mark.parametrize("rule", ["a{0}: a{1}", 'a{0}: "x" a{1}'])
-def test_long_chains_of_rules_do_not_end_the_process(rule: str, compiler: GrammarCompiler) -> None:
+def test_long_chains_of_rules_do_not_end_the_process(
+    rule: str, compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """llguidance compiles them by recursion; the usual stack would overflow."""
+    monkeypatch.setattr(grammar_module, "SECONDS", 20)
     count = (LONGEST - 200) // len(rule.format(1000, 1000) + "\n")
     assert opened(compiler, Grammar.of("lark", chain(rule, count))).forced(3)
 
 
 def test_a_grammar_that_takes_too_long_is_refused(monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer) -> None:
-    from forerun.sampling import grammar
-
-    monkeypatch.setattr(grammar, "SECONDS", 0.05)
-    monkeypatch.setattr(grammar, "_build", lambda *_: time.sleep(0.3))
+    monkeypatch.setattr(grammar_module, "SECONDS", 0.05)
+    monkeypatch.setattr(grammar_module, "_build", lambda *_: time.sleep(0.3))
     with pytest.raises(RequestError, match="too complex"):
         GrammarCompiler(tokenizer, VOCAB, [END]).matcher(GRAMMARS["regex"], [END])
 
