@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from forerun.bench.cli import app as bench
 from forerun.config import Config
 from forerun.errors import ForerunError, RequestError
 from forerun.flags import ENGINE, SAMPLING, with_flags
@@ -32,6 +33,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Lossless speculative decoding: the same tokens as plain decoding, sooner.",
 )
+
+app.add_typer(bench, name="bench")
 
 USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]  # typer does not export it by name
 COLOURS = {"model": "cyan", "ngram": "green", "suffix": "yellow", "grammar": "magenta"}
@@ -140,6 +143,22 @@ def chat(
             completion = _show(llm, messages, params)
             _summarise(completion, as_json)
         messages.append({"role": "assistant", "content": completion.text})
+
+
+@app.command(epilog="[dim]forerun doctor --json[/dim]")
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
+    """Say what forerun finds on this machine, and what of it costs speed."""
+    with _loading(as_json):
+        from forerun.doctor import as_dict, examine
+
+        findings = examine()
+    if as_json:
+        print(json.dumps(as_dict(findings)))
+        return
+    for finding in findings:
+        print(f"{finding.name:<15}{finding.text}")
+        if finding.advice:
+            print(f"{'':<15}-> {finding.advice}")
 
 
 def _lines() -> Iterator[str]:

@@ -19,7 +19,8 @@ FLOORS = [
     {"draft"},
     {"engine"},
     {"llm", "flags"},
-    {"server"},
+    {"llm", "flags"},
+    {"bench", "doctor", "server"},
     {"cli", "__main__", "__init__"},
 ]
 FLOOR = {name: i for i, names in enumerate(FLOORS) for name in names}

@@ -1,0 +1,79 @@
+"""What measurements have in common: where they were made, medians with their uncertainty, tables, progress."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+RESAMPLES = 4000
+Tell = Callable[[str], None]
+
+
+def nothing(message: str) -> None:
+    """The progress of a measurement that nobody watches."""
+
+
+def bootstrap_interval(values: Sequence[float], level: float = 0.95) -> tuple[float, float] | None:
+    """The percentile bootstrap interval of the median; None of fewer than two values.
+
+    Resamples rounds, each of which holds both sides of a comparison (Efron 1979). The same values give the same
+    interval. With five rounds it is nearly their range: that is how much five rounds say.
+    """
+    if len(values) < 2:
+        return None
+    data = np.asarray(values, dtype=float)
+    chosen = np.random.default_rng(0).integers(len(data), size=(RESAMPLES, len(data)))
+    low, high = np.quantile(np.median(data[chosen], axis=1), [(1 - level) / 2, (1 + level) / 2])
+    return float(low), float(high)
+
+
+def median(values: Sequence[float]) -> float:
+    """The median as a plain number."""
+    return float(np.median(values))
+
+
+@contextmanager
+def progress(quiet: bool) -> Iterator[Tell]:
+    """What takes lines of progress: one changing line on a terminal, lines on stderr elsewhere, nowhere if `quiet`.
+
+    No spinner: the thread that turns one would take time from what is measured.
+    """
+    if quiet:
+        yield nothing
+    elif sys.stderr.isatty():
+        clear = "\r\x1b[2K"
+        try:
+            yield lambda message: print(f"{clear}{message}", end="", file=sys.stderr, flush=True)
+        finally:
+            print(clear, end="", file=sys.stderr, flush=True)
+    else:
+        yield lambda message: print(message, file=sys.stderr, flush=True)
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A table on stdout: with rules on a terminal, aligned columns and nothing else in a pipe. Numbers to the right."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+    table = Table(box=box.SIMPLE_HEAD if console.is_terminal else None, pad_edge=False)
+    if not console.is_terminal:
+        console.width = 1000  # a pipe has no width: nothing is folded or cut
+    for i, name in enumerate(columns):
+        numeric = all(row[i][:1].isdigit() for row in rows)
+        table.add_column(Text(name), justify="right" if numeric else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    console.print(table)
+
+
+def print_json(data: dict[str, Any]) -> None:
+    """One JSON object on stdout."""
+    print(json.dumps(data))

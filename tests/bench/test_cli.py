@@ -1,0 +1,113 @@
+"""The bench verbs on the command line: tables, one line and exit code 2 for bad input, and help without torch."""
+
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from forerun.bench.pair import Pair
+from forerun.bench.report import progress
+from tests.test_cli import run
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    return lambda *args: run(monkeypatch, capsys, "bench", *args)
+
+
+BAD = {
+    "no verb of that name": (["decod"], "decode"),
+    "pair without a place": (["pair"], "--out"),
+    "pair where a file is": (["pair", "--out", __file__], "not empty"),
+    "pair that cannot be": (["pair", "--out", "x", "--vocab", "9"], "vocab=9"),
+    "kernels of no format": (["kernels", "--formats", "int9"], "did you mean 'int"),
+    "kernels of no rows": (["kernels", "--rows", ","], "at least one"),
+    "kernels of odd rows": (["kernels", "--rows", "1,two"], "'two' is not a whole number"),
+    "kernels of zero rows": (["kernels", "--rows", "0"], "rows=0"),
+    "decode with an unknown draft": (["decode", "--drafts", "sufix"], "did you mean 'suffix'"),
+    "decode with both": (["decode", "--draft", "off", "--drafts", "suffix"], "--draft and --drafts"),
+    "decode with an unknown precision": (["decode", "--quantizations", "none,int5"], "quantization 'int5'"),
+    "decode with an unknown depth": (["decode", "--depths", "deep"], "depth='deep'"),
+    "decode with no model": (["decode", "--model", "./nowhere"], "no directory ./nowhere"),
+    "decode with no prompts": (["decode", "--prompts", "./nowhere.json"], "nowhere.json cannot be read"),
+    "decode with no requests": (["decode", "--requests", "0"], "requests=0"),
+    "decode over the context": (["decode", "--tokens", "5000"], "context of 1024"),
+    "decode with an unknown flag": (["decode", "--temprature", "1"], "--temperature"),
+    "model without acceptance": (["model"], "--acceptance"),
+    "model of nonsense": (["model", "--acceptance", "high"], "'high' is not a number"),
+    "model over one": (["model", "--acceptance", "0.8", "--siblings", "0.3"], "more than 1"),
+    "model of bad costs": (["model", "--acceptance", "0.8", "--verify-cost", "4:1.1"], "one row"),
+    "model too deep": (["model", "--acceptance", "0.8", "--depth", "65"], "depth=65"),
+}
+
+
+@pytest.mark.parametrize("args", BAD.values(), ids=BAD.keys())
+def test_bad_input(bench, args: tuple[list[str], str]) -> None:
+    given, says = args
+    code, out, err = bench(*given)
+    assert (code, out) == (2, "") and "Traceback" not in err
+    assert says in err and err.splitlines()[-1].startswith("forerun: ")
+
+
+def test_model(bench) -> None:
+    code, out, err = bench("model", "--acceptance", "0.8", "--draft-cost", "0.1", "--depth", "6", "--json")
+    answer = json.loads(out)
+    assert code == 0 and not err
+    assert answer["best"] == answer["depths"][0] and answer["best"]["speedup"] == pytest.approx(2.47, abs=0.005)
+    flags = ["--acceptance", "0.7,0.6", "--siblings", "0.1", "--verify-cost", "1:1,8:1.1", "--fixed-cost", "0.2"]
+    _, out, _ = bench("model", *flags)
+    lines = out.splitlines()
+    assert lines[0].split() == ["depth", "rows", "tokens", "a", "pass", "cost", "times", "plain"]
+    assert lines[1].split()[:3] == ["1", "3", "1.80"] and lines[-1].startswith("best: depth")
+    assert "not to draft" in bench("model", "--acceptance", "0.1", "--draft-cost", "0.5")[1]
+
+
+@pytest.mark.usefixtures("steady")
+def test_decode_prints_a_table_in_a_pipe(bench, pair: Pair, tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_text('"def f(x):"\n[5, 6, 7]\n')
+    files = ["--model", f"{pair.directory}/target", "--prompts", str(tmp_path / "p.jsonl")]
+    code, out, err = bench(
+        "decode", *files, "--draft", "ngram", "--tokens", "8", "--repeats", "1", "--dtype", "float32"
+    )
+    lines = out.splitlines()
+    assert code == 0 and "round 1 of 1" in err
+    assert lines[0].startswith("weights") and lines[1].split()[:2] == ["none", "off"] and "ngram" in lines[2]
+    assert lines[2].rstrip().endswith("same") and "─" not in out
+    assert "MB of weights at 10.0 GB/s" in lines[3] and "reading prompts is not counted" in lines[-1]
+
+
+def test_bench_alone_shows_its_verbs(bench) -> None:
+    code, out, _ = bench()
+    assert code == 0 and all(verb in out for verb in ("pair", "kernels", "decode", "model"))
+
+
+@pytest.mark.parametrize("verb", ["pair", "kernels", "decode", "model"])
+def test_help_is_quick_and_shows_an_example(verb: str) -> None:
+    code = (
+        f"import sys; from forerun import cli; sys.argv = ['forerun', 'bench', '{verb}', '--help']\n"
+        "try: cli.main()\nexcept SystemExit: pass\n"
+        "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "--json" in done.stdout and f"forerun bench {verb} --" in done.stdout
+
+
+def test_progress_is_one_changing_line_without_a_thread(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A spinner's thread would take time from what is measured."""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    before = threading.active_count()
+    with progress(quiet=False) as tell:
+        tell("one")
+        tell("two")
+        assert threading.active_count() == before
+    err = capsys.readouterr().err
+    assert err.count("\r") == 3 and "\n" not in err and err.endswith("\x1b[2K")
+    with progress(quiet=True) as tell:
+        tell("one")
+    assert capsys.readouterr().err == ""

@@ -1,0 +1,155 @@
+"""Timing of decoding: what is counted, that runs are fair and interleaved, that texts are compared."""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import scipy.stats
+
+from forerun import LLM, ConfigError, RequestError, SamplingParams
+from forerun.bench import decode as module
+from forerun.bench.decode import PLAIN, Arm, Plan, first_difference, measure_decoding, timed_run
+from forerun.bench.pair import Pair
+from forerun.bench.report import bootstrap_interval
+from forerun.engine.stats import RequestStats
+from tests.test_cli import run
+
+pytestmark = pytest.mark.usefixtures("steady")
+PARAMS = SamplingParams(max_tokens=24, ignore_eos=True, seed=0)
+
+
+class FakeEngine:
+    """Plays steps of given lengths that give tokens to requests."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, steps: list[tuple[float, dict[int, int]]]) -> None:
+        self.steps, self.now, self.added = list(steps), 0.0, []
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: self.now))
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.steps)
+
+    def add(self, prompt: list[int], params: SamplingParams, *, draft: str, depth: int | str) -> SimpleNamespace:
+        request = SimpleNamespace(id=len(self.added), stats=RequestStats(steps=1, completion_tokens=1), output=[])
+        self.added.append((prompt, params, draft, depth))
+        return request
+
+    def step(self) -> list[SimpleNamespace]:
+        seconds, tokens = self.steps.pop(0)
+        self.now += seconds
+        return [SimpleNamespace(request_id=i, token_ids=[0] * n) for i, n in tokens.items()]
+
+
+def test_one_request_counts_what_follows_its_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = FakeEngine(monkeypatch, [(5.0, {}), (5.0, {0: 1}), (1.0, {0: 4}), (1.0, {0: 2})])
+    assert timed_run(engine, [[7]], PARAMS, Arm("suffix", 4)).speed == 3.0
+    assert engine.added == [([7], PARAMS, "suffix", 4)]
+
+
+def test_several_requests_count_from_the_last_first_token_to_the_last_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a quick request says before is not counted, the time in which a slow one goes on alone is."""
+    steps = [(1.0, {0: 1}), (1.0, {0: 9, 1: 1}), (1.0, {0: 1, 1: 1}), (1.0, {1: 2}), (2.0, {1: 2})]
+    engine = FakeEngine(monkeypatch, steps)
+    assert timed_run(engine, [[7], [8]], PARAMS, PLAIN).speed == 6 / 4
+    assert [params.seed for _, params, _, _ in engine.added] == [0, 1]
+
+
+def test_the_interval_is_the_percentile_bootstrap_of_the_median() -> None:
+    values = np.random.default_rng(1).lognormal(size=12)
+    theirs = scipy.stats.bootstrap((values,), np.median, n_resamples=4000, method="percentile", rng=0)
+    assert bootstrap_interval(values) == pytest.approx(theirs.confidence_interval, rel=0.05)
+    assert bootstrap_interval([2.0]) is None and bootstrap_interval([2.0, 2.0, 2.0]) == (2.0, 2.0)
+
+
+def test_first_difference() -> None:
+    assert first_difference([1, 2], [1, 2]) is None
+    assert first_difference([1, 2, 3], [1, 5, 3]) == 1 and first_difference([1, 2], [1, 2, 3]) == 2
+
+
+def test_everything_is_reported(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The prompts come from the pair; every draft at every depth in every precision says what plain decoding says."""
+    drafts = f"suffix,model:{pair.directory}/draft"
+    flags = ["--drafts", drafts, "--depths", "auto,3", "--quantizations", "none,int8", "--tokens", "24"]
+    more = ["--repeats", "2", "--requests", "2", "--temperature", "0.7", "--threads", "1", "--json"]
+    code, out, err = run(monkeypatch, capsys, "bench", "decode", "--model", f"{pair.directory}/target", *flags, *more)
+    report = json.loads(out)
+    assert code == 0 and not err
+    rows = [(r["quantization"], r["draft"].split(":")[0], r["depth"]) for r in report["results"]]
+    arms = [("off", 0), ("suffix", "auto"), ("suffix", 3), ("model", "auto"), ("model", 3)]
+    assert rows == [(q, draft, depth) for q in ("none", "int8") for draft, depth in arms]
+    assert all(r["same"] and r["first_difference"] is None for r in report["results"])
+    assert all(
+        r["interval"][0] <= r["times_plain"] <= r["interval"][1] for r in report["results"] if r["draft"] != "off"
+    )
+    plain, deep = report["results"][0], report["results"][4]
+    assert (plain["times_plain"], plain["accepted_length"], plain["drafted"]) == (1.0, 1.0, 0.0)
+    assert deep["accepted_length"] > 1.3 and 1.5 < deep["drafted"] <= 3
+    wide, narrow = report["limits"]
+    assert wide["weight_bytes"] > 1.8 * narrow["weight_bytes"]
+    assert wide["tokens_per_second"] == pytest.approx(2 * 10e9 / wide["weight_bytes"])
+    assert (report["requests"], report["tokens"], report["temperature"]) == (2, 24, 0.7)
+
+
+def test_a_difference_is_seen(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    def corrupt(engine: object, prompts: list, params: SamplingParams, arm: Arm) -> module.Run:
+        run = timed_run(engine, prompts, params, arm)
+        if arm.draft == "suffix":
+            run.outputs[0][5] ^= 1
+        return run
+
+    monkeypatch.setattr(module, "timed_run", corrupt)
+    plan = Plan(["none"], ["ngram", "suffix"], [2], PARAMS, repeats=1)
+    report = measure_decoding({"model": str(pair.directory / "target")}, plan, [[[5, 6, 7]]])
+    assert [(r.draft, r.same, r.first_difference) for r in report.results] == [
+        ("off", True, None), ("ngram", True, None), ("suffix", False, 5),
+    ]  # fmt: skip
+
+
+def test_rounds_are_fair(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every run comes after a forgetting; each round runs everything once on the same prompts, another one first; the
+    warm-up does not count."""
+    log: list[object] = []
+
+    def note(engine: object, prompts: list, params: SamplingParams, arm: Arm) -> module.Run:
+        log.append((prompts[0][0], arm.draft))
+        return module.Run(10.0 * len(log), [[1]], 1.0, 0.0, 0.0, 0.0)
+
+    monkeypatch.setattr(module, "timed_run", note)
+    monkeypatch.setattr(LLM, "forget", lambda self: log.append("forget"))
+    plan = Plan(["none"], ["suffix", "ngram"], ["auto"], PARAMS, repeats=3)
+    report = measure_decoding({"model": str(pair.directory / "target")}, plan, [[[5]], [[6]]])
+    assert log[::2] == ["forget"] * 12
+    runs = log[1::2]
+    assert [prompt for prompt, _ in runs] == [6] * 3 + [5] * 3 + [6] * 3 + [5] * 3
+    for i in range(4):
+        assert sorted(draft for _, draft in runs[3 * i : 3 * i + 3]) == ["ngram", "off", "suffix"]
+    assert [runs[3 * i][1] for i in range(1, 4)] == ["off", "suffix", "ngram"]
+    counted = [10.0 * (2 * i + 2) for i, (_, draft) in enumerate(runs) if draft == "off"][1:]
+    assert report.results[0].tokens_per_second == sorted(counted)[1]
+
+
+def test_engines_are_loaded_once_for_each_draft_model() -> None:
+    plan = Plan(["none", "int4"], ["suffix", "model:bundled", "off", "suffix", "ngram", "model:x"], [1, "2"], PARAMS)
+    loaded = plan.engines()
+    assert [(q, draft) for q, draft, _ in loaded] == [
+        (q, draft) for q in ("none", "int4") for draft in ("model:bundled", "model:x")
+    ]
+    assert [arm.draft for arm in loaded[0][2]] == [d for d in ("suffix", "ngram", "model:bundled") for _ in (1, 2)]
+    assert loaded[1][2] == [Arm("model:x", 1), Arm("model:x", 2)]
+    assert Plan(["none"], ["off"], ["auto"], PARAMS).engines() == [("none", "off", [])]
+
+
+def test_what_cannot_be_measured(pair: Pair) -> None:
+    for options in ({"drafts": []}, {"drafts": ["sufix"]}, {"depths": ["x"]}, {"repeats": 0}):
+        with pytest.raises(ConfigError):
+            Plan(**{"quantizations": ["none"], "drafts": ["suffix"], "depths": [1], "params": PARAMS} | options)
+    with pytest.raises(ConfigError, match="at least 2 tokens"):
+        Plan(["none"], ["suffix"], [1], SamplingParams(max_tokens=1))
+    plan = Plan(["none"], ["suffix"], [1], SamplingParams(max_tokens=300))
+    with pytest.raises(RequestError, match="context of 256"):
+        measure_decoding({"model": str(pair.directory / "target")}, plan, [[[5]]])
+    with pytest.raises(ConfigError, match="max_rows=1"):
+        measure_decoding({"model": str(pair.directory / "target"), "max_rows": 1}, plan, [[[5], [6]]])
