@@ -29,10 +29,11 @@ class Config:
         width: nodes a level of a draft model's tree; 1 drafts chains.
         rule: match (same tokens as plain decoding), token, block or tree (same distribution), or typical (lossy).
         dtype: auto is the checkpoint's own, but float32 where the native CPU kernels cannot compute it.
-        quantization: int8 or int4 weights for the target, made while loading with the native kernels; None keeps
-            the dtype.
+        quantization: int8 or int4 weights for the target, made while loading with the native kernels. None keeps
+            the dtype, or the integers of a quantised checkpoint where int8 or int4 hold them exactly; a dtype
+            given by name dequantises them.
         draft_quantization: the same for a draft model, whose precision never changes the text; auto is int8 with the
-            native kernels, none keeps the dtype.
+            native kernels (but a quantised checkpoint's own integers first), none keeps the dtype.
         kernels: native (compiled, exact in every dtype), torch, or auto: native on CPU where they can be used.
         device: auto takes CUDA where there is one.
         threads: CPU threads; 0 leaves torch's choice.

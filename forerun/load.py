@@ -15,6 +15,7 @@ from forerun.errors import CapacityError, ConfigError
 from forerun.kernels import native
 from forerun.models.config import load_config
 from forerun.models.decoder import Decoder, default_context, load_decoder, longest_context
+from forerun.models.quantized import is_quantised
 from forerun.models.text import Tokenizer
 from forerun.native import NativeDecoder
 from forerun.runner import Runner
@@ -54,7 +55,7 @@ def pick_form(config: Config, device: torch.device, raw: dict[str, Any], drafter
         return False, config.dtype
     if device.type == "cuda":
         return False, own if own in ("float32", "bfloat16", "float16") else "bfloat16"
-    return not why, "bfloat16" if own == "bfloat16" and not why else "float32"
+    return not why, "bfloat16" if (own == "bfloat16" or is_quantised(raw)) and not why else "float32"
 
 
 def no_native(config: Config, device: torch.device) -> str:
@@ -79,7 +80,9 @@ def make_runner(config: Config, directory: Path, device: torch.device, target: R
     if is_native:
         native.start(config.threads)
         torch.set_num_threads(1)  # two pools spinning on the same cores cost more than they give
-        decoder = NativeDecoder(shape, directory, form, context)
+        asked = config.quantization if target is None else config.draft_quantization
+        keep = config.dtype == "auto" and asked not in ("int8", "int4")  # a checkpoint's own quantisation
+        decoder = NativeDecoder(shape, directory, form, context, keep)
     else:
         decoder = load_decoder(directory, getattr(torch, form), device, context)
     if target:

@@ -6,7 +6,10 @@ float32 between operations; a product reads them as its format asks (float32, bf
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +21,12 @@ from forerun.cache.attention import Segment
 from forerun.cache.kv import KVCache
 from forerun.kernels import native
 from forerun.kernels.native import CBatch, CMatrix, CNorm, COp, CProgram
+from forerun.kernels.native.layout import interleave, lay_out
 from forerun.models.config import ModelConfig
+from forerun.models.packed_cache import Broken, Kept, PackedCache, open_cache
+from forerun.models.quantized import Exact, Stored, is_quantised
 from forerun.models.rope import rope_tables
-from forerun.models.weights import Layer, Norm, load_weights
+from forerun.models.weights import Layer, Norm, Source, load_weights
 from forerun.types import Forward
 
 BLOCK = 32
@@ -31,25 +37,34 @@ ROOM = 64  # tokens that buffers have room for at first; they grow
 class Packed:
     """A linear layer in the kernels' layout, in memory of its own."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, form: str, gated: bool) -> None:
-        """weight [out, in] float; `gated` interleaves gate and up by 16 rows, so that one block holds both."""
+    def __init__(self, weight: Tensor | Exact | Kept, bias: Tensor | None, form: str, gated: bool) -> None:
+        """weight [out, in]: floats, what `form` holds exactly, or a copy from the cache (may raise Broken). `gated`
+        interleaves gate and up by 16 rows, so that one block holds both."""
         lib = native.loaded()
-        weight = weight.float()
-        if gated:
-            weight, bias = _interleave(weight), None if bias is None else _interleave(bias.float())
         outputs, inputs = weight.shape
+        if gated:
+            outputs, bias = -(-outputs // 32) * 32, None if bias is None else interleave(bias.float())
         padded = lib.forerun_padded_inputs(inputs)
         rows = -(-outputs // BLOCK) * BLOCK
-        self.bytes = int(rows * padded * {"float32": 4, "bfloat16": 2, "int8": 1, "int4": 0.5}[form])
-        self._lib, self._memory = lib, lib.forerun_allocate(self.bytes)
+        size = int(rows * padded * {"float32": 4, "bfloat16": 2, "int8": 1, "int4": 0.5}[form])
+        self._lib, self._memory = lib, lib.forerun_allocate(size)
+        self.data = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(self._memory))
         scales = {"int8": (rows, np.float32), "int4": (rows * padded // 32, np.uint16)}.get(form, (1, np.float32))
         self.scale = np.zeros(*scales)
         self.bias = np.zeros(rows, dtype=np.float32)
         if bias is not None:
             self.bias[:outputs] = bias.float().numpy()
-        source = weight.contiguous()
-        lib.forerun_pack(native.FORMATS[form], source.data_ptr(), outputs, inputs, self._memory, self.scale.ctypes.data)
-        self.bytes += self.scale.nbytes if form in ("int8", "int4") else 0
+        if isinstance(weight, Kept):
+            weight.fill(self.data, self.scale)
+        elif isinstance(weight, Exact):
+            integers = (interleave(t) if gated else t for t in (weight.values, weight.scale))
+            data, scale = lay_out(form, rows, padded, *integers)
+            self.data[:], self.scale[:] = data.numpy(), scale.numpy().view(self.scale.dtype)
+        else:
+            floats = (interleave(weight.float()) if gated else weight.float()).contiguous()
+            scales_at = self.scale.ctypes.data
+            lib.forerun_pack(native.FORMATS[form], floats.data_ptr(), outputs, inputs, self._memory, scales_at)
+        self.form, self.bytes = form, size + (self.scale.nbytes if form in ("int8", "int4") else 0)
         self.matrix = CMatrix(
             self._memory, self.scale.ctypes.data, self.bias.ctypes.data if bias is not None else None,
             native.FORMATS[form], inputs, outputs, padded,
@@ -59,20 +74,54 @@ class Packed:
         self._lib.forerun_release(self._memory)
 
 
+def _pack(source: Source, bias: Tensor | None, form: str, keep: bool, gated: bool, cache: PackedCache) -> Packed:
+    """A linear layer from the cache, or as it is stored where that is allowed and possible, or rounded to `form`."""
+    kept = cache.find(source.name, source.shape)
+    if kept is not None:
+        with suppress(Broken):
+            packed = Packed(kept, bias, kept.form, gated)
+            cache.keep(source.name, kept.form, source.shape, (packed.data, packed.scale), new=False)
+            return packed
+    held = source.read()
+    exact = held.exact() if isinstance(held, Stored) else None
+    chosen = "int8" if source.name == "head" and form == "int4" else form
+    if exact is not None and (keep or exact.form == form):
+        packed = Packed(exact, bias, exact.form, gated)
+    else:
+        packed = Packed(held.dequantise() if isinstance(held, Stored) else held, bias, chosen, gated)
+    if packed.form in ("int8", "int4"):
+        cache.keep(source.name, packed.form, source.shape, (packed.data, packed.scale))
+    return packed
+
+
+def _fingerprint() -> str:
+    """What the packing code makes of a fixed matrix: another layout or another rounding gives another one."""
+    probe = (torch.arange(90 * 200) * 7919 % 1009 - 504).view(90, 200) / 300
+    digest = hashlib.sha256()
+    for form in ("int8", "int4"):
+        packed = Packed(probe, None, form, gated=True)
+        digest.update(packed.data.tobytes() + packed.scale.tobytes())
+    return digest.hexdigest()
+
+
 class NativeDecoder:
     """A loaded model as a program of native operations. CPU only; float32, bfloat16, int8 or int4 weights."""
 
-    def __init__(self, config: ModelConfig, directory: Path, form: str, context: int) -> None:
-        """`form` is float32, bfloat16, int8 or int4; in int4 the head stays int8. `context`: positions to prepare."""
+    def __init__(self, config: ModelConfig, directory: Path, form: str, context: int, keep: bool = False) -> None:
+        """`form` is float32, bfloat16, int8 or int4; in int4 the head stays int8. With `keep`, matrices that are stored
+        in numbers that int8 or int4 hold exactly stay what they are. `context`: positions to prepare."""
         self.config, self.context, self.form = config, context, form
         self.device = torch.device("cpu")
         self.dtype = torch.float32 if form == "float32" else torch.bfloat16  # of the embedding and the KV cache
+        cache = PackedCache(None)
+        if form in ("int8", "int4") or (keep and is_quantised(config.raw)):
+            cache = open_cache(directory, (form, str(keep), native.instructions(), _fingerprint()))
 
-        def make(part: str, weight: Tensor, bias: Tensor | None) -> Packed:
-            chosen = "int8" if part == "head" and form == "int4" else form
-            return Packed(weight, bias, chosen, gated=part == "up" and config.gated)
+        def make(part: str, source: Source, bias: Tensor | None) -> Packed:
+            return _pack(source, bias, form, keep, gated=part == "up" and config.gated, cache=cache)
 
         self.weights = load_weights(config, directory, self.dtype, self.device, make)
+        cache.finish()
         tables = [rope_tables(config, rope, context, torch.float32) for rope in config.ropes]
         self.ropes = [(cos.contiguous(), sin.contiguous()) for cos, sin in tables]
         self._keep: list[Any] = []  # what the program points to
@@ -237,12 +286,3 @@ def _sights(parents: Sequence[int]) -> list[tuple[int, list[int]]]:
         straight, path = sights[parent] if parent >= 0 else (0, [])
         sights.append((straight + 1, path) if not path and straight == i else (straight, [*path, i]))
     return sights
-
-
-def _interleave(stacked: Tensor) -> Tensor:
-    """[gate; up] to blocks of 16 gates and their 16 ups; the last block is padded with zeros."""
-    gate, up = stacked.chunk(2)
-    short = -len(gate) % 16
-    pad = [0, 0] * (gate.ndim - 1) + [0, short]
-    gate, up = (torch.nn.functional.pad(t, pad).view(-1, 16, *t.shape[1:]) for t in (gate, up))
-    return torch.stack((gate, up), dim=1).flatten(0, 2)

@@ -19,7 +19,6 @@ FLOORS = [
     {"draft"},
     {"engine"},
     {"llm", "flags"},
-    {"llm", "flags"},
     {"bench", "doctor", "server"},
     {"cli", "__main__", "__init__"},
 ]

@@ -16,21 +16,22 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from forerun import rng
 from forerun.cache.attention import Segment
 from forerun.config import parse_depth
 from forerun.draft.base import Proposer, Reference, Row
+from forerun.engine.admission import output_limit
 from forerun.engine.depth import DEEPEST, Auto, DepthPolicy, Wish
+from forerun.engine.observe import logprobs_of, round_of
 from forerun.engine.request import Request
 from forerun.engine.scheduler import Scheduler, Work
-from forerun.errors import CapacityError, ConfigError, RequestError, nearest
+from forerun.errors import ConfigError, RequestError, nearest
 from forerun.models.text import TextStream, Tokenizer
 from forerun.runner import Runner
 from forerun.sampling.filters import SamplingState, filter_logits
 from forerun.sampling.grammar import GrammarCompiler
 from forerun.sampling.matcher import SOURCE
 from forerun.sampling.params import SamplingParams
-from forerun.types import Draft, Event, Round, TokenLogprobs, Verdict
+from forerun.types import Draft, Event, Round, Verdict
 from forerun.verify import RULES, Noise
 
 OFF = "off"
@@ -74,29 +75,13 @@ class Engine:
         trace: bool = False,
     ) -> Request:
         """Queue one request (`n` is the caller's affair). Raises RequestError or CapacityError if it cannot serve."""
-        config, cache, depth = self.target.decoder.config, self.target.cache, parse_depth(depth)
         if draft != OFF and draft not in self.proposers:
             raise ConfigError(f"this engine has no draft {draft!r}: {nearest(draft, [OFF, *self.proposers])}")
         if rule is not None and rule not in RULES:
             raise ConfigError(f"there is no rule {rule!r}: {nearest(rule, RULES)}")
-        if not tokens:
-            raise RequestError("the prompt is empty: give at least one token")
-        outside = [t for t in (*tokens, *params.logit_bias, *params.stop_token_ids) if not 0 <= t < config.vocab]
-        if outside:
-            raise RequestError(f"token id {outside[0]} is not in the vocabulary of {config.vocab}")
         if params.stop_strings and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer, and this engine has none: use stop_token_ids")
-        room = self.target.decoder.context - len(tokens)
-        if room < 1:
-            limit = self.target.decoder.context
-            raise RequestError(f"the prompt has {len(tokens)} tokens, the context only {limit}: shorten the prompt")
-        limit = min(params.max_tokens, room)
-        rows = cache.pages.count * cache.pages.size
-        if len(tokens) + limit > rows:
-            raise CapacityError(
-                f"prompt and max_tokens need {len(tokens) + limit} tokens of KV cache, which holds {rows}: "
-                "lower max_tokens or raise kv_tokens"
-            )
+        config, limit = self.target.decoder.config, output_limit(self.target, tokens, params)
         seed = secrets.randbits(63) if params.seed is None else params.seed
         own_ends = () if params.ignore_eos else config.end_ids
         ends = frozenset((*own_ends, *params.stop_token_ids))
@@ -109,7 +94,7 @@ class Engine:
             seed=seed,
             limit=limit,
             draft=draft,
-            depth=depth,
+            depth=parse_depth(depth),
             rule=RULES[rule] if rule else self.rule,
             references=references,
             trace=trace,
@@ -171,7 +156,7 @@ class Engine:
             stats.draft_seconds += drafted - start
             stats.verify_seconds += verified - drafted
             rows = logits[first : first + len(draft)]
-            round_ = self._round(work.request, draft, verdict, rows) if work.request.trace else None
+            round_ = self._trace(work.request, draft, verdict, rows)
             events.append(self._land(work, draft, verdict, rows))
             if round_:
                 round_.draft_seconds, round_.verify_seconds = drafted - start, verified - drafted
@@ -299,7 +284,7 @@ class Engine:
         sources = [*(draft.sources[node] for node in path[1:]), ""][:taken]
         event = Event(request.id, verdict.tokens[:taken], sources, pieces, finish_reason=request.finish_reason)
         if request.params.logprobs is not None:
-            event.logprobs = _logprobs(logits[path[:taken]], event.token_ids, request.params.logprobs)
+            event.logprobs = logprobs_of(logits[path[:taken]], event.token_ids, request.params.logprobs)
         if request.finish_reason:
             self._close(request)
         else:
@@ -320,17 +305,10 @@ class Engine:
         if request.reach:
             self.policy.record_verdict(request.draft, request.acceptance, request.reach, len(verdict.path) - 1)
 
-    def _round(self, request: Request, draft: Draft, verdict: Verdict, logits: Tensor) -> Round:
-        """What there is to see of a step, before it is committed. logits [N, V]"""
-        laws, noise = logits.float().softmax(-1), Noise(request.seed, len(request.tokens) - 1)
-        depths, last = draft.depths(), verdict.path[-1]
-        at = [(draft.parents[i], token) for i, token in enumerate(draft.tokens) if i] + [(last, verdict.tokens[-1])]
-        noises = [rng.gumbel_scalar(noise.target(depths[node]), token) for node, token in at]
-        if request.params.greedy or not request.rule.coupled:
-            noises = [0.0] * len(at)
-        chances = [float(laws[node, token]) for node, token in at]
-        rate = self.policy.rate(request.draft, request.acceptance)
-        return Round(request.stats.steps, draft, verdict, chances, noises, rate, 0.0, 0.0)
+    def _trace(self, request: Request, draft: Draft, verdict: Verdict, logits: Tensor) -> Round | None:
+        if not request.trace:
+            return None
+        return round_of(request, draft, verdict, logits, self.policy.rate(request.draft, request.acceptance))
 
     def _seal(self, request: Request) -> None:
         cache = self.target.cache  # a verdict cut short by a stop has committed more than was said
@@ -342,13 +320,3 @@ class Engine:
             self._seal(request)
         self.scheduler.finish(request)
         del self.requests[request.id]
-
-
-def _logprobs(logits: Tensor, tokens: Sequence[int], top: int) -> list[TokenLogprobs]:
-    """Raw log-probabilities of the chosen tokens and the `top` likeliest. logits [K, V], K tokens"""
-    laws = logits.log_softmax(-1)
-    values, ids = laws.topk(min(top, laws.shape[-1]))
-    return [
-        TokenLogprobs(token, float(laws[i, token]), dict(zip(ids[i].tolist(), values[i].tolist(), strict=True)))
-        for i, token in enumerate(tokens)
-    ]

@@ -2,7 +2,7 @@
 
 A table names, for each of the decoder's tensors, the checkpoint tensors it is made of (query, key and value become
 one matrix, gate and up another). Files are mapped, one tensor at a time is converted, so the peak is one tensor over
-the model itself.
+the model itself. Linear layers are read when they are asked for, since a packed copy may be at hand.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from torch import Tensor
 
 from forerun.errors import LoadError
 from forerun.models.config import ModelConfig
+from forerun.models.quantized import PARTS, Stored, scheme_of, stack
+from forerun.models.unpack import read_stored
 
 
 @dataclass(slots=True)
@@ -37,8 +39,29 @@ class Linear:
     bias: Tensor | None = None
 
 
-# (part, weight [out, in], bias [out] or None) -> a linear layer
-MakeLinear = Callable[[str, Tensor, Tensor | None], Any]
+@dataclass(slots=True)
+class Source:
+    """The weight of a linear layer as the checkpoint holds it.
+
+    `name` is its place in the model ("3.qkv", "head"), `shape` (out, in); `read` gives [out, in] floats of any
+    precision, or numbers with scales where it is stored quantised.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    read: Callable[[], Tensor | Stored]
+    dtype: torch.dtype
+    device: torch.device
+
+    def weight(self) -> Tensor:
+        """[out, in] in the decoder's dtype, on its device."""
+        held = self.read()
+        floats = held.dequantise() if isinstance(held, Stored) else held
+        return floats.to(device=self.device, dtype=self.dtype).contiguous()
+
+
+# (part, weight, bias [out] or None) -> a linear layer
+MakeLinear = Callable[[str, Source, Tensor | None], Any]
 
 
 @dataclass(slots=True)
@@ -100,26 +123,32 @@ class Checkpoint:
             raise LoadError(f"{self.directory} has no *.safetensors weights; {hint}")
         return paths
 
-    def take(self, names: list[str], shapes: list[tuple[int, ...]], transpose: bool = False) -> Tensor:
-        """The named tensors, each of its shape, stacked along their first axis."""
-        parts = []
-        for name in names:
-            if name not in self.where:
-                raise LoadError(f"{self.directory}: the checkpoint lacks the tensor {name}; it is incomplete")
-            try:
-                part = self.where[name].get_tensor(name)  # type: ignore[no-untyped-call]
-            except (SafetensorError, OSError) as error:
-                raise LoadError(f"{self.directory}: tensor {name} cannot be read: {error}") from None
-            if not part.is_floating_point():
-                raise LoadError(f"{self.directory}: tensor {name} is {part.dtype}; quantised checkpoints are not read")
-            parts.append(part.T if transpose and part.ndim == 2 else part)
-            self.taken.add(name)
-        for name, part, shape in zip(names, parts, shapes, strict=True):
-            if tuple(part.shape) != shape:
-                raise LoadError(
-                    f"{self.directory}: tensor {name} is {list(part.shape)}, but config.json asks for {list(shape)}"
-                )
-        return torch.cat(parts) if len(parts) > 1 else parts[0]
+    def claim(self, name: str, shape: tuple[int, ...] | None = None) -> None:
+        """Count a tensor as used, without reading it. Raises LoadError if it is absent or of another shape."""
+        if name not in self.where:
+            raise LoadError(f"{self.directory}: the checkpoint lacks the tensor {name}; it is incomplete")
+        held = self.where[name].get_slice(name).get_shape()  # type: ignore[no-untyped-call]
+        if shape is not None and tuple(held) != shape:
+            raise LoadError(f"{self.directory}: tensor {name} is {held}, but config.json asks for {list(shape)}")
+        self.taken.add(name)
+
+    def read(self, name: str) -> Tensor:
+        """A tensor as it is stored."""
+        try:
+            tensor: Tensor = self.where[name].get_tensor(name)  # type: ignore[no-untyped-call]
+        except (SafetensorError, OSError) as error:
+            raise LoadError(f"{self.directory}: tensor {name} cannot be read: {error}") from None
+        return tensor
+
+    def floats(self, name: str) -> Tensor:
+        """A tensor that is not quantised."""
+        tensor = self.read(name)
+        if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
+            raise LoadError(
+                f"{self.directory}: tensor {name} is {tensor.dtype}, as in a quantised checkpoint, but nothing in"
+                " config.json or beside it says how to read it"
+            )
+        return tensor
 
     def has(self, name: str) -> bool:
         return name in self.where
@@ -178,20 +207,41 @@ class _Builder:
         self, config: ModelConfig, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, make: MakeLinear
     ) -> None:
         self.config, self.checkpoint, self.dtype, self.device, self.make = config, checkpoint, dtype, device, make
+        self.scheme = scheme_of(config.raw, str(checkpoint.directory / "config.json"))
         self.names = NAMES[config.layout] | (SANDWICH if config.sandwich else {})
         keys = config.kv_heads * config.head_dim
         self.sizes = {"qkv": [config.heads * config.head_dim, keys, keys], "up": [config.intermediate] * 2}
         prefixes = ("model.", "transformer.", "")
         self.prefix = next((p for p in prefixes if checkpoint.has(f"{p}{self.names['embed']}.weight")), "model.")
 
-    def tensor(self, part: str, layer: int | None, suffix: str, shape: tuple[int, ...]) -> Tensor:
+    def stems(self, part: str, layer: int | None, rows: int) -> list[tuple[str, int]]:
+        """The checkpoint's names for a part, with their rows: one, or those that are stacked."""
         stems = self.names[part]
         at = self.prefix + ("" if layer is None else str(self.names["layer"]).format(i=layer))
-        names = [f"{at}{stem}.{suffix}" for stem in ([stems] if isinstance(stems, str) else stems)]
-        # GPT-2 keeps its matrices as [in, out]
-        transpose = self.config.layout == "gpt2" and layer is not None and len(shape) == 2
-        sizes = self.sizes[part] if len(names) > 1 else [shape[0]]
-        return self.checkpoint.take(names, [(size, *shape[1:]) for size in sizes], transpose)
+        names = [f"{at}{stem}" for stem in ([stems] if isinstance(stems, str) else stems)]
+        return list(zip(names, self.sizes[part] if len(names) > 1 else [rows], strict=True))
+
+    def tensor(self, part: str, layer: int | None, suffix: str, shape: tuple[int, ...]) -> Tensor:
+        parts = [(f"{stem}.{suffix}", size) for stem, size in self.stems(part, layer, shape[0])]
+        for name, size in parts:
+            self.checkpoint.claim(name, (size, *shape[1:]))
+        tensors = [self.checkpoint.floats(name) for name, _ in parts]
+        return torch.cat(tensors) if len(tensors) > 1 else tensors[0]
+
+    def matrix(self, stem: str, shape: tuple[int, int], bias: bool, transposed: bool) -> Callable[[], Tensor | Stored]:
+        """A function that reads one linear layer's weight, whose tensors are claimed here."""
+        checkpoint, scheme = self.checkpoint, self.scheme
+        layout = scheme.layout(checkpoint.has, stem) if scheme else None
+        if scheme is None or layout is None:
+            checkpoint.claim(f"{stem}.weight", shape[::-1] if transposed else shape)
+            return lambda: checkpoint.floats(f"{stem}.weight").T if transposed else checkpoint.floats(f"{stem}.weight")
+        parts = [part for part in sum(PARTS[layout], ()) if checkpoint.has(f"{stem}.{part}")]
+        for part in parts:
+            checkpoint.claim(f"{stem}.{part}")
+        if not bias and checkpoint.has(f"{stem}.bias") and not checkpoint.read(f"{stem}.bias").any():
+            checkpoint.claim(f"{stem}.bias")  # older writers of GPTQ give each layer one
+        where = f"{checkpoint.directory}: {stem}"
+        return lambda: read_stored(scheme, layout, {p: checkpoint.read(f"{stem}.{p}") for p in parts}, shape, where)
 
     def to(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         return tensor.to(device=self.device, dtype=dtype or self.dtype).contiguous()
@@ -206,8 +256,13 @@ class _Builder:
         return Norm(weight, self.to(self.tensor(part, layer, "bias", shape), exact) if kind == "layer" else None)
 
     def linear(self, part: str, layer: int, out: int, inner: int, bias: bool) -> Any:
-        weight = self.to(self.tensor(part, layer, "weight", (out, inner)))
-        return self.make(part, weight, self.to(self.tensor(part, layer, "bias", (out,))) if bias else None)
+        transposed = self.config.layout == "gpt2"  # it keeps its matrices as [in, out]
+        readers = [self.matrix(stem, (n, inner), bias, transposed) for stem, n in self.stems(part, layer, out)]
+        source = self.source(f"{layer}.{part}", (out, inner), lambda: stack([read() for read in readers]))
+        return self.make(part, source, self.to(self.tensor(part, layer, "bias", (out,))) if bias else None)
+
+    def source(self, name: str, shape: tuple[int, int], read: Callable[[], Tensor | Stored]) -> Source:
+        return Source(name, shape, read, self.dtype, self.device)
 
     def layer(self, i: int) -> Layer:
         c = self.config
@@ -233,12 +288,11 @@ class _Builder:
             positions = self.to(self.tensor("positions", None, "weight", (c.context, c.hidden)))
         layers = [self.layer(i) for i in range(c.layers)]
         norm = self.norm("norm")
-        if c.tied:
-            head = embed
-        else:
-            head = self.to(self.checkpoint.take(["lm_head.weight"], [(c.vocab, c.hidden)]))
+        shape = (c.vocab, c.hidden)
+        read = (lambda: embed) if c.tied else self.matrix("lm_head", shape, bias=False, transposed=False)
         self.checkpoint.finish((*IGNORED, "lm_head.weight") if c.tied else IGNORED)
-        return Weights(embed, layers, norm, self.make("head", head, None), positions)
+        head = self.make("head", self.source("head", shape, read), None)
+        return Weights(embed, layers, norm, head, positions)
 
 
 def load_weights(
@@ -246,9 +300,10 @@ def load_weights(
     directory: Path,
     dtype: torch.dtype,
     device: torch.device,
-    make: MakeLinear = lambda _, weight, bias: Linear(weight, bias),
+    make: MakeLinear = lambda _, source, bias: Linear(source.weight(), bias),
 ) -> Weights:
-    """Read every tensor of the model. Raises LoadError for one missing, misshapen or left over.
+    """Read every tensor of the model. Raises LoadError for one missing, misshapen, left over or quantised in a way
+    that is not supported.
 
     `make` turns each linear layer, named as in `Layer` or "head", into what the decoder multiplies with.
     """

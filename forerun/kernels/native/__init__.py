@@ -97,13 +97,23 @@ def loaded() -> ctypes.CDLL:
     return lib
 
 
+_instructions = ""
+
+
+def instructions() -> str:
+    """The instruction set in use; empty before `start`."""
+    return _instructions
+
+
 def start(threads: int = 0, instructions: str = "") -> str:
     """Start the thread pool (0: one for each core) with an instruction set ("" for the best); returns its name."""
+    global _instructions
     lib = loaded()
     name = lib.forerun_start(instructions.encode(), threads or len(os.sched_getaffinity(0)))
     if name is None:
         raise ValueError(f"this processor has no {instructions}")
-    return str(name.decode())
+    _instructions = str(name.decode())
+    return _instructions
 
 
 def read_bandwidth(megabytes: int = 256) -> float:

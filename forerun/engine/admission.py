@@ -1,0 +1,29 @@
+"""Whether a request can be served at all, and for how long."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from forerun.errors import CapacityError, RequestError
+from forerun.runner import Runner
+from forerun.sampling.params import SamplingParams
+
+
+def output_limit(target: Runner, tokens: Sequence[int], params: SamplingParams) -> int:
+    """Most output tokens the request may have. Raises RequestError or CapacityError if it cannot be served."""
+    vocab, context, pages = target.decoder.config.vocab, target.decoder.context, target.cache.pages
+    if not tokens:
+        raise RequestError("the prompt is empty: give at least one token")
+    outside = [t for t in (*tokens, *params.logit_bias, *params.stop_token_ids) if not 0 <= t < vocab]
+    if outside:
+        raise RequestError(f"token id {outside[0]} is not in the vocabulary of {vocab}")
+    room = context - len(tokens)
+    if room < 1:
+        raise RequestError(f"the prompt has {len(tokens)} tokens, the context only {context}: shorten the prompt")
+    limit, rows = min(params.max_tokens, room), pages.count * pages.size
+    if len(tokens) + limit > rows:
+        raise CapacityError(
+            f"prompt and max_tokens need {len(tokens) + limit} tokens of KV cache, which holds {rows}: "
+            "lower max_tokens or raise kv_tokens"
+        )
+    return limit

@@ -1,0 +1,331 @@
+"""The cache of packed weights: a hit is bit for bit what packing gives, and nothing that befalls the cache shows.
+
+Protects: that a hit reads no weights; truncated, corrupt and foreign files; a folder that cannot be written and a disk
+that is full; what the name of a file follows from; the bound on what is kept.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from forerun.cache.attention import Segment
+from forerun.kernels import native
+from forerun.models import packed_cache
+from forerun.models.config import load_config
+from forerun.models.packed_cache import cache_folder, model_digest
+from forerun.models.weights import Checkpoint
+from forerun.native import NativeDecoder, Packed
+from forerun.runner import Runner
+from tests import quantise, tiny
+
+pytestmark = pytest.mark.skipif(native.library() is None, reason=native.reason() or "compiled")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache that takes small models too."""
+    native.start(2)
+    monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(packed_cache, "SMALLEST", 0)
+    return tmp_path / "cache" / "packed"
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A model of its own."""
+    return Path(shutil.copytree(tiny.family("llama"), tmp_path / "model"))
+
+
+def load(directory: Path, form: str = "int8", keep: bool = False) -> NativeDecoder:
+    return NativeDecoder(load_config(directory), directory, form, 64, keep)
+
+
+def logits(decoder: NativeDecoder) -> torch.Tensor:
+    runner = Runner(decoder, tokens=64, page=8, slots=1)
+    runner.cache.pages.grow(0, 30)
+    return runner.forward([Segment(0, list(range(3, 33)), list(range(-1, 29)), list(range(30)))]).logits
+
+
+def packed(decoder: NativeDecoder) -> list[Packed]:
+    w = decoder.weights
+    return [m for x in w.layers for m in (x.qkv, x.out, x.up, x.down)] + [w.head]  # type: ignore[list-item]
+
+
+def same(one: NativeDecoder, other: NativeDecoder) -> None:
+    for a, b in zip(packed(one), packed(other), strict=True):
+        assert a.form == b.form and a.bytes == b.bytes
+        assert (a.data == b.data).all() and (a.scale == b.scale).all() and (a.bias == b.bias).all()
+    assert torch.equal(logits(one), logits(other))
+
+
+def plain(directory: Path, form: str = "int8", keep: bool = False) -> NativeDecoder:
+    """Packed without any cache."""
+    before = os.environ.get("FORERUN_CACHE", "")
+    os.environ["FORERUN_CACHE"] = "off"
+    try:
+        return load(directory, form, keep)
+    finally:
+        os.environ["FORERUN_CACHE"] = before
+
+
+def only(folder: Path) -> Path:
+    (file,) = folder.iterdir()
+    return file
+
+
+# ---------------------------------------------------------------- hits
+
+
+@pytest.mark.parametrize("form", ["int8", "int4"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen2", "gemma2", "phi3", "llama-biased"])
+def test_a_hit_is_bit_identical_and_reads_no_weights(
+    name: str, form: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = tiny.family(name)
+    expected = plain(directory, form)
+    assert not folder.exists()
+    same(load(directory, form), expected)
+    only(folder)
+    read: list[str] = []
+    floats = Checkpoint.floats
+    monkeypatch.setattr(Checkpoint, "floats", lambda self, name: read.append(name) or floats(self, name))  # type: ignore[func-returns-value]
+    hit = load(directory, form)
+    assert not [n for n in read if n.endswith(("proj.weight", "c_attn.weight", "c_fc.weight", "lm_head.weight"))]
+    same(hit, expected)
+    only(folder)
+
+
+def test_a_quantised_checkpoint_is_kept_too(folder: Path, tmp_path: Path) -> None:
+    """Its integers, that is; the head of bfloat16 is read again."""
+    quantise.checkpoint(tmp_path / "model", "gptq")
+    expected = plain(tmp_path / "model", "bfloat16", keep=True)
+    for _ in range(2):
+        same(load(tmp_path / "model", "bfloat16", keep=True), expected)
+    assert {m.form for m in packed(expected)} == {"int4", "bfloat16"}
+    only(folder)
+
+
+def test_each_format_has_a_file_of_its_own(folder: Path, model: Path) -> None:
+    for form in ("int8", "int4", "float32", "bfloat16") * 2:
+        same(load(model, form), plain(model, form))
+    assert len(list(folder.iterdir())) == 2
+
+
+def test_small_models_are_not_kept(folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    monkeypatch.setenv("FORERUN_CACHE", str(folder.parent))
+    load(model)
+    assert not folder.exists()
+
+
+def test_off(folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORERUN_CACHE", "off")
+    load(model)
+    assert not folder.exists()
+
+
+def test_where_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", "/x")
+    monkeypatch.setenv("FORERUN_CACHE", "~/y")
+    assert cache_folder() == tmp_path / "y"
+    monkeypatch.setenv("FORERUN_CACHE", "")
+    assert cache_folder() == Path("/x/forerun")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.delenv("FORERUN_CACHE")
+    assert cache_folder() == tmp_path / ".cache" / "forerun"
+
+
+# ---------------------------------------------------------------- files that are not whole
+
+
+def heals(folder: Path, model: Path, expected: NativeDecoder, whole: bytes) -> None:
+    """The model loads right, and the file is whole again."""
+    file = only(folder)
+    same(load(model), expected)
+    assert only(folder) == file and file.read_bytes() == whole
+
+
+def test_truncated_corrupt_and_foreign_files(folder: Path, model: Path) -> None:
+    expected = load(model)
+    file = only(folder)
+    whole = file.read_bytes()
+    for length in (0, 1, 20, len(whole) // 2, len(whole) - 36, len(whole) - 1):
+        file.write_bytes(whole[:length])
+        heals(folder, model, expected, whole)
+    for at in [*range(0, len(whole), len(whole) // 40), *range(len(whole) - 60, len(whole), 7)]:
+        file.write_bytes(whole[:at] + bytes([whole[at] ^ 64]) + whole[at + 1 :])
+        heals(folder, model, expected, whole)
+    for content in (whole + b"x", b"\0" * len(whole), b"{}", whole[: len(whole) // 2] * 2):
+        file.write_bytes(content)
+        heals(folder, model, expected, whole)
+
+
+def test_the_file_of_another_model(folder: Path, model: Path, tmp_path: Path) -> None:
+    """A sound file, of the same shapes, under the wrong name."""
+    expected = load(model)
+    file = only(folder)
+    whole = file.read_bytes()
+    load(tiny.drafter("llama"))
+    (other,) = [path for path in folder.iterdir() if path != file]
+    os.replace(other, file)
+    assert file.read_bytes() != whole
+    heals(folder, model, expected, whole)
+
+
+def test_a_directory_in_its_place(folder: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    expected = load(model)
+    file = only(folder)
+    file.unlink()
+    (file / "x").mkdir(parents=True)
+    same(load(model), expected)
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+# ---------------------------------------------------------------- places that cannot be written
+
+
+def noted(model: Path, capsys: pytest.CaptureFixture[str], *words: str) -> None:
+    """The model loads right, with one line on stderr."""
+    capsys.readouterr()
+    same(load(model), plain(model))
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.count("\n") == 1
+    assert all(word in said.err for word in ("note: the packed weights are not kept in", *words))
+
+
+def test_a_folder_that_cannot_be(
+    folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    blocked = folder.parent.parent / "file"
+    blocked.write_text("")
+    monkeypatch.setenv("FORERUN_CACHE", str(blocked / "cache"))
+    noted(model, capsys, str(blocked))
+
+
+@pytest.mark.parametrize("name", ["mkstemp", "mkdir", "replace"])
+def test_no_right_to_write(
+    name: str, folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The tests may run as root, whom no mode of a directory stops."""
+
+    def denied(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    owner = {"mkstemp": packed_cache.tempfile, "mkdir": packed_cache.Path, "replace": packed_cache.os}[name]
+    monkeypatch.setattr(owner, name, denied)
+    noted(model, capsys, "Permission denied")
+    assert not folder.exists() or not list(folder.iterdir())
+
+
+def test_a_full_disk(
+    folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Noticed before writing, or while writing; either way nothing is left behind."""
+    monkeypatch.setattr(packed_cache, "RESERVE", 1 << 60)
+    noted(model, capsys, "room")
+    monkeypatch.setattr(packed_cache, "RESERVE", 0)
+
+    def full(file: object, view: memoryview) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(packed_cache, "_write_all", full)
+    noted(model, capsys, "No space left")
+    assert not list(folder.iterdir())
+
+
+def test_an_interrupt_leaves_nothing(folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(file: object, view: memoryview) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(packed_cache, "_write_all", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        load(model)
+    assert not list(folder.iterdir())
+
+
+# ---------------------------------------------------------------- names
+
+
+def test_the_name_follows_from_the_model_and_the_facts(model: Path, tmp_path: Path) -> None:
+    weights, config = model / "model.safetensors", model / "config.json"
+    name = model_digest(model, ["int8", "avx2"])
+    assert model_digest(model, ["int8", "avx2"]) == name
+    assert len({name, model_digest(model, ["int4", "avx2"]), model_digest(model, ["int8", "avx512"])}) == 3
+    seen = {name}
+
+    def new() -> None:
+        found = model_digest(model, ["int8", "avx2"])
+        assert found not in seen
+        seen.add(found)
+
+    before = weights.stat()
+    os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
+    new()
+    content = bytearray(weights.read_bytes())
+    content[len(content) // 2] ^= 1
+    weights.write_bytes(content)
+    os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))  # another content of the same size and time
+    new()
+    config.write_text(config.read_text() + " ")
+    new()
+    (model / "model-2.safetensors").write_bytes(b"more")
+    new()
+    elsewhere = Path(shutil.copytree(model, tmp_path / "elsewhere"))
+    assert model_digest(elsewhere, ["int8", "avx2"]) not in seen
+
+
+def test_changed_weights_are_packed_anew(folder: Path, model: Path) -> None:
+    first = load(model)
+    shutil.copy(tiny.drafter("llama") / "model.safetensors", model)
+    second = load(model)
+    same(second, plain(model))
+    assert not torch.equal(logits(first), logits(second))
+    assert len(list(folder.iterdir())) == 2
+
+
+def test_the_instruction_set_is_part_of_the_name(folder: Path, model: Path) -> None:
+    try:
+        for instructions in ("portable", ""):
+            native.start(2, instructions)
+            load(model)
+    finally:
+        best = native.start(2)
+    assert len(list(folder.iterdir())) == (1 if best == "portable" else 2)
+
+
+# ---------------------------------------------------------------- the bound
+
+
+def test_the_least_recently_used_go_first(folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = time.time()
+    load(model)
+    size = only(folder).stat().st_size
+    mine = only(folder)
+    for i, name in enumerate(("old", "older", "new")):
+        (folder / f"{name}.packed").write_bytes(b"x" * size)
+        os.utime(folder / f"{name}.packed", (now, now - {"old": 200, "older": 300, "new": 10}[name] - i))
+    os.utime(mine, (now, now - 1000))
+    load(model)  # a hit: used just now
+    assert mine.stat().st_mtime > now - 100
+    monkeypatch.setattr(packed_cache, "LIMIT", 3 * size)
+    (folder / "left.tmp").write_bytes(b"")
+    (folder / "being written.tmp").write_bytes(b"")
+    os.utime(folder / "left.tmp", (now, now - 100_000))
+    load(model, "int4")
+    left = {path.name for path in folder.iterdir()}
+    assert {mine.name, "new.packed", "being written.tmp"} < left
+    assert not {"old.packed", "older.packed", "left.tmp"} & left
+    assert sum(path.stat().st_size for path in folder.glob("*.packed")) <= 3 * size
+
+
+def test_what_is_over_the_bound_alone_is_not_kept(folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_cache, "LIMIT", 1000)
+    load(model)
+    assert not folder.exists()

@@ -1,0 +1,537 @@
+"""Quantised checkpoints: each layout gives exactly the weights it stands for, and the native formats the same integers.
+
+Protects: every layout against a packer written from its definition; layers that differ from their neighbours; the
+message for whatever is not supported or does not fit; what is carried over into the native formats and what is not;
+and that speculation on such a model still says what plain decoding says.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from forerun.cache.attention import Segment
+from forerun.config import Config
+from forerun.draft.model import DraftModel
+from forerun.draft.suffix import Suffix
+from forerun.engine.engine import Engine
+from forerun.errors import LoadError
+from forerun.kernels import native
+from forerun.kernels.native.layout import interleave, lay_out
+from forerun.load import make_runner
+from forerun.models.config import load_config
+from forerun.models.decoder import Decoder, load_decoder
+from forerun.models.quantized import Exact, Stored
+from forerun.native import NativeDecoder, Packed
+from forerun.runner import Runner
+from tests import quantise, tiny
+from tests.engine import build
+from tests.quantise import Layer, Tensors, checkpoint
+from tests.test_native import product
+
+CPU = torch.device("cpu")
+compiled = pytest.mark.skipif(native.library() is None, reason=native.reason() or "compiled")
+FIRST = "model.layers.0.self_attn.o_proj"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def threads() -> None:
+    if native.library() is not None:
+        native.start(2)
+
+
+def load(directory: Path, dtype: torch.dtype = torch.float32) -> Decoder:
+    return load_decoder(directory, dtype, CPU, 64)
+
+
+def refused(directory: Path, *words: str) -> None:
+    """Loading raises LoadError, in one line that holds all of `words`."""
+    with pytest.raises(LoadError) as caught:
+        load(directory)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert len(message) < 300 + 2 * len(str(directory))
+    for word in words:
+        assert word in message
+
+
+def change(directory: Path, edit: Callable[[Tensors], Any]) -> Path:
+    """Edit the tensors of a checkpoint."""
+    tensors = load_file(directory / "model.safetensors")
+    edit(tensors)
+    quantise.save(directory, tensors)
+    return directory
+
+
+def holds(directory: Path, expected: Tensors, dtype: torch.dtype = torch.float32) -> None:
+    """The loaded matrices are bit for bit those of the unquantised names in `expected`."""
+    for i, layer in enumerate(load(directory, dtype).weights.layers):
+        at = f"model.layers.{i}."
+        if "transformer.wte.weight" in expected:
+            at, names, turned = (
+                f"transformer.h.{i}.",
+                [["attn.c_attn"], ["attn.c_proj"], ["mlp.c_fc"], ["mlp.c_proj"]],
+                True,
+            )
+        elif f"{at}self_attn.qkv_proj.weight" in expected:
+            names, turned = (
+                [["self_attn.qkv_proj"], ["self_attn.o_proj"], ["mlp.gate_up_proj"], ["mlp.down_proj"]],
+                False,
+            )
+        else:
+            qkv, up = [f"self_attn.{x}_proj" for x in "qkv"], ["mlp.gate_proj", "mlp.up_proj"]
+            names, turned = [qkv, ["self_attn.o_proj"], up, ["mlp.down_proj"]], False
+        for part, stems in zip((layer.qkv, layer.out, layer.up, layer.down), names, strict=True):
+            weights = [expected[f"{at}{stem}.weight"] for stem in stems]
+            weight = torch.cat([w.T if turned else w for w in weights])
+            assert torch.equal(part.weight, weight.to(dtype))
+
+
+# ---------------------------------------------------------------- floats
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize(
+    "layout, bits, size",
+    [
+        ("gptq", 4, 32), ("gptq", 4, 0), ("gptq", 8, 32), ("gptq_v2", 4, 16), ("gptq_v2", 8, 32), ("awq", 4, 32),
+        ("awq", 4, 16), ("packed", 4, 32), ("packed", 4, 0), ("packed", 8, 16), ("plain", 8, 0), ("plain", 8, 32),
+    ],
+)  # fmt: skip
+def test_weights_are_those_the_layout_stands_for(
+    layout: str, bits: int, size: int, symmetric: bool, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    holds(tmp_path, checkpoint(tmp_path, layout, bits, size, symmetric), dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_scales_of_any_precision(dtype: torch.dtype, tmp_path: Path) -> None:
+    holds(tmp_path, checkpoint(tmp_path, "packed", dtype=dtype))
+
+
+@pytest.mark.parametrize("layout", ["gptq", "packed"])
+def test_activation_order(layout: str, tmp_path: Path) -> None:
+    """Groups whose inputs do not stand together."""
+    holds(tmp_path, checkpoint(tmp_path, layout, symmetric=layout == "packed", shuffled=True))
+
+
+@pytest.mark.parametrize("name", ["phi3", "gpt2", "llama-biased", "qwen3", "gemma2"])
+def test_families(name: str, tmp_path: Path) -> None:
+    """Fused projections as they are, matrices that GPT-2 has the other way round, biases."""
+    holds(tmp_path, checkpoint(tmp_path, "gptq", size=16, name=name))
+
+
+def test_sizes_that_do_not_fill_words(tmp_path: Path) -> None:
+    sizes = dict(hidden_size=36, intermediate_size=50, num_attention_heads=2, num_key_value_heads=1)
+    holds(tmp_path, checkpoint(tmp_path, "packed", size=0, symmetric=False, **sizes))
+
+
+@pytest.mark.parametrize("layout", ["gptq", "packed"])
+def test_modules_that_were_left_alone(layout: str, tmp_path: Path) -> None:
+    """One of three that are stacked, and one that stands alone."""
+    expected = checkpoint(tmp_path, layout)
+    original = dict(tiny.hf_model("llama", gain=0.5, **quantise.ROOMY).state_dict())
+
+    def edit(tensors: Tensors) -> None:
+        for stem in ("model.layers.1.self_attn.v_proj", "model.layers.0.mlp.down_proj"):
+            for name in [n for n in tensors if n.startswith(stem)]:
+                del tensors[name]
+            tensors[f"{stem}.weight"] = expected[f"{stem}.weight"] = original[f"{stem}.weight"]
+
+    holds(change(tmp_path, edit), expected)
+
+
+def test_layers_of_different_bits_and_groups(tmp_path: Path) -> None:
+    """As GPTQModel's dynamic rules make them: the tensors say what config.json says only by patterns."""
+    expected = checkpoint(tmp_path, "gptq")
+
+    def edit(tensors: Tensors) -> None:
+        for stem, bits, size in ((f"{FIRST}", 8, 16), ("model.layers.1.self_attn.k_proj", 8, 0)):
+            layer = Layer.make(expected[f"{stem}.weight"], bits, size, True, torch.float16)
+            expected[f"{stem}.weight"] = layer.weight
+            tensors.update({f"{stem}.{part}": tensor for part, tensor in quantise.gptq(layer).items()})
+            del tensors[f"{stem}.g_idx"]
+
+    holds(change(tmp_path, edit), expected)
+
+
+def test_a_quantised_head(tmp_path: Path) -> None:
+    checkpoint(tmp_path, "gptq")
+    layer = Layer.make(load_file(tmp_path / "model.safetensors")["lm_head.weight"], 4, 32, True, torch.float16)
+
+    def edit(tensors: Tensors) -> None:
+        del tensors["lm_head.weight"]
+        tensors.update({f"lm_head.{part}": tensor for part, tensor in quantise.gptq(layer).items()})
+
+    assert torch.equal(load(change(tmp_path, edit)).weights.head.weight, layer.weight)
+
+
+@pytest.mark.parametrize("value, loads", [(0.0, True), (0.5, False)])
+def test_biases_of_older_writers(value: float, loads: bool, tmp_path: Path) -> None:
+    """They gave every layer one; where config.json knows of none, it must be zero."""
+    expected = checkpoint(tmp_path, "gptq")
+    change(tmp_path, lambda tensors: tensors.update({f"{FIRST}.bias": torch.full((64,), value)}))
+    if loads:
+        holds(tmp_path, expected)
+    else:
+        refused(tmp_path, f"{FIRST}.bias")
+
+
+@pytest.mark.parametrize("value", [0, -1])
+def test_an_index_that_was_never_set(value: int, tmp_path: Path) -> None:
+    expected = checkpoint(tmp_path, "gptq")
+    stem = "model.layers.2.mlp.up_proj"
+    holds(
+        change(tmp_path, lambda t: t.update({f"{stem}.g_idx": torch.full((64,), value, dtype=torch.int32)})), expected
+    )
+
+
+def test_scales_of_activations_are_not_needed(tmp_path: Path) -> None:
+    expected = checkpoint(tmp_path, "plain", 8, 0)
+    holds(change(tmp_path, lambda t: t.update({f"{FIRST}.input_scale": torch.tensor([0.5])})), expected)
+
+
+FLOATS = {  # the shape of the scales, for a matrix [64, 96]
+    "tensor": (), "one": (1,), "channel": (64, 1), "flat": (64,), "group": (64, 3), "block": (3, 5),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("scale", [*FLOATS, "fine"])
+def test_8_bit_floats(scale: str, tmp_path: Path) -> None:
+    """With compressed-tensors' names and, block by block, with those of fine-grained fp8."""
+    tiny.hf_model("llama", gain=0.5, **quantise.ROOMY).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    expected, block = dict(tensors), (24, 20)
+    for stem in quantise.linears(tensors):
+        weight = tensors[f"{stem}.weight"]
+        rows, columns = weight.shape
+        grid = (-(-rows // 24), -(-columns // 20))
+        shapes: dict[str, tuple[int, ...]] = dict(
+            tensor=(), one=(1,), channel=(rows, 1), flat=(rows,), group=(rows, columns // 32), block=grid, fine=grid
+        )
+        scales = torch.rand(shapes[scale]) * 0.1 + 0.01
+        low = (weight * 4).to(torch.float8_e4m3fn)
+        spread = scales.reshape(shapes[scale] if scales.ndim == 2 else (-1, 1))
+        if scale in ("block", "fine"):
+            spread = spread.repeat_interleave(24, 0)[:rows].repeat_interleave(20, 1)[:, :columns]
+        elif scale == "group":
+            spread = spread.repeat_interleave(32, 1)
+        expected[f"{stem}.weight"] = low.float() * spread
+        tensors[f"{stem}.weight"] = low
+        tensors[f"{stem}.weight_scale" + ("_inv" if scale == "fine" else "")] = scales
+        if scale == "channel":  # older writers kept the zero points of what has none
+            tensors[f"{stem}.weight_zero_point"] = torch.zeros_like(scales).to(low.dtype)
+    weights = dict(num_bits=8, type="float", block_structure=block if scale == "block" else None)
+    own: dict[str, Any] = dict(
+        quant_method="compressed-tensors", format="float-quantized", config_groups={"group_0": dict(weights=weights)}
+    )
+    quantise.save(
+        tmp_path,
+        tensors,
+        quantization_config=dict(quant_method="fp8", weight_block_size=block) if scale == "fine" else own,
+    )
+    holds(tmp_path, expected)
+
+
+@pytest.mark.parametrize("key", ["compression_config", "quantization_config"])
+def test_older_places_of_the_settings(key: str, tmp_path: Path) -> None:
+    expected = checkpoint(tmp_path, "packed")
+    path = tmp_path / "config.json"
+    raw = json.loads(path.read_text())
+    settings = raw.pop("quantization_config")
+    del settings["quant_method"]
+    nested = {"quant_method": "compressed-tensors", "quantization_config": settings, "sparsity_config": {}}
+    path.write_text(json.dumps(raw | {key: settings if key == "compression_config" else nested}))
+    holds(tmp_path, expected)
+
+
+# ---------------------------------------------------------------- what is refused
+
+GPTQ = dict(quant_method="gptq", bits=4, group_size=32)
+AWQ = dict(quant_method="awq", bits=4, group_size=32, version="gemm")
+
+
+def compressed(weights: dict[str, Any] | None = None, **settings: Any) -> dict[str, Any]:
+    group = dict(targets=["Linear"], weights=dict(num_bits=4, type="int") | (weights or {}))
+    whole = dict(quant_method="compressed-tensors", format="pack-quantized", config_groups={"group_0": group})
+    return whole | settings
+
+
+@pytest.mark.parametrize(
+    "settings, word",
+    [
+        (GPTQ | {"bits": 3}, "bits 3"),
+        (GPTQ | {"bits": None}, "bits None"),
+        (GPTQ | {"checkpoint_format": "marlin"}, "'marlin'"),
+        (GPTQ | {"group_size": "32"}, "group_size"),
+        (AWQ | {"version": "gemv"}, "'gemv'"),
+        (AWQ | {"version": "GEMV_FAST"}, "'gemv_fast'"),
+        (AWQ | {"bits": 8}, "bits 8"),
+        (AWQ | {"backend": "llm-awq"}, "llm-awq"),
+        (compressed({"num_bits": 3}), "num_bits 3"),
+        (compressed({"num_bits": 4, "type": "float"}), "float weights"),
+        (compressed(format="nvfp4-pack-quantized"), "nvfp4"),
+        (compressed(format="marlin-24"), "marlin-24"),
+        (compressed(format="dense"), "dense"),
+        (compressed(kv_cache_scheme={"num_bits": 8}), "KV cache"),
+        (compressed(sparsity_config={"format": "sparse-24-bitmask"}), "sparse-24-bitmask"),
+        (compressed(transform_config={"config_groups": {"u": {}}}), "transform_config"),
+        (compressed(config_groups={"W4A16": ["Linear"]}), "config_groups"),
+        (compressed(config_groups=None), "config_groups"),
+        (dict(quant_method="fp8", kv_cache_scheme={"num_bits": 8}), "KV cache"),
+        (dict(quant_method="fp8", weight_block_size=[0, 1]), "block"),
+        (dict(quant_method="auto-round", packing_format="auto_round:gptqmodel"), "gptqmodel"),
+        (dict(quant_method="bitsandbytes", load_in_4bit=True), "'bitsandbytes'"),
+        (dict(quant_method="mxfp4"), "'mxfp4'"),
+        (dict(quant_method="torchao"), "'torchao'"),
+        ({}, "method None"),
+        ([4], "list"),
+    ],
+    ids=str,
+)
+def test_what_is_not_supported_is_said_with_what_is(settings: Any, word: str, tmp_path: Path) -> None:
+    checkpoint(tmp_path, "gptq")
+    quantise.save(tmp_path, load_file(tmp_path / "model.safetensors"), quantization_config=settings)
+    refused(tmp_path, "config.json", word, "not supported", "GPTQ", "AWQ", "compressed-tensors", "fp8")
+
+
+WRONG: list[Any] = [None, "x", "4", -2, 0, 1.5, True, [], [1], [1, 2], {}, {"a": 1}]
+
+
+@pytest.mark.parametrize("layout", ["gptq", "awq", "packed"])
+def test_no_other_exception_escapes_whatever_the_settings_hold(layout: str, tmp_path: Path) -> None:
+    checkpoint(tmp_path, layout)
+    tensors = load_file(tmp_path / "model.safetensors")
+    settings = quantise.settings(layout, 4, 32, True)
+    keys = [*settings, "format", "kv_cache_scheme", "sparsity_config", "transform_config", "quantization_config"]
+    cases: list[Any] = [*WRONG, *(settings | {key: value} for key in keys for value in WRONG)]
+    if layout == "packed":
+        cases += [compressed({key: value}) for key in ("num_bits", "type", "block_structure") for value in WRONG]
+        cases += [compressed(config_groups={"g": value}) for value in WRONG]
+    for case in cases:
+        quantise.save(tmp_path, tensors, quantization_config=case)
+        try:
+            load(tmp_path)
+        except LoadError as error:
+            assert "\n" not in str(error)
+
+
+@pytest.mark.parametrize("layout, part", [("gptq", "scales"), ("awq", "qzeros"), ("packed", "weight_scale")])
+def test_a_tensor_that_is_missing(layout: str, part: str, tmp_path: Path) -> None:
+    checkpoint(tmp_path, layout)
+    refused(change(tmp_path, lambda tensors: tensors.pop(f"{FIRST}.{part}")), f"{FIRST}.weight", "lacks")
+
+
+def test_a_tensor_that_is_left_over(tmp_path: Path) -> None:
+    checkpoint(tmp_path, "packed")
+    refused(
+        change(tmp_path, lambda t: t.update({f"{FIRST}.weight_global_scale": torch.ones(1)})), "weight_global_scale"
+    )
+
+
+@pytest.mark.parametrize(
+    "layout, part",
+    [
+        ("gptq", "qweight"), ("gptq", "qzeros"), ("gptq", "scales"), ("gptq", "g_idx"), ("awq", "qweight"),
+        ("awq", "qzeros"), ("awq", "scales"), ("packed", "weight_packed"), ("packed", "weight_scale"),
+        ("packed", "weight_shape"), ("packed", "weight_zero_point"), ("plain", "weight"), ("plain", "weight_scale"),
+        ("plain", "weight_zero_point"),
+    ],
+)  # fmt: skip
+def test_a_tensor_that_does_not_fit_is_named(layout: str, part: str, tmp_path: Path) -> None:
+    """Of another shape, another type, with another number of axes, or empty."""
+    checkpoint(tmp_path, layout, 8 if layout == "plain" else 4, symmetric=False)
+    whole = load_file(tmp_path / "model.safetensors")
+    name = f"{FIRST}.{part}"
+    good = whole[name]
+    short, other = good[:-1], good.to(torch.float32 if not good.is_floating_point() else torch.int32)
+    bad = [short, good[None], torch.zeros(0, dtype=good.dtype), good.flatten()[0], torch.cat((good, good))]
+    bad += [] if part == "weight_shape" else [other]
+    for tensor in bad:
+        quantise.save(tmp_path, whole | {name: tensor.clone()})
+        refused(tmp_path, f"{FIRST}.")
+    if part == "g_idx":
+        quantise.save(tmp_path, whole | {name: good + 1})
+        refused(tmp_path, name)
+
+
+def test_8_bit_floats_that_nothing_explains(tmp_path: Path) -> None:
+    tiny.hf_model("llama").save_pretrained(tmp_path)
+    change(tmp_path, lambda t: t.update({f"{FIRST}.weight": t[f"{FIRST}.weight"].to(torch.float8_e4m3fn)}))
+    refused(tmp_path, f"{FIRST}.weight", "float8_e4m3fn", "quantised")
+
+
+# ---------------------------------------------------------------- the native formats
+
+
+def forms(decoder: Any) -> dict[str, str]:
+    """The format of each kind of matrix; the layers must agree."""
+    w = decoder.weights
+    found = {part: {getattr(layer, part).form for layer in w.layers} for part in ("qkv", "out", "up", "down")}
+    assert all(len(kinds) == 1 for kinds in found.values())
+    return {part: kinds.pop() for part, kinds in found.items()} | {"head": w.head.form}
+
+
+def runner(directory: Path, **options: Any) -> Runner:
+    return make_runner(Config(model=str(directory), context=64, **options), directory, CPU)
+
+
+@compiled
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("shape", [(2, 1), (32, 64), (96, 65), (64, 100), (130, 128)])
+@pytest.mark.parametrize("form", ["int4", "int8"])
+def test_the_layout_is_that_of_the_compiled_code(form: str, shape: tuple[int, int], gated: bool) -> None:
+    """Byte by byte, on matrices whose numbers the rounding of `pack` is certain to find again."""
+    generator = torch.Generator().manual_seed(1)
+    low = {"int4": -8, "int8": -127}[form]
+    values = torch.randint(low, -low, shape, generator=generator)
+    values[:, ::32] = low  # the number that pack takes its scale from
+    groups = -(-shape[1] // 32)
+    scale = (torch.rand(shape[0], groups if form == "int4" else 1, generator=generator) + 0.01).half()
+    weight = values * scale.float().repeat_interleave(32 if form == "int4" else shape[1], 1)[:, : shape[1]]
+    exact = Exact(form, values.to(torch.int8), scale if form == "int4" else scale.float()[:, 0])
+    mine, theirs = Packed(exact, None, form, gated), Packed(weight, None, form, gated)
+    assert (mine.data == theirs.data).all()
+    assert (mine.scale == theirs.scale).all()
+
+
+@compiled
+@pytest.mark.parametrize("layout, bits, size", [("gptq", 4, 32), ("packed", 4, 64), ("awq", 4, 64), ("plain", 8, 0)])
+def test_integers_and_scales_are_carried_over(layout: str, bits: int, size: int, tmp_path: Path) -> None:
+    """Into the bytes of the format, and so that products give the weights."""
+    expected = checkpoint(tmp_path, layout, bits, size, intermediate_size=128, vocab_size=tiny.VOCAB)
+    decoder = runner(tmp_path).decoder
+    form = "int4" if bits == 4 else "int8"
+    assert isinstance(decoder, NativeDecoder)
+    assert forms(decoder) == dict(qkv=form, out=form, up=form, down=form, head="bfloat16")
+    for i, layer in enumerate(decoder.weights.layers):
+        for packed, names in (
+            (layer.qkv, [f"self_attn.{x}_proj" for x in "qkv"]),
+            (layer.out, ["self_attn.o_proj"]),
+            (layer.up, ["mlp.gate_proj", "mlp.up_proj"]),
+            (layer.down, ["mlp.down_proj"]),
+        ):
+            stems = [f"model.layers.{i}.{name}" for name in names]
+            scale = torch.cat([original_scale(tmp_path, stem, layout) for stem in stems])
+            weight = torch.cat([expected[f"{stem}.weight"] for stem in stems])
+            values = torch.round(weight / scale.float().repeat_interleave(size or weight.shape[1], 1)).to(torch.int8)
+            ours = scale.repeat_interleave(size // 32, 1) if form == "int4" else scale.float()[:, 0]
+            parts = (interleave(t) if len(stems) == 2 else t for t in (values, ours))
+            data, scales = lay_out(form, len(packed.bias), packed.matrix.padded, *parts)
+            assert (packed.data == data.numpy()).all()
+            assert (packed.scale == scales.numpy().view(packed.scale.dtype)).all()
+
+
+def original_scale(directory: Path, stem: str, layout: str) -> torch.Tensor:
+    """[out, groups], as the file has it."""
+    tensors = load_file(directory / "model.safetensors")
+    return tensors[f"{stem}.weight_scale"] if layout in ("packed", "plain") else tensors[f"{stem}.scales"].T
+
+
+@compiled
+@pytest.mark.parametrize("form", ["int4", "int8"])
+def test_products_with_carried_integers_give_the_weights(form: str) -> None:
+    """Rows of the identity are exact in 8 bits, so that what comes out is the matrix."""
+    layer = Layer.make(
+        torch.randn(70, 128), 4 if form == "int4" else 8, 64 if form == "int4" else 0, True, torch.float16
+    )
+    stored = Stored((layer.numbers - 2 ** (layer.bits - 1)).to(torch.int8), layer.scale, layer.group)
+    exact = stored.exact()
+    assert exact is not None and exact.form == form
+    assert torch.allclose(product(exact, torch.eye(128), form).T, layer.weight, rtol=1e-6, atol=0)
+
+
+@compiled
+@pytest.mark.parametrize(
+    "options, expected",
+    [
+        ({}, ("int4", "bfloat16")),
+        ({"quantization": "int4"}, ("int4", "int8")),
+        ({"quantization": "int8"}, ("int8", "int8")),
+        ({"dtype": "bfloat16"}, ("bfloat16", "bfloat16")),
+        ({"dtype": "float32"}, ("float32", "float32")),
+    ],
+    ids=str,
+)
+def test_what_the_options_make_of_a_4_bit_checkpoint(
+    options: dict[str, Any], expected: tuple[str, str], tmp_path: Path
+) -> None:
+    checkpoint(tmp_path, "gptq")
+    body, head = expected
+    decoder = runner(tmp_path, **options).decoder
+    assert forms(decoder) == dict(qkv=body, out=body, up=body, down=body, head=head)
+
+
+@compiled
+def test_a_drafter_keeps_what_it_is_stored_in_unless_told_otherwise(tmp_path: Path) -> None:
+    checkpoint(tmp_path, "gptq")
+    target = runner(tmp_path)
+    for quantization, body, head in (("auto", "int4", "int8"), ("none", "int4", "bfloat16"), ("int8", "int8", "int8")):
+        config = Config(model=str(tmp_path), context=64, draft_quantization=quantization)
+        found = forms(make_runner(config, tmp_path, CPU, target).decoder)
+        assert (found["qkv"], found["head"]) == (body, head)
+
+
+@compiled
+@pytest.mark.parametrize(
+    "case",
+    [
+        dict(layout="awq", symmetric=False), dict(layout="gptq", size=16), dict(layout="gptq", shuffled=True),
+        dict(layout="packed", dtype=torch.float32), dict(layout="gptq", bits=8), dict(layout="plain", bits=8, size=32),
+        dict(layout="plain", bits=8, size=0, symmetric=False),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_does_not_map_becomes_bfloat16(case: dict[str, Any], tmp_path: Path) -> None:
+    """Zero points, small groups, activation order, finer scales, 8 bits in groups: no error, no second rounding."""
+    expected = checkpoint(tmp_path, **case)
+    decoder = runner(tmp_path).decoder
+    assert set(forms(decoder).values()) == {"bfloat16"}
+    weight = Packed(expected[f"{FIRST}.weight"], None, "bfloat16", False)
+    assert (decoder.weights.layers[0].out.data == weight.data).all()  # type: ignore[union-attr]
+
+
+@compiled
+@pytest.mark.parametrize("layout, bits, size", [("gptq", 4, 32), ("plain", 8, 0)])
+def test_logits_are_close_to_those_of_the_dequantised_weights(
+    layout: str, bits: int, size: int, tmp_path: Path
+) -> None:
+    checkpoint(tmp_path, layout, bits, size)
+    tokens = torch.randint(3, tiny.VOCAB, (40,), generator=torch.Generator().manual_seed(1)).tolist()
+    results = []
+    for options in ({}, {"kernels": "torch", "dtype": "float32"}, {"quantization": "int4" if bits == 8 else "int8"}):
+        it = runner(tmp_path, **options)
+        it.cache.pages.grow(0, 40)
+        results.append(it.forward([Segment(0, tokens, list(range(-1, 39)), list(range(40)))]).logits)
+    carried, exact, rounded = results
+    error = ((carried - exact).norm() / exact.norm()).item()
+    assert error < 0.12  # activations of 8 bits, a head of bfloat16
+    if bits == 8:  # a second rounding, to 4 bits, is what is spared
+        assert ((rounded - exact).norm() / exact.norm()).item() > 2 * error
+
+
+@compiled
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("layout", ["gptq", "awq"])
+def test_speculative_text_equals_plain_text(layout: str, temperature: float, tmp_path: Path) -> None:
+    """On carried integers (GPTQ) and on dequantised ones (AWQ with zero points), with small chunks and preemption."""
+    checkpoint(tmp_path, layout, symmetric=layout == "gptq")
+    config = load_config(tmp_path)
+    target, small = (
+        NativeDecoder(config, tmp_path, form, 256, keep) for form, keep in (("bfloat16", True), ("int8", False))
+    )
+    outputs = {}
+    for draft in ("off", "suffix", "tree"):
+        drafter = DraftModel(Runner(small, tokens=112, page=4, slots=8), tiny.VOCAB, width=3)
+        pool = Runner(target, tokens=1024 if draft == "off" else 112, page=4, slots=8)
+        engine = Engine(pool, {"suffix": Suffix(shortest=1), "tree": drafter}, chunk=64 if draft == "off" else 5)
+        outputs[draft] = [list(r.output) for r in build.run(engine, draft, temperature)]
+    assert outputs["suffix"] == outputs["off"]
+    assert outputs["tree"] == outputs["off"]
