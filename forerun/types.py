@@ -121,7 +121,8 @@ class Round:
 
     `chances[i]` is the probability the target gave the token of node i + 1 (its own law, before any sampling parameter)
     and `noises[i]` the noise of that token under the coupled rules; the last entry of both is the bonus token's.
-    `rate` is the acceptance the depth policy expected. Seconds are those of the whole step.
+    `depth` is how deep it was allowed to be, `rate` the acceptance the depth policy expected. Seconds are those of the
+    whole step.
     """
 
     step: int
@@ -129,6 +130,7 @@ class Round:
     verdict: Verdict
     chances: list[float]
     noises: list[float]
+    depth: int
     rate: float
     draft_seconds: float
     verify_seconds: float

@@ -171,6 +171,7 @@ class Engine:
         depths = self._depths(free, sum(w.count for w in works) + sum(len(d) - 1 for d in drafts.values()))
         groups: dict[str, list[Request]] = defaultdict(list)
         for work in free:
+            work.request.allowed = depths[work.request.id]
             # room for the largest draft there could be: what is verified must not depend on what was drawn
             if depths[work.request.id] and self._reserve(work.request, depths[work.request.id]):
                 groups[work.request.draft].append(work.request)
@@ -193,7 +194,7 @@ class Engine:
         It costs nothing to draft and is always accepted: neither the proposer nor the depth policy is asked.
         """
         request = work.request
-        request.reach = 0
+        request.reach = request.allowed = 0
         deepest = DEEPEST if request.depth == "auto" else int(request.depth)
         grammar, limit = request.state.grammar, min(deepest, self._limit(work))
         tokens = grammar.forced(limit) if grammar and limit else []

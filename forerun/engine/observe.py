@@ -21,7 +21,7 @@ def round_of(request: Request, draft: Draft, verdict: Verdict, logits: Tensor, r
     if request.params.greedy or not request.rule.coupled:
         noises = [0.0] * len(drawn)
     chances = [float(laws[node, token]) for node, token in drawn]
-    return Round(request.stats.steps, draft, verdict, chances, noises, rate, 0.0, 0.0)
+    return Round(request.stats.steps, draft, verdict, chances, noises, request.allowed, rate, 0.0, 0.0)
 
 
 def logprobs_of(logits: Tensor, tokens: Sequence[int], top: int) -> list[TokenLogprobs]:

@@ -43,6 +43,7 @@ class Request:
     stats: RequestStats = field(default_factory=RequestStats)
     acceptance: Acceptance = field(default_factory=Acceptance)
     proposed: int = 0  # tokens when a draft was last asked for: its proposer's lag
+    allowed: int = 0  # depth its draft may have in this step
     reach: int = 0  # depth of what its proposer drafted for this step, before a grammar cut it
     finish_reason: str | None = None
     arrived: float = field(default_factory=time.perf_counter)

@@ -167,7 +167,7 @@ def trace(round_: Round, event: Event, tokenizer: Tokenizer | None) -> dict[str,
     emitted = zip(event.token_ids, event.sources, event.pieces, strict=True)
     return {
         "step": round_.step,
-        "depth": max(draft.depths()),
+        "depth": round_.depth,
         "rate": round(round_.rate, 4),
         "tokens": [{"id": token, "text": text, "source": source} for token, source, text in emitted],
         "draft": nodes,

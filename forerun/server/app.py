@@ -32,6 +32,7 @@ from forerun.server import api, errors, translate
 from forerun.server.answers import started
 from forerun.server.api import Kitchen
 from forerun.server.errors import ApiError
+from forerun.server.journal import REQUEST_ID, Journal
 from forerun.server.metrics import Metrics
 from forerun.server.protocol import (
     ChatRequest,
@@ -60,9 +61,10 @@ FAILURES = {
 def make_app(llm: LLM, settings: Settings) -> FastAPI:
     """The server's application around a loaded model. `app.state.service` is its service."""
     metrics = Metrics(settings.metrics_compat)
-    service = Service(llm, settings.max_queue, metrics)
+    name = served_name(llm, settings)
+    service = Service(llm, settings.max_queue, (metrics, Journal(name)))
     metrics.attach(service)
-    kitchen = Kitchen(service, served_name(llm, settings), fingerprint(llm), settings.timeout, settings.max_prompt)
+    kitchen = Kitchen(service, name, fingerprint(llm), settings.timeout, settings.max_prompt)
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
@@ -232,6 +234,8 @@ class Gate:
         headers = Headers(scope=scope)
         request_id = "".join(c for c in headers.get("x-request-id", "")[:128] if c.isalnum() or c in "-_.")
         request_id = request_id or secrets.token_hex(8)
+
+        REQUEST_ID.set(request_id)
 
         async def reply(message: Message) -> None:
             if message["type"] == "http.response.start":

@@ -13,6 +13,7 @@ import queue
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextvars import copy_context
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -68,6 +69,7 @@ class Group:
     def __init__(self, orders: Sequence[Order]) -> None:
         self.tickets = [Ticket(order, i, self) for i, order in enumerate(orders)]
         self.inbox: asyncio.Queue[tuple[Ticket, Event | BaseException | None]] = asyncio.Queue()
+        self.context = copy_context()  # of the HTTP request: whoever writes it down is to know which
         self.taken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def accepted(self) -> None:
@@ -88,10 +90,10 @@ class Group:
 
 
 class Service:
-    """Takes orders while it is up; `watch` is told of every ticket's beginning, events and end (metrics)."""
+    """Takes orders while it is up; `watchers` are told of every event and end (metrics, logs)."""
 
-    def __init__(self, llm: LLM, max_queue: int, watch: Watcher | None = None) -> None:
-        self.llm, self.watch, self.draining = llm, watch or Watcher(), False
+    def __init__(self, llm: LLM, max_queue: int, watchers: Sequence[Watcher] = ()) -> None:
+        self.llm, self.watchers, self.draining = llm, watchers, False
         self.limit = max_queue + llm.config.max_rows
         self.tickets: set[Ticket] = set()
         self.failures = 0
@@ -224,7 +226,8 @@ class Service:
             ticket = self._running.get(event.request_id)
             if ticket is None:
                 continue
-            self.watch.event(ticket, event, now)
+            for watcher in self.watchers:
+                watcher.event(ticket, event, now)
             ticket.first, ticket.last = ticket.first or now, now
             ticket.group.inbox.put_nowait((ticket, event))
             if event.finish_reason is not None:
@@ -233,7 +236,8 @@ class Service:
 
     def _end(self, ticket: Ticket, error: BaseException | None) -> None:
         self.tickets.discard(ticket)
-        self.watch.end(ticket, error)
+        for watcher in self.watchers:
+            watcher.end(ticket, error)
         ticket.group.inbox.put_nowait((ticket, error))
 
     def _refuse(self, group: Group, error: ForerunError) -> None:

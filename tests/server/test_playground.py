@@ -1,0 +1,651 @@
+"""The playground in a real browser: it shows what the stream said, and computes what Python computes.
+
+`page_url` is the server most tests talk to; those that need refusals, errors or a slow stream have the fake one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from forerun import LLM
+from forerun.engine.depth import Curve
+from forerun.server.settings import Settings
+from tests.server.fake_playground import COSTS, CSP, HTML, INFO, FakeServer
+from tests.server.serving import serving
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="the browser tests need the package playwright")
+Page, Browser, expect = sync_api.Page, sync_api.Browser, sync_api.expect
+TIMES, NONE = "\N{MULTIPLICATION SIGN}", "\N{EN DASH}"
+CHROMIUM = shutil.which("chromium")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="the browser tests need a `chromium` on the path")
+WATCH = "addEventListener('securitypolicyviolation', (e) => console.error('CSP', e.violatedDirective, e.sourceFile))"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    sandbox = ["--no-sandbox"] if os.geteuid() == 0 else []  # Chromium has no sandbox for root
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=sandbox)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def fake() -> Iterator[FakeServer]:
+    server = FakeServer()
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[tuple[str, LLM]]:
+    """A real server with the bundled model."""
+    llm = LLM(kv_tokens=8192)
+    with serving(llm, Settings()) as url:
+        yield url, llm
+
+
+@pytest.fixture
+def page_url(served: tuple[str, LLM]) -> str:
+    """Where the page is, with a slash at the end; the drafter knows nothing of earlier tests."""
+    url, llm = served
+    llm.forget()
+    return url + "/"
+
+
+@pytest.fixture(scope="module")
+def tab(browser: Browser) -> Page:
+    """One tab for all tests, which saves most of their time; each loads the page afresh."""
+    tab = browser.new_page()
+    tab.set_default_timeout(15_000)
+    tab.add_init_script(WATCH)
+    return tab
+
+
+@pytest.fixture
+def open_page(tab: Page) -> Iterator[Callable[..., Page]]:
+    """Opens the page at a URL, `width` wide. Nothing may complain on the console, the CSP neither."""
+    complaints: list[str] = []
+
+    def note(message: Any) -> None:
+        # the browser itself notes refused requests; the tests of refusals look at the page
+        if message.type in ("error", "warning") and not message.text.startswith("Failed to load resource"):
+            complaints.append(message.text)
+
+    def fail(error: Any) -> None:
+        complaints.append(str(error))
+
+    def open_page(url: str, width: int = 1280, **media: str) -> Page:
+        tab.set_viewport_size({"width": width, "height": 800})
+        tab.emulate_media(**{"color_scheme": "light", "reduced_motion": "reduce"} | media)
+        tab.goto(url)
+        return tab
+
+    tab.on("console", note)
+    tab.on("pageerror", fail)
+    yield open_page
+    tab.remove_listener("console", note)
+    tab.remove_listener("pageerror", fail)
+    assert complaints == []
+
+
+def run(page: Page, prompt: str | None = None, wait: bool = True, **fields: Any) -> list[Any]:
+    """Fill in the form and press Run; the responses of the completions it asked for."""
+    responses: list[Any] = []
+
+    def collect(response: Any) -> None:
+        if response.url.endswith("/v1/completions"):
+            responses.append(response)
+
+    page.on("response", collect)
+    if prompt is not None:
+        page.fill("#prompt", prompt)
+    for name, value in fields.items():
+        control = page.locator(f"#form [name={name}]")
+        if isinstance(value, bool):
+            control.set_checked(value)
+        elif name in ("draft", "depth", "rule"):
+            control.select_option(str(value))
+        else:
+            control.fill(str(value))
+    page.click("#run:enabled")
+    if wait:
+        page.locator("#run:enabled").wait_for()
+    page.remove_listener("response", collect)
+    return responses
+
+
+def traces(response: Any) -> list[dict[str, Any]]:
+    """The rounds of one streamed response, read without any of the page's code."""
+    events = [line[5:] for line in response.text().splitlines() if line.startswith("data:")]
+    assert events[-1].strip() == "[DONE]"
+    return [chunk["x_spec"] for chunk in map(json.loads, events[:-1]) if "x_spec" in chunk]
+
+
+def visible(text: str) -> str:
+    return text.replace("\n", "↵").replace("\t", "⇥").replace(" ", "␣") or "◌"
+
+
+def shown_tokens(page: Page) -> list[list[str]]:
+    """Text and source of every token on the page."""
+    return page.eval_on_selector_all("#tokens .t", "ts => ts.map(t => [t.textContent, t.dataset.source ?? ''])")
+
+
+def mixed_round(rounds: list[dict[str, Any]]) -> int:
+    """The first round that kept a drafted token and lost another."""
+    return next(i for i, r in enumerate(rounds) if {n["accepted"] for n in r["draft"]} == {True, False})
+
+
+# ---- text
+
+
+def test_tokens_are_those_of_the_stream_marked_by_source(open_page, page_url) -> None:
+    page = open_page(page_url)
+    spec, plain = run(page)
+    tokens = [[t["text"], t["source"]] for r in traces(spec) for t in r["tokens"]]
+    assert shown_tokens(page) == tokens
+    assert page.text_content("#tokens .prompt") == page.input_value("#prompt")
+    sources = {source for _, source in tokens if source}
+    assert sources
+    assert [len(r["tokens"]) for r in traces(plain)] == [1] * len(tokens)  # a pass says one token
+    looks = {}
+    for source in sources:
+        token = page.locator(f"#tokens .t[data-source='{source}']").first
+        looks[source] = token.evaluate("t => (s => [s.textDecorationStyle, s.backgroundColor])(getComputedStyle(t))")
+        expect(page.locator(f"#legend [data-source='{source}']")).to_contain_text(source)
+    styles, colours = zip(*looks.values(), strict=True)
+    assert len(set(styles)) == len(set(colours)) == len(sources)  # never colour alone
+    assert page.locator("#tokens .t.drafted:not([data-source])").count() == 0
+
+
+def test_ghosts_stand_where_they_were_rejected(open_page, page_url) -> None:
+    page = open_page(page_url)
+    rounds = traces(run(page, beside=False)[0])
+    rejected = [n["text"].replace("\n", "↵") for r in rounds for n in r["draft"] if not n["accepted"]]
+    ghosts = page.locator("#tokens .ghost")
+    assert ghosts.all_text_contents() == rejected
+    expect(ghosts.first).to_be_hidden()
+    page.check("#ghosts")
+    expect(ghosts.first).to_be_visible()
+    assert "line-through" in ghosts.first.evaluate("g => getComputedStyle(g).textDecorationLine")
+    i = mixed_round(rounds)
+    around = page.eval_on_selector_all(
+        f"#tokens [data-round='{i}']", "ts => ts.map(t => (t.matches('.ghost') ? '-' : '+') + t.textContent)"
+    )
+    kept = ["+" + t["text"] for t in rounds[i]["tokens"]]
+    lost = ["-" + n["text"].replace("\n", "↵") for n in rounds[i]["draft"] if not n["accepted"]]
+    assert around == [*kept[:-1], *lost, kept[-1]]
+    page.uncheck("#ghosts")
+    expect(ghosts.first).to_be_hidden()
+
+
+def test_a_token_tells_its_numbers_on_hover_and_focus(open_page, page_url) -> None:
+    page = open_page(page_url)
+    rounds = traces(run(page, beside=False)[0])
+    i = mixed_round(rounds)
+    node = rounds[i]["draft"][0]
+    token = page.locator(f"#tokens .t[data-round='{i}']")
+    token.first.hover()
+    step = rounds[i]["step"]
+    expect(page.locator("#detail")).to_contain_text(f"{node['source']}, accepted · step {step} · p {node['p']:.2f}")
+    token.last.click()
+    expect(page.locator("#detail")).to_contain_text(f"the target's own · step {step}")
+    expect(page.locator("#round-label")).to_have_text(f"Round {i + 1} of {len(rounds)}")
+    page.keyboard.press("ArrowRight")
+    assert page.evaluate("document.activeElement.dataset.round") == str(i + 1)
+    expect(page.locator("#detail")).to_contain_text(f"step {rounds[i + 1]['step']}")
+    page.keyboard.press("Enter")
+    expect(page.locator("#round-label")).to_have_text(f"Round {i + 2} of {len(rounds)}")
+    assert page.locator("#tokens [tabindex='0']").count() == 1  # one stop of the Tab key, not two thousand
+
+
+def test_html_is_shown_literally(open_page, fake) -> None:
+    page = open_page(fake.url)
+    prompt = "#fake: html\n<script>window.pwned = 3</script><img src=x onerror='window.pwned = 4'>"
+    run(page, prompt)
+    page.check("#ghosts")
+    assert page.text_content("#tokens .prompt") == prompt
+    assert "".join(text for text, _ in shown_tokens(page)) == HTML
+    assert page.evaluate("window.pwned") is None
+    assert page.locator("main script, main img, #tokens b").count() == 0
+
+
+def test_a_stream_without_a_trace_still_shows_its_text(open_page, fake) -> None:
+    page = open_page(fake.url)
+    run(page, "#fake: lean\n", beside=False, max_tokens=20)
+    assert page.text_content("#tokens").startswith("#fake: lean\n default=")
+
+
+def test_a_long_text_is_only_ever_appended_to(open_page, fake) -> None:
+    page = open_page(fake.url)
+    page.evaluate(
+        """() => {
+          window.removed = window.batches = window.longest = 0;
+          new MutationObserver((list) => {
+            window.batches += 1;
+            for (const m of list) for (const n of m.removedNodes) window.removed += n.className !== "prompt";
+          }).observe(document.getElementById("tokens"), { childList: true });
+          new PerformanceObserver((list) => {
+            for (const e of list.getEntries()) window.longest = Math.max(window.longest, e.duration);
+          }).observe({ type: "longtask" });
+        }"""
+    )
+    run(page, "#fake: long\n", beside=False, max_tokens=2000)
+    assert len(shown_tokens(page)) == 2000
+    assert page.evaluate("[window.removed, window.batches > 2]") == [0, True]
+    assert page.evaluate("window.longest") < 1000  # generous: the machine is shared
+    page.keyboard.press("Escape")
+    assert page.evaluate("(() => { const o = document.getElementById('output'); return o.scrollTop > 0; })()")
+
+
+# ---- rounds
+
+
+def assert_shows(page: Page, rounds: list[dict[str, Any]], i: int) -> None:
+    expect(page.locator("#round-label")).to_have_text(f"Round {i + 1} of {len(rounds)}")
+    cells = page.eval_on_selector_all(
+        "#round-nodes tr", "rows => rows.map(r => [...r.cells].map(c => c.textContent.trim()))"
+    )
+    nodes = [*rounds[i]["draft"], rounds[i]["bonus"]]
+    assert sorted(c[0] for c in cells) == sorted(visible(n["text"]) for n in nodes)
+    assert cells[-1][1] == "target"
+    assert sum(c[5].endswith("✓ accepted") for c in cells) == sum(n["accepted"] for n in rounds[i]["draft"])
+    emitted = page.locator("#round-emitted .chip").all_text_contents()
+    assert emitted == [visible(t["text"]) for t in rounds[i]["tokens"]]
+    expect(page.locator("#round-depth")).to_have_text(str(rounds[i]["depth"]))
+    marked = page.locator("#tokens .now").all_text_contents()
+    assert marked == [t["text"] for t in rounds[i]["tokens"]]
+
+
+def test_stepping_by_buttons_and_keys(open_page, page_url) -> None:
+    page = open_page(page_url)
+    rounds = traces(run(page, beside=False)[0])
+    last = len(rounds) - 1
+    assert_shows(page, rounds, next(i for i, r in enumerate(rounds) if r["draft"]))  # where it opens
+    for button, there in [("first", 0), ("next", 1), ("next", 2), ("previous", 1), ("last", last), ("next", last)]:
+        page.click(f"#round-{button}", force=True)  # at the end the button is marked as disabled but keeps the focus
+        assert_shows(page, rounds, there)
+    page.focus("#rounds")
+    for key, there in [("Home", 0), ("ArrowLeft", 0), ("ArrowRight", 1), ("ArrowRight", 2), ("End", last)]:
+        page.keyboard.press(key)
+        assert_shows(page, rounds, there)
+    page.focus("#round-slider")  # a slider moves by itself: one step, not two
+    page.keyboard.press("ArrowLeft")
+    assert_shows(page, rounds, last - 1)
+
+
+def test_a_round_says_what_became_of_each_node_and_why_so_deep(open_page, page_url) -> None:
+    page = open_page(page_url)
+    rounds = traces(run(page, beside=False)[0])
+    i = mixed_round(rounds)
+    page.click("#round-first")
+    for _ in range(i):
+        page.click("#round-next")
+    expected = []
+    for node in rounds[i]["draft"]:
+        parent_kept = node["parent"] == 0 or rounds[i]["draft"][node["parent"] - 1]["accepted"]
+        expected.append("✓ accepted" if node["accepted"] else "✕ rejected" if parent_kept else "· not reached")
+    rows = page.locator("#round-nodes tr")
+    assert [t.strip() for t in rows.locator(".verdict").all_text_contents()] == [*expected, "+ said instead"]
+    first = rounds[i]["draft"][0]
+    assert rows.first.locator(".number").all_text_contents()[:2] == [f"{first['p']:.2f}", NONE]
+    why = page.text_content("#round-why")
+    a, k = rounds[i]["rate"], rounds[i]["depth"]
+    assert f"At {round(100 * a)} % expected acceptance, depth {k} gives {expected_tokens(a, k):.2f} tokens" in why
+
+
+def test_why_covers_every_case(open_page, page_url) -> None:
+    page = open_page(page_url)
+    cases = [
+        (
+            {"depth": 4, "rate": 0.8},
+            "auto",
+            COSTS,
+            "3.36 tokens for 0.72 ms, where no draft gives 1 for 0.52 ms: 2.43 times",
+        ),
+        ({"depth": 4, "rate": 0.8}, "auto", {}, "without measured costs"),
+        ({"depth": 4, "rate": None}, "auto", COSTS, "Not knowing"),
+        ({"depth": 4, "rate": 0.05}, "auto", COSTS, "a probe"),
+        ({"depth": 0, "rate": 0.02}, "auto", COSTS, "so none"),
+        ({"depth": 0, "rate": 0.9}, "auto", COSTS, "rests between probes"),
+        ({"depth": 3, "rate": 0.9}, 3, COSTS, "Depth 3 was asked for."),
+        ({"depth": 0, "rate": 0.9}, 3, COSTS, "no room"),
+    ]
+    for round_, asked, costs, words in cases:
+        draft = [{"parent": i, "source": "suffix"} for i in range(round_["depth"])]
+        arguments = [{**round_, "draft": draft}, {"draft": "suffix", "depth": asked}, costs]
+        call = "(args) => import('/playground/rounds.js').then((m) => m.why(args[0], false, args[1], args[2]))"
+        assert words in page.evaluate(call, arguments)
+
+
+def test_a_tree_is_drawn_as_one(open_page, fake) -> None:
+    page = open_page(fake.url)
+    rounds = traces(run(page, beside=False, draft="model:bundled", rule="tree", depth=3)[0])
+    page.click("#round-first")
+    page.click("#round-next")
+    assert_shows(page, rounds, 1)
+    lefts = page.eval_on_selector_all("#round-nodes .chip", "cs => cs.map(c => c.getBoundingClientRect().left)")
+    level = [0]
+    for node in rounds[1]["draft"]:
+        level.append(level[node["parent"]] + 1)
+    assert len(set(lefts)) == max(level) == 3
+    q = page.locator("#round-nodes tr:first-child .number").nth(1)
+    expect(q).to_have_text(re.compile(r"\d\.\d\d"))
+
+
+# ---- beside plain decoding
+
+
+def test_plain_decoding_beside_is_the_same_request(open_page, fake) -> None:
+    page = open_page(fake.url)
+    del fake.bodies[:]
+    run(page, "hello", seed=7, temperature=0.3, max_tokens=90, depth=4)
+    spec, plain = fake.bodies
+    assert spec.pop("speculative") == {"draft": "suffix", "depth": 4, "rule": "match"}
+    assert plain.pop("speculative") is False
+    assert spec == plain and spec["seed"] == 7 and spec["temperature"] == 0.3 and spec["max_tokens"] == 90
+
+
+def test_badge_and_speeds(open_page, page_url) -> None:
+    page = open_page(page_url)
+    spec, plain = map(traces, run(page))
+    expect(page.locator("#badge")).to_have_text(f"Identical: all {len(plain)} token ids equal")
+    speeds = [decoding_speed(spec), decoding_speed(plain)]
+    for name, value in zip(["spec", "plain"], speeds, strict=True):
+        assert abs(float(page.text_content(f"#compare-{name}").replace(",", "")) - value) <= 1
+    assert page.text_content("#compare-ratio") == f"{speeds[0] / speeds[1]:.2f} {TIMES}"
+    run(page)
+    expect(page.locator("#caution")).to_contain_text("ran before")  # by now a drafter may remember the text
+
+
+def decoding_speed(rounds: list[dict[str, Any]]) -> float:
+    after = rounds[1:]
+    return 1000 * sum(len(r["tokens"]) for r in after) / sum(r["t_draft_ms"] + r["t_verify_ms"] for r in after)
+
+
+def test_a_difference_is_shown_where_it_is(open_page, fake) -> None:
+    page = open_page(fake.url)
+    run(page, "#fake: differ\n")
+    badge = page.locator("#badge")
+    expect(badge).to_contain_text("Different from token 5 on")
+    expect(badge).to_contain_text("plain “␣else”")
+    assert page.eval_on_selector_all("#tokens .t", "ts => ts.findIndex(t => t.matches('.differs'))") == 5
+    expect(badge).to_have_class("badge different")
+    run(page, rule="token")
+    expect(badge).to_contain_text("promises the same distribution, not the same tokens")
+    run(page, rule="typical")
+    expect(badge).to_contain_text("lossy")
+
+
+def test_figures_of_the_run(open_page, page_url) -> None:
+    page = open_page(page_url)
+    rounds = traces(run(page, beside=False)[0])
+    tokens = sum(len(r["tokens"]) for r in rounds)
+    expect(page.locator("#live-length")).to_have_text(f"{tokens / len(rounds):.2f}")
+    draft, verify = (sum(r[f"t_{name}_ms"] for r in rounds[1:]) for name in ("draft", "verify"))
+    expect(page.locator("#live-draft")).to_have_text(f"{100 * draft / (draft + verify):.0f} %")
+    kept = [sum(n["accepted"] for n in r["draft"]) for r in rounds]
+    bars = [f"{kept.count(i)} round{'' if kept.count(i) == 1 else 's'} with {i} accepted" for i in range(max(kept) + 1)]
+    assert page.eval_on_selector_all("#histogram li", "bars => bars.map(b => b.title)") == bars
+
+
+def test_where_two_runs_differ(open_page, page_url) -> None:
+    page = open_page(page_url)
+    call = "([a, b]) => import('/playground/run.js').then((m) => m.firstDifference(a, b))"
+    for a, b, at in [([1, 2], [1, 2], -1), ([1, 2], [1], 1), ([1], [1, 2], 1), ([1, 2, 3], [1, 4, 3], 1), ([], [], -1)]:
+        assert page.evaluate(call, [a, b]) == at
+
+
+def test_what_was_accepted_behind_the_end_of_a_request_is_said_to_be(open_page, page_url) -> None:
+    draft = [{"parent": i, "accepted": True} for i in range(3)]
+    call = "(round) => import('/playground/rounds.js').then((m) => [0, 1, 2].map((i) => m.fate(round, i)))"
+    fates = open_page(page_url).evaluate(call, {"draft": draft, "tokens": [{}, {}]})
+    assert fates == ["accepted", "accepted", "accepted, but the request ended before it"]
+
+
+# ---- calculator
+
+
+def expected_tokens(a: float, k: int) -> float:
+    return k + 1 if a == 1 else (1 - a ** (k + 1)) / (1 - a)
+
+
+def numbers(page: Page) -> tuple[str, str, str]:
+    return tuple(page.text_content(f"#calc-{name}") for name in ("expected", "speedup", "best"))
+
+
+def slide(page: Page, **values: float) -> None:
+    for name, value in values.items():
+        page.locator(f"#calc-{name}").fill(str(value))
+
+
+def test_calculator_agrees_with_the_formula(open_page, page_url) -> None:
+    page = open_page(page_url)
+    page.locator("#run:enabled").wait_for()
+    for a, k, c, v in [(0.81, 4, 0.05, 1.08), (0.5, 8, 0.2, 1.6), (1, 16, 0, 1), (0, 3, 0.1, 1.2)]:
+        slide(page, k=k, a=a, c=c, v=v)
+        curve = [expected_tokens(a, i) / (i * c + 1 + i * (v - 1) / k) for i in range(17)]  # v grows evenly
+        best = curve.index(max(curve))
+        words = f"{best} ({curve[best]:.2f} {TIMES})" if best else "0: do not draft"
+        assert numbers(page) == (f"{expected_tokens(a, k):.3f}", f"{curve[k]:.3f} {TIMES}", words)
+
+
+def test_calculator_starts_from_what_was_measured(open_page, fake) -> None:
+    page = open_page(fake.url)
+    page.locator("#run:enabled").wait_for()
+    c, v = 0.02 / 4 / 0.52, 0.7 / 0.52
+    expect(page.locator("#calc-c-from")).to_have_text("measured")
+    assert numbers(page)[1] == f"{expected_tokens(0.7, 4) / (4 * c + v):.3f} {TIMES}"
+    rounds = traces(run(page, beside=False)[0])
+    accepted = sum(n["accepted"] for r in rounds for n in r["draft"])
+    cut_short = sum(any(not n["accepted"] for n in r["draft"]) for r in rounds)
+    a = accepted / (accepted + cut_short)  # a draft accepted to its end tells nothing of what would have come
+    expect(page.locator("#calc-a-from")).to_have_text("from the last run")
+    assert numbers(page)[0] == f"{expected_tokens(a, 4):.3f}"
+    page.locator("#calc-v").fill("2")
+    expect(page.locator("#calc-v-from")).to_have_text("set by hand")
+    page.click("#calc-reset")
+    assert numbers(page)[1] == f"{expected_tokens(a, 4) / (4 * c + v):.3f} {TIMES}"
+
+
+def test_calculator_without_measurements(open_page) -> None:
+    server = FakeServer(info=INFO | {"costs": {}})
+    page = open_page(server.url)
+    page.locator("#run:enabled").wait_for()
+    expect(page.locator("#calc-c-from")).to_have_text("assumed")
+    assert numbers(page)[1] == f"{expected_tokens(0.7, 4) / (4 * 0.05 + 1.08):.3f} {TIMES}"
+    run(page, max_tokens=10)
+    expect(page.locator("#caution")).to_contain_text("had yet to measure")
+    server.close()
+
+
+@pytest.mark.parametrize("table", [{1: 0.5, 5: 0.7, 9: 4.0}, {3: 1.0}, {2: 0.8, 4: 0.6}])
+def test_costs_are_read_as_the_depth_policy_reads_them(open_page, page_url, table: dict[int, float]) -> None:
+    curve = Curve(slope=0.02)
+    for size, cost in table.items():
+        curve.add(size, cost)
+    call = (
+        "(args) => import('/playground/calculator.js').then((m) => args[1].map((x) => m.interpolate(args[0], x, 0.02)))"
+    )
+    sizes = list(range(1, 20))
+    named = {str(size): cost for size, cost in table.items()}
+    assert open_page(page_url).evaluate(call, [named, sizes]) == pytest.approx([curve.at(x) for x in sizes])
+
+
+# ---- what goes wrong
+
+
+def test_a_missing_or_wrong_key_is_asked_for(open_page) -> None:
+    server = FakeServer(key="secret")
+    page = open_page(server.url)
+    dialog = page.locator("#key-dialog")
+    expect(dialog).to_contain_text("an API key is needed")
+    page.fill("#key", "wrong")
+    page.click("#key-dialog .primary")
+    expect(page.locator("#key")).to_have_value("")  # it asks again
+    page.fill("#key", "secret")
+    page.keyboard.press("Enter")
+    expect(dialog).to_be_hidden()
+    run(page, max_tokens=10, beside=False)
+    assert len(shown_tokens(page)) == 10
+    page.reload()
+    expect(page.locator("#run")).to_be_enabled()  # kept for the tab
+    assert page.evaluate("[sessionStorage.length, localStorage.length]") == [1, 0]
+    server.close()
+
+
+def test_no_key_is_an_error_on_the_page(open_page) -> None:
+    server = FakeServer(key="secret")
+    page = open_page(server.url)
+    page.locator("#key-dialog").wait_for()
+    page.keyboard.press("Escape")
+    expect(page.locator("#error")).to_have_text("an API key is needed")
+    server.close()
+
+
+def test_refusals_and_errors_are_shown(open_page, fake) -> None:
+    page = open_page(fake.url)
+    error = page.locator("#error")
+    run(page, "#fake: refuse\n")
+    expect(error).to_have_text("max_tokens must be at most 2048: the context is <no longer> than that (max_tokens)")
+    run(page, "#fake: break\n")
+    expect(error).to_have_text("the model ran out of <memory>")
+    assert shown_tokens(page)  # what came before stays
+    run(page, "#fake: cut\n")
+    expect(error).to_have_text("the stream ended before it was complete")
+    run(page, "hello", max_tokens=5)
+    expect(error).to_be_hidden()
+
+
+def test_a_server_that_is_gone_is_said_to_be(open_page) -> None:
+    server = FakeServer()
+    page = open_page(server.url)
+    page.locator("#run:enabled").wait_for()
+    server.close()
+    run(page)
+    expect(page.locator("#error")).to_contain_text("the connection to the server failed")
+
+
+def test_stop(open_page, fake) -> None:
+    page = open_page(fake.url)
+    aborted = fake.aborted
+    run(page, "#fake: slow\n", wait=False)
+    page.locator("#tokens .t").nth(5).wait_for()
+    page.click("#stop")
+    expect(page.locator("#status")).to_contain_text("Stopped after")
+    assert 5 < len(shown_tokens(page)) < 160
+    expect(page.locator("#run")).to_be_enabled()
+    expect(page.locator("#compare")).to_be_hidden()
+    page.wait_for_timeout(200)
+    assert fake.aborted == aborted + 1
+
+
+def test_stop_while_plain_decoding_compares_what_there_is(open_page, fake) -> None:
+    page = open_page(fake.url)
+    run(page, "#fake: slow\n", wait=False, max_tokens=40)
+    expect(page.locator("#status")).to_contain_text("the same without speculation")
+    page.wait_for_timeout(300)
+    page.click("#stop")
+    expect(page.locator("#badge")).to_have_text(re.compile(r"Identical: the first \d+ token ids? equal"))
+
+
+def test_events_cut_anywhere_are_read_whole(open_page, page_url) -> None:
+    page = open_page(page_url)
+    text = 'data: {"a": 1}\r\n\r\n: comment\r\ndata:two\ndata: lines\n\nevent: x\rdata: é\r\rdata: open'
+    call = """([text, size]) => import('/playground/api.js').then(({ sseParser }) => {
+        const got = [];
+        const feed = sseParser((data) => got.push(data));
+        for (let i = 0; i < text.length; i += size) feed(text.slice(i, i + size));
+        return got;
+    })"""
+    for size in (1, 2, 3, 7, 1000):
+        assert page.evaluate(call, [text, size]) == ['{"a": 1}', "two\nlines", "é"]
+
+
+# ---- the page itself
+
+
+def test_keyboard_alone_will_do(open_page, page_url) -> None:
+    page = open_page(page_url)
+    page.locator("#run:enabled").wait_for()
+    page.focus("#prompt")
+    page.keyboard.press("Control+Enter")
+    page.locator("#badge").wait_for()
+    page.focus("#run")
+    reached = []
+    for _ in range(12):
+        page.keyboard.press("Tab")
+        reached.append(page.evaluate("document.activeElement.id || document.activeElement.className.split(' ')[0]"))
+    assert reached[:3] == ["ghosts", "output", "t"] or reached[:2] == ["ghosts", "t"]
+    assert {"rounds", "round-slider", "round-first", "calc-a", "calc-k"} <= set(reached)
+
+
+@pytest.mark.parametrize("width", [320, 375, 1280])
+def test_no_width_scrolls_sideways(open_page, fake, width: int) -> None:
+    page = open_page(fake.url, width)
+    run(page, "#fake: differ\n" + "x" * 300, draft="model:bundled", depth=6, rule="tree")
+    page.check("#ghosts")
+    page.click("#round-next")
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    wide = "es => es.filter(e => e.scrollWidth > e.clientWidth + 1 && e.clientWidth > 1).map(e => e.id || e.className)"
+    assert page.eval_on_selector_all("main div, main section, main table, main p", wide) == []
+
+
+def test_every_control_has_a_name(open_page, page_url) -> None:
+    page = open_page(page_url)
+    names = "es => es.filter(e => !(e.labels?.length || e.getAttribute('aria-label') || e.textContent.trim()))"
+    assert page.eval_on_selector_all("input, select, textarea, button", names + ".map(e => e.id)") == []
+
+
+def test_motion_only_where_it_is_wanted(open_page, page_url) -> None:
+    moves = "getComputedStyle(document.getElementById('live-share')).transitionDuration"
+    assert open_page(page_url, reduced_motion="reduce").evaluate(moves) == "0s"
+    assert open_page(page_url, reduced_motion="no-preference").evaluate(moves) != "0s"
+
+
+def test_both_colour_schemes_can_be_read(open_page, page_url) -> None:
+    """Contrast of each colour of text against the paper is at least 4.5, of underlines at least 3."""
+    names = ["ink", "quiet", "accent", "bad", "src-0", "src-1", "src-2", "src-3", "src-4", "paper", "panel"]
+    call = "names => names.map((n) => getComputedStyle(document.documentElement).getPropertyValue(`--${n}`).trim())"
+    for scheme in ("light", "dark"):
+        *inks, paper, panel = open_page(page_url, color_scheme=scheme).evaluate(call, names)
+        for i, ink in enumerate(inks):
+            assert min(contrast(ink, paper), contrast(ink, panel)) >= (4.5 if i < 4 else 3), (scheme, ink)
+
+
+def contrast(a: str, b: str) -> float:
+    """WCAG's ratio of two colours written #rrggbb."""
+
+    def luminance(colour: str) -> float:
+        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        red, green, blue = (p / 12.92 if p <= 0.03928 else ((p + 0.055) / 1.055) ** 2.4 for p in parts)
+        return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+    low, high = sorted([luminance(a), luminance(b)])
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_nothing_from_elsewhere_and_nothing_inline(open_page, page_url) -> None:
+    page = open_page("about:blank")
+    asked: list[str] = []
+
+    def note(request: Any) -> None:
+        asked.append(request.url)
+
+    page.on("request", note)
+    headers = page.goto(page_url).all_headers()
+    page.locator("#run:enabled").wait_for()
+    run(page, beside=False, max_tokens=20)
+    page.remove_listener("request", note)
+    assert all(url.startswith((page_url, "data:")) for url in asked)
+    policy = headers["content-security-policy"]
+    assert all(directive in policy for directive in CSP.split("; "))
+    assert "unsafe" not in policy
+    assert page.locator("script:not([src]), style, [onclick]").count() == 0
