@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from forerun import LLM, SamplingParams
-from forerun.draft.base import Proposer, Row
+from forerun.draft.base import Proposer, Reference, Row
 from forerun.types import Draft
 
 
@@ -15,7 +15,7 @@ class LastSeen(Proposer):
     def __init__(self) -> None:
         self.slots: dict[int, tuple[dict[tuple[int, ...], int], int]] = {}
 
-    def open(self, slot: int, tokens: Sequence[int]) -> None:
+    def open(self, slot: int, tokens: Sequence[int], references: Sequence[Reference] = ()) -> None:
         self.slots[slot] = ({}, 0)
 
     def close(self, slot: int, finished: Sequence[int] | None = None) -> None:
