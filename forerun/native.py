@@ -31,6 +31,7 @@ from forerun.types import Forward
 
 BLOCK = 32
 X, QKV, ATTENDED, HIDDEN, BRANCH, LOGITS = range(6)  # buffers
+AT_ONCE = 1 << 16  # floats of a block of rows that are converted together, or one block
 ROOM = 64  # tokens that buffers have room for at first; they grow
 
 
@@ -61,14 +62,25 @@ class Packed:
             data, scale = lay_out(form, rows, padded, *integers)
             self.data[:], self.scale[:] = data.numpy(), scale.numpy().view(self.scale.dtype)
         else:
-            floats = (interleave(weight.float()) if gated else weight.float()).contiguous()
-            scales_at = self.scale.ctypes.data
-            lib.forerun_pack(native.FORMATS[form], floats.data_ptr(), outputs, inputs, self._memory, scales_at)
+            self._pack(weight, form, gated, padded)
         self.form, self.bytes = form, size + (self.scale.nbytes if form in ("int8", "int4") else 0)
         self.matrix = CMatrix(
             self._memory, self.scale.ctypes.data, self.bias.ctypes.data if bias is not None else None,
             native.FORMATS[form], inputs, outputs, padded,
         )  # fmt: skip
+
+    def _pack(self, weight: Tensor, form: str, gated: bool, padded: int) -> None:
+        """Round and lay out floats, some rows at a time: a float32 copy of a large matrix would be felt."""
+        halves = weight.chunk(2) if gated else (weight,)
+        rows, step = len(halves[0]), max(AT_ONCE // (4 * padded), 1) * BLOCK
+        sizes = {"int8": 4, "int4": padded // 16}.get(form, 0)  # bytes of scales a row
+        for at in range(0, rows, step):
+            part = torch.cat([half[at : at + step] for half in halves]).float()
+            floats, first = (interleave(part) if gated else part).contiguous(), at * len(halves)
+            self._lib.forerun_pack(
+                native.FORMATS[form], floats.data_ptr(), len(floats), weight.shape[1],
+                self._memory + first * (len(self.data) // len(self.bias)), self.scale.ctypes.data + first * sizes,
+            )  # fmt: skip
 
     def __del__(self) -> None:
         self._lib.forerun_release(self._memory)

@@ -98,8 +98,9 @@ class Checkpoint:
         self.directory = directory
         self.taken: set[str] = set()
         try:
-            self.files = [safe_open(path, framework="pt") for path in self._paths()]
-            self.where = {name: file for file in self.files for name in file.keys()}  # type: ignore[no-untyped-call]  # noqa: SIM118
+            files = {path: safe_open(path, framework="pt") for path in self._paths()}
+            self.where = {name: file for file in files.values() for name in file.keys()}  # type: ignore[no-untyped-call]  # noqa: SIM118
+            self.paths = {name: path for path, file in files.items() for name in file.keys()}  # type: ignore[no-untyped-call]  # noqa: SIM118
         except (SafetensorError, OSError, ValueError, KeyError) as error:
             raise LoadError(f"the weights in {directory} cannot be read: {error}") from None
 
@@ -134,8 +135,9 @@ class Checkpoint:
 
     def read(self, name: str) -> Tensor:
         """A tensor as it is stored."""
-        try:
-            tensor: Tensor = self.where[name].get_tensor(name)  # type: ignore[no-untyped-call]
+        try:  # a mapping of its own, which goes with the tensor: what was read does not stay in memory
+            with safe_open(self.paths[name], framework="pt") as file:
+                tensor: Tensor = file.get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise LoadError(f"{self.directory}: tensor {name} cannot be read: {error}") from None
         return tensor

@@ -5,6 +5,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <mutex>
+#include <new>
 #include <thread>
 #include <vector>
 
@@ -139,6 +140,41 @@ class Pool {
 
 Pool *pool = nullptr;
 
+// Weights lie one behind the other in slabs on huge pages, where the system has them: a page of 2 MB for each small matrix
+// would waste much. A slab is freed with the last matrix in it.
+class Memory {
+ public:
+  void *take(int64_t bytes) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    bytes = (bytes + 63) / 64 * 64;
+    if (!current_ || current_->used + bytes > current_->size) {
+      int64_t size = bytes + HEADER > SLAB ? (bytes + HEADER + PAGE - 1) / PAGE * PAGE : SLAB;
+      void *fresh = aligned_alloc(SLAB, size);
+      if (!fresh) return nullptr;
+      madvise(fresh, size, MADV_HUGEPAGE);
+      current_ = new (fresh) Slab{size, HEADER, 0};
+    }
+    void *p = (char *)current_ + current_->used;
+    current_->used += bytes;
+    current_->taken++;
+    return p;
+  }
+  void give(void *p) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    Slab *slab = (Slab *)((uintptr_t)p & ~(uintptr_t)(SLAB - 1));  // matrices begin within the first SLAB bytes
+    if (--slab->taken) return;
+    if (slab == current_) current_ = nullptr;
+    free(slab);
+  }
+
+ private:
+  struct Slab { int64_t size, used, taken; };
+  static constexpr int64_t SLAB = 32 << 20, PAGE = 2 << 20, HEADER = 64;
+  std::mutex mutex_;
+  Slab *current_ = nullptr;
+};
+Memory memory;
+
 }  // namespace
 
 extern "C" {
@@ -177,13 +213,7 @@ void forerun_draw(const float *scores, const uint64_t *keys, int rows, int vocab
 int64_t forerun_padded_inputs(int inputs) { return padded_inputs(inputs); }
 int64_t forerun_scratch_row_bytes(int inputs) { return scratch_row_bytes(inputs); }
 
-// Memory for weights: aligned, on huge pages where the system has them.
-void *forerun_allocate(int64_t bytes) {
-  const int64_t page = 2 << 20;
-  bytes = (bytes + page - 1) / page * page;
-  void *p = aligned_alloc(page, bytes);
-  if (p) madvise(p, bytes, MADV_HUGEPAGE);
-  return p;
-}
-void forerun_release(void *p) { free(p); }
+// Memory for weights, aligned to 64 bytes.
+void *forerun_allocate(int64_t bytes) { return memory.take(bytes); }
+void forerun_release(void *p) { memory.give(p); }
 }
