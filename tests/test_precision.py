@@ -56,9 +56,7 @@ def test_two_thousand_tokens_in_a_batch_of_eight(form: str) -> None:
     outputs = []
     for draft in ("off", "suffix"):
         engine = Engine(Runner(model, tokens=8 * 2112, page=16, slots=8), {"suffix": Suffix()})
-        params = [
-            SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=2000, ignore_eos=True) for i in range(8)
-        ]
+        params = [SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=2000, ignore_eos=True) for i in range(8)]
         requests = [engine.add([3 + i, 7, 9], p, draft=draft, depth=3) for i, p in enumerate(params)]
         while engine.busy:
             engine.step()
