@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +19,10 @@ BROKEN = "\N{REPLACEMENT CHARACTER}"  # what decoders show for bytes that are no
 
 # Classes that add nothing to tokenizer.json, so that it can be read without importing transformers (a second).
 PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
+
+
+_PRINTED = [*range(33, 127), *range(161, 173), *range(174, 256)]  # bytes that byte-level tokenizers write as they are
+_LEVEL = {chr(b): b for b in _PRINTED} | {chr(256 + i): b for i, b in enumerate(sorted({*range(256)} - {*_PRINTED}))}
 
 
 class Tokenizer:
@@ -72,6 +77,15 @@ class Tokenizer:
         """One token as text, special ones too; bytes that are no character show as a replacement character."""
         text: str = self._backend.decode([token], skip_special_tokens=False)
         return text
+
+    def spelling(self, token: int) -> bytes:
+        """The bytes of one token, those of parts of characters too."""
+        text, piece = self.spell(token), self._backend.id_to_token(token) or ""
+        if BROKEN not in text:
+            return text.encode()
+        if re.fullmatch("<0x[0-9A-F]{2}>", piece):
+            return bytes([int(piece[3:5], 16)])
+        return bytes(_LEVEL[c] for c in piece) if all(c in _LEVEL for c in piece) else text.encode()
 
     def vocabulary(self) -> dict[str, int]:
         """Every token's spelling and id."""

@@ -27,6 +27,7 @@ MULTIPLES = 20_000  # multipleOf is compiled into an automaton with about as man
 PROBED = 3  # tokens tried when a grammar is compiled: most that go over a limit of llguidance do so at once
 CACHED = 32  # compiled grammars kept
 END = "<|forerun:end of grammar|>"
+_STACKS = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,9 +130,10 @@ class GrammarCompiler:
         from_tokens, last = self._tokens
         found: list[Any] = []
         worker = threading.Thread(target=lambda: found.append(_build(grammar, from_tokens)), daemon=True)
-        usual = threading.stack_size(STACK)
-        worker.start()
-        threading.stack_size(usual)
+        with _STACKS:  # the size is the process's, and the server compiles in several threads
+            usual = threading.stack_size(STACK)
+            worker.start()
+            threading.stack_size(usual)
         worker.join(SECONDS)
         if not found:
             raise RequestError(f"the {grammar.kind} grammar is too complex: it takes over {SECONDS} seconds to compile")

@@ -122,7 +122,11 @@ def chat_logprobs(entries: Sequence[TokenLogprobs], tokenizer: Tokenizer | None)
 
     def one(token: int, logprob: float) -> dict[str, Any]:
         text = spell(tokenizer, token)
-        return {"token": text, "logprob": number(logprob), "bytes": list(text.encode())}
+        return {
+            "token": text,
+            "logprob": number(logprob),
+            "bytes": list(tokenizer.spelling(token) if tokenizer else text.encode()),
+        }
 
     return {
         "content": [

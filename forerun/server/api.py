@@ -59,7 +59,9 @@ async def completions(kitchen: Kitchen, body: CompletionRequest, http: Request) 
     kitchen.check(body.model, prompts)
     wanted = translate.COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     params = translate.sampling(body, wanted, body.logprobs, translate.grammar_of(body.response_format))
-    orders = [order for prompt in prompts for order in translate.orders(llm, prompt, params, body)]
+    orders = await run_in_threadpool(
+        lambda: [order for prompt in prompts for order in translate.orders(llm, prompt, params, body)]
+    )
     dialect = Completions(kitchen, body, params.n, params.seed, prompts)
     return await answer(kitchen, dialect, orders, http)
 
@@ -219,18 +221,30 @@ class Chat(Dialect):
 
 async def answer(kitchen: Kitchen, dialect: Dialect, orders: Sequence[Order], http: Request) -> Response:
     """Have the orders done and write the answer; the requests end when the client goes away."""
-    service, grammar = kitchen.service, orders[0].params.grammar
-    if grammar is not None:  # compiled here, it is only looked up by the engine, whose steps must not wait for it
-        await run_in_threadpool(service.llm.engine.grammars.matcher, grammar, ())
-    group = service.submit(orders)
+    service = kitchen.service
+    group = await submit(kitchen, orders)
     if dialect.body.stream:
-        try:
-            await group.accepted()
-        except BaseException:
-            service.cancel(group)
-            raise
+        await accepted(kitchen, group)
         return sse(stream(kitchen, dialect, group))
     return await unless_gone(http, lambda: whole(kitchen, dialect, group), lambda: service.cancel(group))
+
+
+async def submit(kitchen: Kitchen, orders: Sequence[Order]) -> Group:
+    """Hand orders to the engine. Their grammar is compiled first, so that the engine only looks it up."""
+    grammar = orders[0].params.grammar
+    if grammar is not None:
+        await run_in_threadpool(kitchen.service.llm.engine.grammars.matcher, grammar, ())
+    return kitchen.service.submit(orders)
+
+
+async def accepted(kitchen: Kitchen, group: Group) -> None:
+    """Wait until the engine has taken a group that is to be streamed: what it says against it is an HTTP status."""
+    try:
+        async with asyncio.timeout(kitchen.timeout or None):
+            await group.accepted()
+    except BaseException:
+        kitchen.service.cancel(group)
+        raise
 
 
 def sse(lines: AsyncIterator[str]) -> StreamingResponse:
@@ -241,9 +255,9 @@ def sse(lines: AsyncIterator[str]) -> StreamingResponse:
 
 async def whole(kitchen: Kitchen, dialect: Dialect, group: Group) -> Response:
     """The answer in one piece."""
-    await group.accepted()
     answers = [Answer(ticket) for ticket in group.tickets]
     async with asyncio.timeout(kitchen.timeout or None):
+        await group.accepted()
         async for ticket, event in group.events():
             answers[ticket.index].add(event)
     return JSONResponse(dialect.whole(answers))
@@ -269,7 +283,7 @@ async def stream(kitchen: Kitchen, dialect: Dialect, group: Group) -> AsyncItera
         if options and options.include_usage:
             yield event_line(dialect.last(answers))
     except Exception as error:
-        yield event_line(errors.body(error)[1])
+        yield event_line(errors.told(error)[1])
     finally:
         kitchen.service.cancel(group)
     yield "data: [DONE]\n\n"

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
-from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import FileResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -82,18 +81,22 @@ def make_app(llm: LLM, settings: Settings) -> FastAPI:
         redoc_url=None,
     )
     app.state.service = service
-    for kind in (ApiError, RequestValidationError, HTTPException, Exception):
+    for kind in errors.KINDS:
         app.add_exception_handler(kind, errors.handle)
     _generation(app, kitchen)
     _texts(app, kitchen)
     _operation(app, kitchen, metrics)
     _playground(app)
-    if settings.allowed_origins:
-        app.add_middleware(
-            CORSMiddleware, allow_origins=settings.allowed_origins, allow_methods=["*"], allow_headers=["*"]
-        )
     keys = [key for key in (*settings.api_key, os.environ.get("FORERUN_API_KEY", "")) if key]
     app.add_middleware(Gate, keys=keys, max_body=settings.max_body)
+    if settings.allowed_origins:  # outside the gate: a preflight carries no key, and a page may read why it is refused
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.allowed_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id", "Retry-After"],
+        )
     return app
 
 
@@ -244,11 +247,8 @@ class Gate:
 
         error = self._refusal(scope["path"], headers)
         if error is None:
-            try:
-                await self.app(scope, self._limited(receive), reply)
-                return
-            except TooLarge:
-                error = self._too_large()
+            await self.app(scope, self._limited(receive), reply)
+            return
         await errors.answer(error)(scope, receive, reply)
 
     def _refusal(self, path: str, headers: Headers) -> ApiError | None:
@@ -275,14 +275,10 @@ class Gate:
             message = await receive()
             left -= len(message.get("body", b""))
             if left < 0:
-                raise TooLarge
+                raise HTTPException(413, str(self._too_large()))  # FastAPI lets these through
             return message
 
         return limited
-
-
-class TooLarge(Exception):
-    """The body went over the limit while it came in."""
 
 
 def warm(llm: LLM) -> None:

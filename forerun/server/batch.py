@@ -31,6 +31,8 @@ from forerun.server.responses import responses
 from forerun.server.service import Service
 from forerun.server.settings import Settings
 
+AGAIN = (429, 500, 503, 504)  # failures of the moment: such lines are done again
+OURS = b'{"id": "batch_req_'
 Handler = Callable[[Kitchen, Any, Request], Awaitable[Response]]
 ROUTES: dict[str, tuple[type[BaseModel], Handler]] = {
     "/v1/completions": (CompletionRequest, api.completions),
@@ -53,7 +55,7 @@ def read_jobs(source: Path) -> list[dict[str, Any]]:
     """The requests of a file, each checked for what every line needs. Raises RequestError naming the line."""
     jobs, seen = [], set()
     try:
-        lines = source.read_text(encoding="utf-8").splitlines()
+        lines = source.read_text(encoding="utf-8").split("\n")  # no other separator ends a line
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or "it is not UTF-8"
         raise RequestError(f"{source} cannot be read: {why}") from None
@@ -81,13 +83,24 @@ def resume(target: Path) -> set[str]:
         except OSError as error:
             raise RequestError(f"{target} cannot be written: {error.strerror}") from None
         return set()
-    content = target.read_bytes()
+    try:
+        content = target.read_bytes()
+    except OSError as error:
+        raise RequestError(f"{target} cannot be read: {error.strerror}") from None
     whole = content[: content.rfind(b"\n") + 1]
     try:
-        done = {json.loads(line)["custom_id"] for line in whole.splitlines() if line.strip()}
-    except (ValueError, KeyError, TypeError):
+        lines = [json.loads(line) for line in whole.split(b"\n") if line.strip()]
+        again = {line["custom_id"] for line in lines if line["response"]["status_code"] in AGAIN}
+        done = {line["custom_id"] for line in lines} - again
+        if not lines and not OURS.startswith(content[: len(OURS)]) and not content.startswith(OURS):
+            raise ValueError
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise RequestError(f"{target} exists and is no batch output: give another name") from None
-    if len(whole) < len(content):
+    if again:
+        fresh = target.with_name(f".{target.name}.new")
+        fresh.write_text("".join(json.dumps(line) + "\n" for line in lines if line["custom_id"] in done))
+        fresh.replace(target)
+    elif len(whole) < len(content):
         with target.open("r+b") as file:
             file.truncate(len(whole))
     return done
@@ -122,10 +135,12 @@ async def _answer(kitchen: Kitchen, job: dict[str, Any]) -> dict[str, Any]:
     """One line of output: the response as the server would have given it."""
     request_id = secrets.token_hex(8)
     try:
-        if job.get("url") not in ROUTES:
+        if not isinstance(job.get("url"), str) or job["url"] not in ROUTES:
             raise ApiError(404, f"there is no {job.get('url')!r} here: {', '.join(ROUTES)}", "url")
         kind, handler = ROUTES[job["url"]]
-        body = dict(job.get("body") or {}) | {"stream": False}
+        if not isinstance(job.get("body"), dict):
+            raise ApiError(400, "a request needs a body that is an object", "body")
+        body = job["body"] | {"stream": False}
         response = await handler(kitchen, kind.model_validate(body), _nobody(job["url"]))
         status, content = response.status_code, json.loads(bytes(response.body))
     except ValidationError as error:

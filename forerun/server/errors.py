@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import re
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import Request
@@ -11,6 +14,8 @@ from starlette.exceptions import HTTPException
 
 from forerun.errors import CapacityError, ConfigError, ForerunError, RequestError
 from forerun.server.service import BusyError, UnavailableError
+
+log = logging.getLogger("forerun.server")
 
 
 class ApiError(Exception):
@@ -22,6 +27,12 @@ class ApiError(Exception):
 
 
 TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+KINDS = (
+    *(ApiError, RequestValidationError, HTTPException, ForerunError, BusyError, UnavailableError, TimeoutError),
+    Exception,  # what is in no other kind is logged with a traceback, and its connection closed
+)
 
 
 def body(error: Exception) -> tuple[int, dict[str, Any]]:
@@ -44,18 +55,38 @@ def body(error: Exception) -> tuple[int, dict[str, Any]]:
     elif isinstance(error, HTTPException):
         status, message = error.status_code, str(error.detail)
     elif isinstance(error, RequestValidationError):
-        first = error.errors()[0]
-        where = [str(part) for part in first["loc"] if part != "body"]
-        status, param = 400, ".".join(where) or None
+        # where a field may be of several kinds, the error that went furthest into it says most
+        first = max(error.errors(), key=lambda e: len(e["loc"]))
+        status, param = 400, _where(first["loc"]) if first["type"] != "json_invalid" else None
         message = f"{param}: {first['msg']}" if param else str(first["msg"])
     kind = TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return status, {"error": {"message": message[:2000], "type": kind, "param": param, "code": code}}
+    message = " ".join(message.split())
+    return status, {"error": {"message": message[:500], "type": kind, "param": param, "code": code}}
+
+
+def _where(loc: Sequence[Any]) -> str | None:
+    """The path of a field, without what pydantic adds for the alternatives of a union."""
+    parts = [str(part) for part in loc if part != "body"]
+    fields = [part for part in parts if part.isdigit() or (re.fullmatch(r"[a-z_]+", part) and part not in UNION)]
+    return ".".join(fields or parts[:1]) or None
+
+
+UNION = ("str", "int", "bool", "float")
+
+
+def told(error: Exception) -> tuple[int, dict[str, Any]]:
+    """`body` of an error that is told within a stream; a fault of ours is logged, as it would be elsewhere."""
+    status, content = body(error)
+    if status == 500:
+        log.error("a stream failed", exc_info=error)
+    return status, content
 
 
 def answer(error: Exception) -> JSONResponse:
     """The response of any error."""
     status, content = body(error)
-    return JSONResponse(content, status, headers={"Retry-After": "1"} if status in (429, 503) else None)
+    headers = dict(getattr(error, "headers", None) or {})
+    return JSONResponse(content, status, headers=headers | ({"Retry-After": "1"} if status in (429, 503) else {}))
 
 
 async def handle(_request: Request, error: Exception) -> JSONResponse:

@@ -6,9 +6,11 @@ ignored; it is listed in `Ignored`.
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Texts = str | Annotated[list[str], Field(max_length=16)]
@@ -18,7 +20,22 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
-class Ignored(Strict):
+class Body(Strict):
+    """A whole request. Python's parser lets NaN, Infinity and lone surrogates in; no answer could repeat them."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def plain(cls, value: Any) -> Any:
+        try:
+            json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
+        except (ValueError, RecursionError):
+            raise PydanticCustomError("json", "a number or a character in this request is none that JSON has") from None
+        except TypeError:
+            pass  # made by ourselves, not parsed
+        return value
+
+
+class Ignored(Body):
     """Fields of hosted services: understood, and without effect here."""
 
     user: str | None = None
@@ -169,14 +186,14 @@ class ChatRequest(Generation):
     modalities: list[Literal["text"]] | None = None
 
 
-class TokenizeRequest(Strict):
+class TokenizeRequest(Body):
     model: str | None = None
     prompt: str | None = None
     messages: list[Message] | None = None
     add_special_tokens: bool = True
 
 
-class DetokenizeRequest(Strict):
+class DetokenizeRequest(Body):
     model: str | None = None
     tokens: list[int]
 

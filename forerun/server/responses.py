@@ -14,9 +14,9 @@ from starlette.concurrency import run_in_threadpool
 
 from forerun.server import errors, tools
 from forerun.server.answers import Answer, finish, usage
-from forerun.server.api import Chat, Kitchen, chat_orders, event_line, sse, unless_gone
+from forerun.server.api import Chat, Kitchen, accepted, chat_orders, event_line, sse, submit, unless_gone
 from forerun.server.errors import ApiError
-from forerun.server.protocol import ChatRequest, InputItem, ResponsesRequest
+from forerun.server.protocol import ChatRequest, FlatToolChoice, InputItem, ResponsesRequest
 from forerun.server.service import Group
 
 
@@ -26,15 +26,15 @@ async def responses(kitchen: Kitchen, body: ResponsesRequest, http: Request) -> 
         raise ApiError(400, "this server keeps nothing: send the conversation itself", "previous_response_id")
     if body.background:
         raise ApiError(400, "background is not supported: this server keeps nothing", "background")
-    chat, orders = await run_in_threadpool(chat_orders, kitchen, as_chat(body))
-    group = kitchen.service.submit(orders)
+    try:
+        chat, orders = await run_in_threadpool(chat_orders, kitchen, as_chat(body))
+    except ApiError as error:
+        error.param = "input" if error.param == "messages" else error.param
+        raise
+    group = await submit(kitchen, orders)
     writer = Writer(chat, body)
     if body.stream:
-        try:
-            await group.accepted()
-        except BaseException:
-            kitchen.service.cancel(group)
-            raise
+        await accepted(kitchen, group)
         return sse(writer.stream(group))
     return await unless_gone(http, lambda: writer.whole(group), lambda: kitchen.service.cancel(group))
 
@@ -72,6 +72,10 @@ def as_chat(body: ResponsesRequest) -> ChatRequest:
 
 def _message(item: InputItem) -> dict[str, Any]:
     """One input item as a chat message."""
+    needed = {"function_call": ("call_id", "name", "arguments"), "function_call_output": ("call_id", "output")}
+    for name in needed.get(item.type, ()):
+        if getattr(item, name) is None:
+            raise ApiError(400, f"an input item of type {item.type} needs {name}", "input")
     if item.type == "function_call_output":
         return {"role": "tool", "tool_call_id": item.call_id, "content": item.output or ""}
     if item.type == "function_call":
@@ -91,9 +95,9 @@ class Writer:
 
     async def whole(self, group: Group) -> Response:
         """The answer in one piece."""
-        await group.accepted()
         answer = Answer(group.tickets[0])
         async with asyncio.timeout(self.chat.kitchen.timeout or None):
+            await group.accepted()
             async for _, event in group.events():
                 answer.add(event)
         return JSONResponse(self._response(answer))
@@ -121,7 +125,7 @@ class Writer:
             for line in self._end(answer, sent, at):
                 yield line
         except Exception as error:
-            yield self._event("error", **errors.body(error)[1]["error"])
+            yield self._event("error", **{k: v for k, v in errors.told(error)[1]["error"].items() if k != "type"})
         finally:
             self.chat.kitchen.service.cancel(group)
 
@@ -133,10 +137,13 @@ class Writer:
                 lines.append(self._event("response.output_text.done", **at, text=sent, logprobs=[]))
                 lines.append(self._event("response.content_part.done", **at, part=_part(sent)))
             else:
-                lines.append(self._event("response.output_item.added", output_index=i, item=item))
+                begun = item | ({"arguments": "", "status": "in_progress"} if item["type"] == "function_call" else {})
+                lines.append(self._event("response.output_item.added", output_index=i, item=begun))
             if item["type"] == "function_call":
-                call = {"item_id": item["id"], "output_index": i, "name": item["name"], "arguments": item["arguments"]}
-                lines.append(self._event("response.function_call_arguments.done", **call))
+                where, said = {"item_id": item["id"], "output_index": i}, item["arguments"]
+                lines.append(self._event("response.function_call_arguments.delta", **where, delta=said))
+                done = where | {"name": item["name"], "arguments": said}
+                lines.append(self._event("response.function_call_arguments.done", **done))
             lines.append(self._event("response.output_item.done", output_index=i, item=item))
         kind = "response.incomplete" if response["status"] == "incomplete" else "response.completed"
         return [*lines, self._event(kind, response=response)]
@@ -170,7 +177,9 @@ class Writer:
             "temperature": 1.0 if body.temperature is None else body.temperature,
             "top_p": 1.0 if body.top_p is None else body.top_p,
             "text": {"format": form or {"type": "text"}},
-            "tool_choice": body.tool_choice if isinstance(body.tool_choice, str) else "auto",
+            "tool_choice": body.tool_choice.model_dump()
+            if isinstance(body.tool_choice, FlatToolChoice)
+            else body.tool_choice or "auto",
             "tools": [{"strict": None, **t.model_dump(exclude_none=True)} for t in body.tools or []],
             "truncation": "disabled",
             "seed": chat.head["seed"],

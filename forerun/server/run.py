@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import signal
 import socket
 import sys
@@ -37,7 +38,7 @@ def run(options: dict[str, Any], settings: Settings, verbose: bool) -> int:
         listener.close()
         raise
     host, port = listener.getsockname()[:2]
-    if settings.host not in LOCAL and not settings.api_key:
+    if settings.host not in LOCAL and not settings.api_key and not os.environ.get("FORERUN_API_KEY"):
         log.warning("everybody who reaches %s may use this server: give --api-key", settings.host)
     where = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     print(f"forerun: serving {describe(llm, settings)} on {where}", file=sys.stderr, flush=True)
@@ -49,7 +50,7 @@ def run(options: dict[str, Any], settings: Settings, verbose: bool) -> int:
 def _listen(settings: Settings) -> socket.socket:
     """The listening socket, before the model is loaded: a port that is taken is known at once."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # by this asyncio knows to set TCP_NODELAY
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((settings.host, settings.port))
@@ -73,7 +74,7 @@ class Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The first signal begins to drain, the second ends at once. Neither ends the process by itself."""
         if self.service.draining or not self.started:
-            self.should_exit = True
+            self.should_exit = self.force_exit = True
             return
         log.info("%s: running requests may end within %g s", signal.Signals(sig).name, self.bound)
         self.service.draining = True

@@ -20,7 +20,7 @@ from typing import Any
 
 from forerun.draft.base import Reference
 from forerun.engine.request import Request
-from forerun.errors import ForerunError
+from forerun.errors import ForerunError, RequestError
 from forerun.llm import LLM
 from forerun.sampling.params import SamplingParams
 from forerun.types import Event
@@ -97,6 +97,7 @@ class Service:
         self.limit = max_queue + llm.config.max_rows
         self.tickets: set[Ticket] = set()
         self.failures = 0
+        self.broken = False
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._running: dict[int, Ticket] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -121,6 +122,8 @@ class Service:
         """Take all of these orders or none. Raises BusyError or UnavailableError."""
         if not self.alive:
             raise UnavailableError("the server is shutting down")
+        if len(orders) > self.limit:
+            raise RequestError(f"this asks for {len(orders)} completions at once, this server takes {self.limit}")
         if len(self.tickets) + len(orders) > self.limit:
             raise BusyError(f"{len(self.tickets)} requests are running or waiting already")
         group = Group(orders)
@@ -166,7 +169,8 @@ class Service:
                     self._post(partial(self._deliver, events))
             except Exception as error:
                 log.exception("the engine failed; it starts over")
-                self._start_over(error)
+                if not self._start_over(error):
+                    return
 
     def _obey(self, wait: bool) -> bool:
         """Carry out what has been asked for; False to end."""
@@ -185,7 +189,10 @@ class Service:
             for ticket in group.tickets:
                 if not ticket.cancelled:
                     self._take(ticket)
-        except ForerunError as error:
+        except Exception as error:
+            if not isinstance(error, ForerunError):
+                log.exception("the engine could not take a request")
+                error = UnavailableError(f"the engine could not take this request: {type(error).__name__}")
             for ticket in group.tickets:
                 self._abort(ticket)
             self._post(partial(self._refuse, group, error))
@@ -203,13 +210,18 @@ class Service:
         if ticket.request is not None:
             self.llm.engine.abort(ticket.request)
 
-    def _start_over(self, error: Exception) -> None:
+    def _start_over(self, error: Exception) -> bool:
         self.failures += 1
         lost, self._running = list(self._running.values()), {}
-        self.llm.engine.reset()
+        try:
+            self.llm.engine.reset()
+        except Exception:
+            log.exception("the engine cannot start over: this server has to be restarted")
+            self.broken, lost = True, list(self.tickets)
         answer = UnavailableError(f"the engine failed and starts over: {type(error).__name__}")
         for ticket in lost:
             self._post(partial(self._end, ticket, answer))
+        return not self.broken
 
     def _post(self, call: Callable[[], object]) -> None:
         assert self._loop is not None
@@ -238,9 +250,11 @@ class Service:
         self.tickets.discard(ticket)
         for watcher in self.watchers:
             watcher.end(ticket, error)
+        if error:  # whoever still waits to be taken
+            _settle(ticket.group.taken, None)
         ticket.group.inbox.put_nowait((ticket, error))
 
-    def _refuse(self, group: Group, error: ForerunError) -> None:
+    def _refuse(self, group: Group, error: Exception) -> None:
         self.tickets.difference_update(group.tickets)
         if not group.taken.done():
             group.taken.set_exception(error)

@@ -56,14 +56,16 @@ class Settings:
                 raise ConfigError(f"{name}={value!r} must be a {'whole ' if whole else ''}number")
             if not low <= value <= high:
                 raise ConfigError(f"{name}={value!r} is out of range: give a number from {low} to {high}")
+        if not isinstance(self.host, str) or not self.host or not isinstance(self.served_name, str):
+            raise ConfigError(f"host={self.host!r} and served_name={self.served_name!r} must be texts, host not empty")
         if self.metrics_compat not in ("none", "vllm"):
             raise ConfigError(f"there is no metrics_compat {self.metrics_compat!r}: give none or vllm")
         for name in ("api_key", "allowed_origins"):
             value = getattr(self, name)
-            values = (value,) if isinstance(value, str) else tuple(value)
-            if not all(isinstance(v, str) and v for v in values):
+            values = (value,) if isinstance(value, str) else value
+            if not isinstance(values, (list, tuple)) or not all(isinstance(v, str) and v for v in values):
                 raise ConfigError(f"{name} must be texts that are not empty")
-            object.__setattr__(self, name, values)
+            object.__setattr__(self, name, tuple(values))
 
 
 def read_file(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:

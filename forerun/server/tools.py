@@ -61,7 +61,7 @@ def find(text: str, tools: Sequence[Tool]) -> tuple[str, list[dict[str, Any]]]:
         return "", [bare]
     found = [_call(match, known) for match in BLOCK.findall(text)]
     calls = [call for call in found if call]
-    return (BLOCK.sub("", text).strip(), calls) if calls else (text, [])
+    return (BLOCK.sub("", text) if BLOCK.sub("", text).strip() else "", calls) if calls else (text, [])
 
 
 def may_be_call(text: str) -> bool:

@@ -17,6 +17,13 @@ from forerun.server.protocol import ChatRequest, CompletionRequest, Content, Gen
 from forerun.server.service import Order
 
 COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions
+TEMPLATE = frozenset(  # arguments that are ours, and what would replace the model's own template
+    (
+        *("self", "messages", "conversation", "tools", "tokenize", "add_generation_prompt", "chat_template"),
+        *("documents", "continue_final_message", "return_dict", "return_tensors", "tokenizer_kwargs"),
+        *("padding", "truncation"),
+    )
+)
 GRAMMARS = {"json_schema": "json_schema", "regex": "regex", "grammar": "lark", "choice": "choice"}
 
 
@@ -43,7 +50,10 @@ def chat_prompt(llm: LLM, request: ChatRequest) -> list[int]:
     tools = [t.model_dump(exclude_none=True) for t in request.tools or []] if request.tool_choice != "none" else []
     if llm.tokenizer is None:
         raise RequestError("this model directory has no tokenizer: it cannot chat")
-    return llm.tokenizer.chat([plain(m) for m in request.messages], tools, **(request.chat_template_kwargs or {}))
+    options = request.chat_template_kwargs or {}
+    if taken := TEMPLATE & options.keys():
+        raise ApiError(400, f"chat_template_kwargs may not set {min(taken)}", "chat_template_kwargs")
+    return llm.tokenizer.chat([plain(m) for m in request.messages], tools, **options)
 
 
 def plain(message: Message) -> dict[str, Any]:
@@ -63,7 +73,7 @@ def _values(call: Any) -> Any:
     try:
         return json.loads(call.function.arguments)
     except (ValueError, RecursionError):
-        raise ApiError(400, f"the arguments of {call.function.name} are not JSON", "messages") from None
+        raise ApiError(400, f"the arguments of {call.function.name!r} are not JSON", "messages") from None
 
 
 def text_of(content: Content | None) -> str:

@@ -16,7 +16,6 @@ import pytest
 
 from forerun import LLM
 from forerun.engine.depth import Curve
-from forerun.server.settings import Settings
 from tests.server.fake_playground import COSTS, CSP, HTML, INFO, FakeServer
 from tests.server.serving import serving
 
@@ -48,8 +47,8 @@ def fake() -> Iterator[FakeServer]:
 def served() -> Iterator[tuple[str, LLM]]:
     """A real server with the bundled model."""
     llm = LLM(kv_tokens=8192)
-    with serving(llm, Settings()) as url:
-        yield url, llm
+    with serving(llm) as running:
+        yield running.url, llm
 
 
 @pytest.fixture

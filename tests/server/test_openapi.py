@@ -1,0 +1,70 @@
+"""Whatever the published schema allows, and what it does not: no request makes the server fail."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from schemathesis.generation import GenerationMode
+
+from tests.server.serving import Serving
+
+POST = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize")
+GET = ("/v1/models", "/health", "/ready", "/version", "/server_info", "/metrics")
+OPERATIONS = [*(("POST", path) for path in POST), *(("GET", path) for path in GET)]
+LIMIT = {
+    "/v1/completions": "max_tokens",
+    "/v1/chat/completions": "max_completion_tokens",
+    "/v1/responses": "max_output_tokens",
+}  # texts are kept short: a long one shows no more
+
+
+@pytest.fixture(scope="module")
+def schema(server: Serving) -> Any:
+    server.rest()
+    server.logged.clear()
+    return schemathesis.openapi.from_url(f"{server.url}/openapi.json")
+
+
+def test_every_operation_is_tried(schema: Any) -> None:
+    found = {(o.ok().method.upper(), o.ok().path) for o in schema.get_all_operations()}
+    assert found == set(OPERATIONS)
+
+
+@pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE], ids=["allowed", "not allowed"])
+@pytest.mark.parametrize(("method", "path"), OPERATIONS)
+def test_no_request_makes_it_fail(schema: Any, server: Serving, method: str, path: str, mode: GenerationMode) -> None:
+    if method == "GET" and mode is GenerationMode.NEGATIVE:
+        return  # they take nothing that could be wrong
+    operation = schema[path][method]
+
+    @seed(7)
+    @settings(
+        max_examples=25 if method == "POST" else 2,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=operation.as_strategy(generation_mode=mode))
+    def run(case: Any) -> None:
+        limit = LIMIT.get(path)
+        if limit and mode is GenerationMode.POSITIVE and (case.body.get(limit) or 99) > 8:
+            case.body[limit] = 8
+        if mode is GenerationMode.POSITIVE and isinstance(case.body, dict):
+            case.body.pop("model", None)  # a name made up would end it there
+        response = case.call()
+        assert response.status_code < 500, f"{case.as_curl_command()} -> {response.text[:300]}"
+        if response.status_code >= 400:
+            assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+            assert response.headers["x-request-id"]
+
+    run()
+
+
+def test_nothing_failed_and_all_is_given_back(schema: Any, server: Serving) -> None:
+    server.rest()
+    assert server.complete()["choices"][0]["text"]
+    assert not server.logged, [r.getMessage() for r in server.logged[:5]]
