@@ -28,6 +28,7 @@ from forerun.sampling.params import SamplingParams
 from forerun.types import Event, TokenLogprobs
 
 WHAT_IS_A_PROMPT = "a prompt is a string, a list of token ids or a list of chat messages"
+CHARACTERS = 16  # of a token, more than any text has on average
 Prompt = str | Sequence[int] | Sequence[Message]
 
 

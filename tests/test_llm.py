@@ -168,3 +168,10 @@ def test_a_prediction_changes_the_speed_only() -> None:
     assert predicted.stats.by_source["prediction"].accepted > 60
     quoted = llm.generate("def main():", params, draft="ngram", documents=[edited], depth=4)[0]
     assert quoted.token_ids == plain.token_ids and quoted.stats.by_source["document"].accepted > 20
+
+
+def test_references_that_are_too_long_are_refused() -> None:
+    llm = LLM(draft="suffix", kv_tokens=2048)
+    for options in ({"prediction": "a = 1\n" * 5000}, {"documents": ["b" * 100_000]}):
+        with pytest.raises(RequestError, match="at most 4096"):
+            llm.generate("def f(", SamplingParams(max_tokens=2), **options)

@@ -24,6 +24,10 @@ class Cascade(Proposer):
         for part in self.parts:
             part.close(slot, finished)
 
+    def forget(self) -> None:
+        for part in self.parts:
+            part.forget()
+
     def reset(self) -> None:
         for part in self.parts:
             part.reset()

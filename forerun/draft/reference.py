@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from functools import lru_cache
 
 from forerun.draft.base import Proposer, Reference, Row
 from forerun.draft.suffix import Cursor, SuffixAutomaton
@@ -17,6 +18,15 @@ from forerun.types import Draft
 SHORTEST = 2  # tokens that must agree before a place counts as found again
 CONTEXT = 16  # tokens of the prompt a document is first looked up with
 PATTERN = 32  # most tokens of the output that an occurrence is searched with
+
+
+@lru_cache(maxsize=16)
+def index(tokens: tuple[int, ...]) -> SuffixAutomaton:
+    """The suffix automaton of a reference, made once for all completions of a request."""
+    automaton = SuffixAutomaton()
+    for token in tokens:
+        automaton.append(token)
+    return automaton
 
 
 class Alignment:
@@ -29,10 +39,7 @@ class Alignment:
         self._last = 0  # the place before the alignment was lost
         self._text = array("i", reference.tokens).tobytes()
         self._seen = array("i")
-        automaton = SuffixAutomaton()
-        for token in reference.tokens:
-            automaton.append(token)
-        self._cursor = Cursor(automaton)
+        self._cursor = Cursor(index(reference.tokens))
 
     def follow(self, token: int) -> None:
         """One more token of the output."""
@@ -87,8 +94,12 @@ class References(Proposer):
     def close(self, slot: int, finished: Sequence[int] | None = None) -> None:
         del self.slots[slot]
 
+    def forget(self) -> None:
+        index.cache_clear()
+
     def reset(self) -> None:
         self.slots.clear()
+        self.forget()
 
     def propose(self, rows: Sequence[Row]) -> list[Draft]:
         return [self._propose(row) for row in rows]

@@ -208,7 +208,8 @@ class TextStream:
 
     def _overlap(self, stop: str) -> int:
         """How much of the end of the text could be the beginning of `stop`."""
-        sizes = range(min(len(stop) - 1, len(self.text)), 0, -1)
+        unsent = len(self.text) - self.sent  # what has been shown was no beginning of a stop string
+        sizes = range(min(len(stop) - 1, unsent), 0, -1)
         return next((n for n in sizes if self.text.endswith(stop[:n])), 0)
 
 

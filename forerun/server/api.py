@@ -55,6 +55,8 @@ class Kitchen:
 async def completions(kitchen: Kitchen, body: CompletionRequest, http: Request) -> Response:
     """Answer /v1/completions."""
     llm = kitchen.service.llm
+    many = isinstance(body.prompt, list) and not isinstance((body.prompt or [0])[0], int)
+    kitchen.service.admit((len(body.prompt) if many else 1) * (body.n or 1))  # before any work is done on them
     prompts = await run_in_threadpool(translate.completion_prompts, llm, body)
     kitchen.check(body.model, prompts)
     wanted = translate.COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens

@@ -40,6 +40,7 @@ def run(options: dict[str, Any], settings: Settings, verbose: bool) -> int:
     host, port = listener.getsockname()[:2]
     if settings.host not in LOCAL and not settings.api_key and not os.environ.get("FORERUN_API_KEY"):
         log.warning("everybody who reaches %s may use this server: give --api-key", settings.host)
+    listener.listen(2048)
     where = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     print(f"forerun: serving {describe(llm, settings)} on {where}", file=sys.stderr, flush=True)
     server = Server(app, settings)
@@ -65,7 +66,7 @@ class Server(uvicorn.Server):
 
     def __init__(self, app: FastAPI, settings: Settings) -> None:
         super().__init__(
-            uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=5, server_header=False)
+            uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=2, server_header=False)
         )
         self.service: Service = app.state.service
         self.bound = settings.shutdown_timeout
@@ -96,6 +97,13 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
 
+def _not_cancelled(record: logging.LogRecord) -> bool:
+    """Drop what uvicorn says of requests that the end of the server has cut off."""
+    return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError)) and (
+        "CancelledError" not in record.getMessage()
+    )
+
+
 class JsonLines(logging.Formatter):
     """One JSON object a line."""
 
@@ -110,6 +118,7 @@ class JsonLines(logging.Formatter):
 def _log_as_json(verbose: bool) -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(JsonLines())
+    handler.addFilter(_not_cancelled)
     logging.getLogger("forerun").handlers = [handler]
     logging.getLogger("forerun").setLevel(logging.INFO if verbose else logging.WARNING)
     logging.getLogger("uvicorn.error").handlers = [handler]

@@ -118,14 +118,18 @@ class Service:
         """Whether orders are taken and worked on."""
         return self._thread.is_alive() and not self.draining
 
-    def submit(self, orders: Sequence[Order]) -> Group:
-        """Take all of these orders or none. Raises BusyError or UnavailableError."""
+    def admit(self, count: int) -> None:
+        """Refuse so many requests if there is no place for them now, or never. Raises as `submit` does."""
         if not self.alive:
             raise UnavailableError("the server is shutting down")
-        if len(orders) > self.limit:
-            raise RequestError(f"this asks for {len(orders)} completions at once, this server takes {self.limit}")
-        if len(self.tickets) + len(orders) > self.limit:
+        if count > self.limit:
+            raise RequestError(f"this asks for {count} completions at once, this server takes {self.limit}")
+        if len(self.tickets) + count > self.limit:
             raise BusyError(f"{len(self.tickets)} requests are running or waiting already")
+
+    def submit(self, orders: Sequence[Order]) -> Group:
+        """Take all of these orders or none. Raises BusyError, UnavailableError or, for too many, RequestError."""
+        self.admit(len(orders))
         group = Group(orders)
         self.tickets.update(group.tickets)
         self._commands.put(partial(self._add, group))
@@ -150,8 +154,10 @@ class Service:
         future: asyncio.Future[object] = self._loop.create_future()
 
         def run() -> None:
-            result = work()
-            self._post(partial(_settle, future, result))
+            try:
+                self._post(partial(_settle, future, work()))
+            except Exception as error:
+                self._post(partial(_settle, future, error))
 
         self._commands.put(run)
         return await future
@@ -159,6 +165,14 @@ class Service:
     # ------------------------------------------------------------ on the engine's thread
 
     def _work(self) -> None:
+        try:
+            self._serve()
+        except BaseException as error:  # a panic of a library, say: nobody would ever be answered again
+            log.critical("the engine's thread has ended: this server has to be restarted", exc_info=error)
+            self.broken = True
+            self._fail(list(self.tickets), error)
+
+    def _serve(self) -> None:
         engine = self.llm.engine
         while True:
             try:
@@ -212,16 +226,22 @@ class Service:
 
     def _start_over(self, error: Exception) -> bool:
         self.failures += 1
-        lost, self._running = list(self._running.values()), {}
+        # the last event of some may still be on its way
+        over = {i: t for i, t in self._running.items() if t.request is not None and t.request.finish_reason}
+        lost, self._running = [t for i, t in self._running.items() if i not in over], over
         try:
             self.llm.engine.reset()
         except Exception:
             log.exception("the engine cannot start over: this server has to be restarted")
             self.broken, lost = True, list(self.tickets)
-        answer = UnavailableError(f"the engine failed and starts over: {type(error).__name__}")
-        for ticket in lost:
-            self._post(partial(self._end, ticket, answer))
+        self._fail(lost, error)
         return not self.broken
+
+    def _fail(self, tickets: Sequence[Ticket], error: BaseException) -> None:
+        """Tell these that the engine failed while it worked for them."""
+        answer = UnavailableError(f"the engine failed: {type(error).__name__}")
+        for ticket in tickets:
+            self._post(partial(self._end, ticket, answer))
 
     def _post(self, call: Callable[[], object]) -> None:
         assert self._loop is not None
@@ -262,7 +282,11 @@ class Service:
 
 
 def _settle(future: asyncio.Future[Any], result: object) -> None:
-    if not future.done():  # whoever waited may have gone
+    if future.done():  # whoever waited may have gone
+        return
+    if isinstance(result, Exception):
+        future.set_exception(result)
+    else:
         future.set_result(result)
 
 
