@@ -13,6 +13,7 @@ import torch
 from forerun import rng
 from forerun.config import Config
 from forerun.draft.base import Reference
+from forerun.draft.reference import index
 from forerun.draft.registry import make_proposers, parse_draft, with_references
 from forerun.engine.engine import Engine
 from forerun.engine.request import Request
@@ -182,14 +183,22 @@ class LLM:
         return jobs
 
     def references(self, prompt: int, prediction: str | None, documents: Sequence[str]) -> list[Reference]:
-        """A prediction and documents as references for an output behind `prompt` tokens."""
-        texts = ([("prediction", prediction)] if prediction else []) + [
-            ("document", text) for text in documents if text
-        ]
-        return [
+        """A prediction and documents as references for an output behind `prompt` tokens. Raises RequestError."""
+        texts = [("prediction", prediction)] if prediction else []
+        texts += [("document", text) for text in documents if text]
+        limit = 4 * self.decoder.context
+        if sum(len(text) for _, text in texts) > CHARACTERS * limit:
+            raise RequestError(f"prediction and documents are too long: give at most {limit} tokens in all")
+        references = [
             Reference(name, tuple(self._text().encode(text, special=False)), prompt, whole=name == "prediction")
             for name, text in texts
         ]
+        total = sum(len(reference.tokens) for reference in references)
+        if total > limit:
+            raise RequestError(f"prediction and documents have {total} tokens: give at most {limit} in all")
+        for reference in references:
+            index(reference.tokens)  # here, so that the engine's steps do not wait for it
+        return references
 
     def _step(self) -> None:
         for event in self.engine.step():

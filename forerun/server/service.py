@@ -240,8 +240,7 @@ class Service:
     def _fail(self, tickets: Sequence[Ticket], error: BaseException) -> None:
         """Tell these that the engine failed while it worked for them."""
         answer = UnavailableError(f"the engine failed: {type(error).__name__}")
-        for ticket in tickets:
-            self._post(partial(self._end, ticket, answer))
+        self._post(partial(self._end_each, tickets, answer))
 
     def _post(self, call: Callable[[], object]) -> None:
         assert self._loop is not None
@@ -265,6 +264,10 @@ class Service:
             if event.finish_reason is not None:
                 del self._running[event.request_id]
                 self._end(ticket, None)
+
+    def _end_each(self, tickets: Sequence[Ticket], error: BaseException) -> None:
+        for ticket in tickets:
+            self._end(ticket, error)
 
     def _end(self, ticket: Ticket, error: BaseException | None) -> None:
         self.tickets.discard(ticket)
