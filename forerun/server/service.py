@@ -116,7 +116,7 @@ class Service:
     @property
     def alive(self) -> bool:
         """Whether orders are taken and worked on."""
-        return self._thread.is_alive() and not self.draining
+        return self._thread.is_alive() and not self.draining and not self.broken
 
     def admit(self, count: int) -> None:
         """Refuse so many requests if there is no place for them now, or never. Raises as `submit` does."""
@@ -169,8 +169,7 @@ class Service:
             self._serve()
         except BaseException as error:  # a panic of a library, say: nobody would ever be answered again
             log.critical("the engine's thread has ended: this server has to be restarted", exc_info=error)
-            self.broken = True
-            self._fail(list(self.tickets), error)
+            self._give_up(error)
 
     def _serve(self) -> None:
         engine = self.llm.engine
@@ -233,14 +232,15 @@ class Service:
             self.llm.engine.reset()
         except Exception:
             log.exception("the engine cannot start over: this server has to be restarted")
-            self.broken, lost = True, list(self.tickets)
-        self._fail(lost, error)
+            self._give_up(error)
+        else:
+            self._post(partial(self._end_each, lost, _failure(error)))
         return not self.broken
 
-    def _fail(self, tickets: Sequence[Ticket], error: BaseException) -> None:
-        """Tell these that the engine failed while it worked for them."""
-        answer = UnavailableError(f"the engine failed: {type(error).__name__}")
-        self._post(partial(self._end_each, tickets, answer))
+    def _give_up(self, error: BaseException) -> None:
+        """Nothing will be worked on any more: tell everybody who waits when the event loop comes to it."""
+        self.broken = True
+        self._post(lambda: self._end_each(list(self.tickets), _failure(error)))
 
     def _post(self, call: Callable[[], object]) -> None:
         assert self._loop is not None
@@ -282,6 +282,10 @@ class Service:
         if not group.taken.done():
             group.taken.set_exception(error)
             group.taken.exception()  # whoever was to ask may have gone
+
+
+def _failure(error: BaseException) -> UnavailableError:
+    return UnavailableError(f"the engine failed while it worked on this: {type(error).__name__}")
 
 
 def _settle(future: asyncio.Future[Any], result: object) -> None:
