@@ -34,7 +34,7 @@ def main() -> None:
     (newline,) = llm.tokenizer.encode("\n", special=False)
     lengths, ratios = [], []
     for seed in range(options.repeats):
-        bias = {newline: 3.0, **dict.fromkeys(llm.decoder.config.end_ids, -100.0)}
+        bias = {newline: 4.0, **dict.fromkeys(llm.decoder.config.end_ids, -100.0)}
         params = SamplingParams(temperature=0.7, seed=seed, max_tokens=990, logit_bias=bias)
         plain = llm.generate(PROMPT, params, draft="off")[0]
         llm.forget()
