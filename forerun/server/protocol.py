@@ -31,7 +31,7 @@ class Body(Strict):
         except (ValueError, RecursionError):
             raise PydanticCustomError("json", "a number or a character in this request is none that JSON has") from None
         except TypeError:
-            pass  # made by ourselves, not parsed
+            return value  # bytes: the body was not sent as JSON, which the validation that follows says
         return value
 
 
