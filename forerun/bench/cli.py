@@ -149,7 +149,8 @@ def _batches(model: str | None, path: Path | None, requests: int, repeats: int) 
     """The prompts of each run: those of the file, those that belong to a pair, or passages of Python's library."""
     if requests < 1:
         raise ConfigError(f"requests={requests} is out of range: give a whole number from 1 up")
-    from forerun.bench.corpus import excerpts, groups, read_prompts
+    from forerun.bench.corpus import excerpts, groups
+    from forerun.bench.workloads import read_prompts
     from forerun.load import load_tokenizer
     from forerun.models.hub import find_model
 
