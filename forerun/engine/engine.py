@@ -301,6 +301,7 @@ class Engine:
             source.drafted += 1
             source.accepted += node in kept
         request.stats.rounds.append((len(draft) - 1, len(verdict.path) - 1))
+        request.stats.depths.append(max(draft.depths()))
         request.stats.drafted += len(draft) - 1
         request.stats.accepted += len(verdict.path) - 1
         if request.reach:
