@@ -101,19 +101,17 @@ class Zeus:
     method = "zeus"
 
     def __init__(self, kind: str) -> None:
-        try:
-            from zeus.device import get_gpus
-            from zeus.monitor import ZeusMonitor
-        except ImportError:
-            raise Unavailable("the library zeus is not installed") from None
         self.kind, self.ranges = kind, dict[str, float]()
         self.joules: dict[str, float] = {}
         try:
+            from zeus.device import get_gpus
+            from zeus.monitor import ZeusMonitor
+
             gpus: Any = get_gpus() if kind == "GPU" else []
             counted = [i for i in range(len(gpus)) if gpus.supports_get_total_energy_consumption(i)]
             self.monitor = ZeusMonitor(gpu_indices=counted, cpu_indices=[] if kind == "GPU" else None)
             self.monitor.begin_window("forerun", sync_execution=False)
-        except Exception as error:  # a library for many machines, with an error for each of them
+        except Exception as error:  # not installed, or one of the errors it has for each kind of machine
             raise Unavailable(f"zeus: {error}") from None
 
     def read(self) -> dict[str, float]:
