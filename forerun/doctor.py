@@ -97,8 +97,13 @@ def cores() -> int:
     return os.cpu_count() or 1
 
 
+def processor() -> str:
+    """What the processor calls itself."""
+    return next(iter(_cpu_lines("model name")), "") or platform.processor() or platform.machine()
+
+
 def _processor() -> Finding:
-    model = next(iter(_cpu_lines("model name")), "") or platform.processor() or platform.machine()
+    model = processor()
     known = {flag for flags in NEEDED.values() for flag in flags} | {"amx_tile", "amx_bf16", "amx_int8"}
     flags = sorted(known & set(next(iter(_cpu_lines("flags")), "").split()))
     count, all_cores = cores(), os.cpu_count() or 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sysconfig
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from forerun.errors import RequestError
@@ -47,10 +47,3 @@ def excerpts(encode: Callable[[str], list[int]], count: int, tokens: int) -> lis
 def _strided(count: int) -> list[int]:
     """Every index below `count` once, in strides."""
     return [i for offset in range(STRIDE) for i in range((FIRST + offset) % STRIDE, count, STRIDE)]
-
-
-def groups(prompts: Sequence[list[int]], size: int) -> list[list[list[int]]]:
-    """Prompts in groups of `size` that run at once; the rest that fills no group is left out. RequestError if none."""
-    if size > len(prompts):
-        raise RequestError(f"there are {len(prompts)} prompts, but {size} are to run at once: give a file with more")
-    return [list(prompts[i : i + size]) for i in range(0, len(prompts) - size + 1, size)]

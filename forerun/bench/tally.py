@@ -13,9 +13,9 @@ FIRST_BUCKET = 32  # output positions; each later bucket is as long as all befor
 def tally(stats: Iterable[RequestStats]) -> dict[str, Any]:
     """Counts over requests, as plain values.
 
-    lengths[i]: passes that gave i + 1 tokens. acceptance: for level 1, 2, .. of the drafts, [drafts that reached so deep,
-    those accepted so deep]. sources: {proposer: [drafted, accepted]}. positions: [first output position, passes that
-    began from there on, tokens they gave] by buckets of 32, 32, 64, 128, .. positions.
+    lengths[i]: passes that gave i + 1 tokens. acceptance: for level 1, 2, .. of the drafts, [drafts that reached so
+    deep, those accepted so deep]. sources: {proposer: [drafted, accepted]}. positions: [first output position, passes
+    that began from there on, tokens they gave] by buckets of 32, 32, 64, 128, .. positions.
     """
     lengths: list[int] = []
     acceptance: list[list[int]] = []

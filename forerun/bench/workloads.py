@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,19 +98,6 @@ def of_categories(tasks: Sequence[Task], names: Sequence[str]) -> list[Task]:
             raise ConfigError(f"there is no category {name!r}{meant}: these tasks have {', '.join(known)}")
         wanted |= {name, *GROUPS.get(name, ())}
     return [task for task in tasks if task.category in wanted or not names]
-
-
-def read_prompts(path: Path, encode: Callable[[str], list[int]]) -> list[list[int]]:
-    """The prompts of a file as token ids, for a model without a layout for conversations. Raises RequestError."""
-    prompts: list[list[int]] = []
-    for task in read_tasks(path):
-        if isinstance(task.prompt, str):
-            prompts.append(encode(task.prompt))
-        else:
-            prompts.append([token for token in task.prompt if isinstance(token, int)])
-            if len(prompts[-1]) < len(task.prompt):
-                raise RequestError(f"{path}, {task.id}: this is a conversation: give a text or token ids")
-    return prompts
 
 
 def _text_of(path: Path) -> str:

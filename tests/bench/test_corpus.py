@@ -5,7 +5,7 @@ import json
 import pytest
 
 from forerun import RequestError
-from forerun.bench.corpus import excerpts, groups
+from forerun.bench.corpus import excerpts
 
 
 def encode(text: str) -> list[int]:
@@ -18,10 +18,3 @@ def test_passages_are_different_and_of_the_right_length() -> None:
     assert excerpts(encode, 5, 40) == found[:5]
     with pytest.raises(RequestError, match="ask for fewer"):
         excerpts(encode, 3, 10_000_000)
-
-
-def test_groups() -> None:
-    prompts = [[i] for i in range(5)]
-    assert groups(prompts, 2) == [[[0], [1]], [[2], [3]]]
-    with pytest.raises(RequestError, match="5 prompts, but 6"):
-        groups(prompts, 6)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from forerun import ConfigError, RequestError
-from forerun.bench.workloads import MT_BENCH, TASKS, Task, builtin, of_categories, read_prompts, read_tasks
+from forerun.bench.workloads import MT_BENCH, TASKS, Task, builtin, of_categories, read_tasks
 from forerun.load import load_tokenizer
 from forerun.models.hub import BUNDLED
 
@@ -212,9 +212,3 @@ def test_spec_bench(write: Write) -> None:
     assert [t.category for t in of_categories(tasks, ["math"])] == ["math"]
     with pytest.raises(ConfigError, match=r"mean 'mt_bench'.*rag.*mt_bench|mean 'mt_bench'.*mt_bench.*rag"):
         of_categories(tasks, ["mtbench"])
-
-
-def test_prompts_as_tokens(write: Write) -> None:
-    assert read_prompts(write("a.jsonl", '"ab"\n[1, 2]\n{"turns": ["c"]}'), encode) == [[97, 98], [1, 2], [99]]
-    with pytest.raises(RequestError, match="line 2: this is a conversation"):
-        read_prompts(write("a.jsonl", '"ab"\n' + json.dumps({"prompt": TALK})), encode)
