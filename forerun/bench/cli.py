@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from forerun.bench.cli_decode import decode, sweep
+from forerun.bench.cli_decode import decode, energy, sweep
 from forerun.bench.lists import listed, number, whole
 from forerun.bench.recipe import PairRecipe
 from forerun.errors import ConfigError
@@ -104,6 +104,7 @@ app.command(
     epilog="[dim]forerun bench sweep --drafts suffix,model:bundled --depths 1,2,4,8,auto --temperatures 0,0.8"
     " --requests 1,4 --out sweep.html[/dim]"
 )(sweep)
+app.command(epilog="[dim]forerun bench energy --model Qwen/Qwen3-0.6B --drafts suffix --price 0.4[/dim]")(energy)
 
 
 @app.command(epilog="[dim]forerun bench model --acceptance 0.8 --draft-cost 0.1 --verify-cost 1:1,8:1.1,16:1.5[/dim]")

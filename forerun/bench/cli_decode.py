@@ -103,6 +103,56 @@ def sweep(
     )  # fmt: skip
 
 
+@with_flags(ENGINE, DECODED)
+def energy(
+    drafts: Drafts = None,
+    depths: Depths = None,
+    categories: Categories = None,
+    prompts: Prompts = None,
+    tokens: Tokens = 128,
+    requests: Annotated[int, typer.Option(help="Prompts that run at once.")] = 1,
+    repeats: Annotated[int, typer.Option(help="Windows of each.")] = 3,
+    seconds: Annotated[float, typer.Option(help="Of a window: counters are coarse.")] = 10.0,
+    price: Price = None,
+    as_json: Json = False,
+    *,
+    config: dict[str, Any],
+    sampling: dict[str, Any],
+) -> None:
+    """Count joules a token (NVML, RAPL or zeus) of plain decoding and of every draft. Never an estimate."""
+    names = plural(drafts, config.pop("draft", None), "draft", "auto")
+    numbers = [parse_depth(d) for d in plural(depths, config.pop("depth", None), "depth", "auto")]
+    weights, rule = config.pop("quantization", None), config.pop("rule", "match")
+    params = SamplingParams.of(**{"seed": 0} | sampling, max_tokens=tokens, ignore_eos=True)
+    Config.of(**config, quantization=weights)
+    from forerun.bench.decode import Plan
+    from forerun.bench.joules import measure_energy
+    from forerun.bench.report import print_columns, print_json, progress
+
+    temperature = sampling.get("temperature", 0.0)
+    plan = Plan(params, names, numbers, [rule], [temperature], [requests], [weights or "none"], repeats, price)
+    with progress(as_json) as tell:
+        report = measure_energy(config, plan, _tasks(config.get("model"), prompts, categories, plan), seconds, tell)
+    if as_json:
+        print_json(report.as_dict())
+        return
+    print_columns(
+        [{
+            "draft": r.draft, "depth": "" if r.draft == "off" else str(r.depth), "J/token": _known(r.joules),
+            "J/token above idle": _known(r.above_idle), "tokens/Wh": _known(r.tokens_per_watt_hour),
+            "times plain": _known(r.times_plain), "W": _known(r.watts), "tokens/s": f"{r.tokens_per_second:.1f}",
+            "a million": _known(r.cost_per_million),
+        } for r in report.results],
+        optional=("a million",),
+    )  # fmt: skip
+    idle = ", ".join(f"{device} {_known(watts)} W" for device, watts in report.idle_watts.items())
+    print(f"by {report.method}; idle: {idle}; windows of {seconds:g} s, medians of {repeats}; prompts are included")
+
+
+def _known(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.3g}"
+
+
 def _measure(
     kind: str, config: dict[str, Any], sampling: dict[str, Any], drafts: list[str], depths: list[str], rules: list[str],
     temperatures: list[float], requests: list[int], quantizations: str | None, categories: str | None,
