@@ -174,11 +174,11 @@ def _measure(
     tasks = _tasks(config.get("model"), prompts, categories, plan)
     with progress(as_json) as tell:
         report = measure_decoding(config, plan, tasks, tell, kind)
-    write_out(out, report.as_dict())
     if as_json:
         print_json(report.as_dict())
     else:
         _show(report)
+    write_out(out, report.as_dict())
 
 
 def _tasks(model: str | None, path: Path | None, categories: str | None, plan: Plan) -> list[Task]:
