@@ -20,7 +20,7 @@ from forerun.bench.tally import tally
 from forerun.bench.workloads import Task
 from forerun.config import RULE_NAMES, Config, parse_depth
 from forerun.draft.registry import parse_draft
-from forerun.engine.engine import OFF
+from forerun.engine.drafting import OFF
 from forerun.errors import ConfigError, RequestError, nearest
 from forerun.kernels import native
 from forerun.llm import LLM

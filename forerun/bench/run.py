@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 
 from forerun.draft.base import Reference
 from forerun.draft.registry import parse_draft, with_references
-from forerun.engine.engine import OFF, Engine
+from forerun.engine.drafting import OFF
+from forerun.engine.engine import Engine
 from forerun.engine.stats import RequestStats
 from forerun.sampling.params import SamplingParams
 
