@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 from xml.etree import ElementTree
 
+from forerun.bench.summary import shorten
 from forerun.errors import ForerunError
 
 WIDTH = 340.0  # points; at 9 points, text is 9.5 pixels high where the page is 400 pixels wide
@@ -33,7 +34,7 @@ VARIABLES = {INK: "ink", QUIET: "quiet", RULE: "line", PANEL: "panel"} | {
 SVG, XLINK = "{http://www.w3.org/2000/svg}", "{http://www.w3.org/1999/xlink}"
 METADATA = f"{SVG}metadata"
 FONT = re.compile(r"'DejaVu Sans'[^;]*")
-STYLE: dict[str, Any] = {
+STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "forerun",
     "text.parse_math": False,  # a dollar in a name is a dollar
@@ -93,11 +94,12 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A named series of points (x, y)."""
+    """A named series of points (x, y), and points of it that the line does not join."""
 
     name: str
     points: Sequence[tuple[float, float]]
     look: Look
+    apart: Sequence[tuple[float, float]] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,14 +159,16 @@ def draw_lines(
 
         axes = _axes(figure, 36, 10, LINE * legend_rows + 22, 32)
         for line, name in zip(lines, short_names([line.name for line in lines]), strict=True):
-            x, y = zip(*line.points, strict=True)
-            axes.plot(x, y, color=line.look.colour, marker=line.look.marker, markersize=4.5, linewidth=1.5, label=name)
+            style = dict(color=line.look.colour, marker=line.look.marker, markersize=4.5)
+            axes.plot(*zip(*line.points, strict=True), **style, linewidth=1.5, label=name)
+            for x, y in line.apart:
+                axes.plot([x], [y], **style)
         if ticks:
             axes.set_xticks([x for x, _ in ticks], [name for _, name in ticks])
         else:
             axes.xaxis.set_major_locator(MaxNLocator(nbins=9, integer=True))
         axes.margins(x=0.04)
-        axes.set_ylim(0, max(1.08 * max(y for line in lines for _, y in line.points), top, 1e-3))
+        axes.set_ylim(0, max(1.08 * max(y for line in lines for _, y in (*line.points, *line.apart)), top, 1e-3))
         axes.ticklabel_format(axis="y", style="plain", useOffset=False)
         axes.set_xlabel(x_name, fontsize=SMALL)
         axes.set_title(y_name, loc="left", x=-0.08, fontsize=SMALL, color=QUIET, pad=7)
@@ -204,7 +208,7 @@ def draw_strips(strips: Sequence[Strip], columns: Sequence[str], unit: str) -> s
         most = max(max(strip.shares) for strip in strips)
         each = (height - 32) / len(strips)
         for i, (strip, name) in enumerate(zip(strips, short_names([s.name for s in strips]), strict=True)):
-            axes = _axes(figure, 36, 10, i * each + 16, height - (i + 1) * each)
+            axes = _axes(figure, 36, 10, i * each + 19, height - (i + 1) * each)
             axes.bar(range(len(columns)), strip.shares, width=0.82, color=strip.look.colour)
             axes.set_xlim(-0.6, len(columns) - 0.4)
             axes.set_ylim(0, 1.02 * most)
@@ -212,13 +216,12 @@ def draw_strips(strips: Sequence[Strip], columns: Sequence[str], unit: str) -> s
             axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
             axes.grid(axis="x", visible=False)
             last = i == len(strips) - 1
-            step = math.ceil(len(columns) / 20)
-            axes.set_xticks(range(0, len(columns), step), columns[::step] if last else [""] * len(columns[::step]))
+            axes.set_xticks(range(len(columns)), columns if last else [""] * len(columns))
             axes.set_title(name, loc="left", fontsize=SMALL, color=INK, pad=3)
             axes.set_title(strip.words, loc="right", fontsize=SMALL, color=QUIET, pad=3)
         axes.set_xlabel(unit, fontsize=SMALL)
 
-    return _draw(52.0 * len(strips) + 32, draw)
+    return _draw(55.0 * len(strips) + 32, draw)
 
 
 def _percent_ticks(most: float) -> Any:
@@ -233,20 +236,13 @@ def short_names(names: Sequence[str]) -> list[str]:
     of: dict[str, str] = {}
     for name in names:
         if name not in of:
-            short = _shorten(name, NAME_LENGTH)
+            short = shorten(name, NAME_LENGTH)
             if short in of.values():
                 mark = f" #{len(of) + 1}"
-                short = _shorten(name, NAME_LENGTH - len(mark)) + mark
+                short = shorten(name, NAME_LENGTH - len(mark)) + mark
             of[name] = short
         found.append(of[name])
     return found
-
-
-def _shorten(name: str, length: int) -> str:
-    if len(name) <= length:
-        return name
-    end = (length - 1) * 2 // 3  # paths and depths differ at their ends
-    return name[: length - 1 - end] + "\N{HORIZONTAL ELLIPSIS}" + name[-end:]
 
 
 def _axes(figure: Any, left: float, right: float, above: float, below: float) -> Any:
@@ -285,7 +281,9 @@ def _draw(height: float, draw: Callable[[Any], None]) -> str:
     except ImportError:
         raise ForerunError("plots need matplotlib, which is not installed: pip install 'forerun[bench]'") from None
     out = io.StringIO()
-    with matplotlib.rc_context(STYLE), warnings.catch_warnings():
+    with matplotlib.rc_context(), warnings.catch_warnings():
+        matplotlib.rcdefaults()  # not what the reader has set for plots of their own
+        matplotlib.rcParams.update(STYLE)
         warnings.filterwarnings("ignore", message="Glyph", category=UserWarning)  # the reader's fonts have more
         figure = Figure(figsize=(WIDTH / 72, height / 72))
         draw(figure)

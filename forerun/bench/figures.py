@@ -7,7 +7,7 @@ depth of every draft and rule; the table has them all. An arm looks the same in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ from forerun.bench.drawing import (
 from forerun.bench.summary import (
     PLAIN_NAME,
     Entry,
+    arm_name,
     condition,
     mean_ratio,
     number,
@@ -36,10 +37,12 @@ from forerun.bench.summary import (
 )
 
 MOST_ARMS = 9  # as many as there are markers
-MOST_COLUMNS = 24  # of a histogram; what is longer shares the last
+MOST_COLUMNS = 20  # of a histogram; what is longer shares the last
 MOST_LEVELS = 32
+MOST_TICKS = 9
 PARTS = ("draft", "pass", "other")
 Arms = Mapping[str, Sequence[Entry]]  # an arm's name and its results, by category
+Looks = Mapping[str, Look]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,17 +76,19 @@ def sections_of(entries: Sequence[Entry]) -> list[Section]:
     return sections
 
 
-def _figures(entries: Sequence[Entry], looks: Mapping[str, Look]) -> Iterator[Figure | None]:
+def _figures(entries: Sequence[Entry], looks: Looks) -> Iterator[Figure | None]:
     levels = sorted({e.requests for e in entries})
     for requests in levels:
         here = [e for e in entries if e.requests == requests]
         yield _times_plain(_few_arms(here), looks, condition("requests", requests) if len(levels) > 1 else "")
     yield _by_requests(entries, looks, "Speed-up", "times_plain", "times plain decoding")
     yield _by_requests(entries, looks, "Speed", "tokens_per_second", "tokens/s, all requests together")
-    yield _by_depth([e for e in entries if e.requests == levels[0]], looks)
+    yield _by_depth([e for e in entries if e.requests == levels[0]])
     arms = _few_arms([e for e in entries if e.requests == levels[0]])
     drafts = {arm: mine for arm, mine in arms.items() if arm != PLAIN_NAME}
     note = f"With {condition('requests', levels[0])}. " if len(levels) > 1 else ""
+    if len(arms) < len({e.arm for e in entries}):
+        note += "The best depth of each draft. "
     for make in (_lengths, _levels, _step, _sources, _positions):
         yield make(arms if make is _step else drafts, looks, note)
     yield _costs(arms, looks, note, "Energy", "joules_per_token", "joules a token")
@@ -113,13 +118,14 @@ def _figure(title: str, caption: str, svg: str, values: Sequence[tuple[float, st
     return Figure(title, caption, words, svg)
 
 
-def _times_plain(arms: Arms, looks: Mapping[str, Look], note: str) -> Figure | None:
+def _times_plain(arms: Arms, looks: Looks, note: str) -> Figure | None:
     drafts = [e for arm, mine in arms.items() if arm != PLAIN_NAME for e in mine]
     if not drafts:
         return None
     rows: list[Row] = []
-    for category in unique(e.category for e in drafts):
-        rows.append(Row(category))
+    categories = unique(e.category for e in drafts)
+    for category in categories:
+        rows += [Row(category)] if len(categories) > 1 else []
         for e in (e for e in drafts if e.category == category):
             times, interval = e.values["times_plain"], e.values["interval"]
             differs = e.values["same"] is False
@@ -130,70 +136,74 @@ def _times_plain(arms: Arms, looks: Mapping[str, Look], note: str) -> Figure | N
         caption += " \N{NOT EQUAL TO}: another text than plain decoding's."
     values = [(e.values["times_plain"], f"{e.arm}, {e.category}") for e in drafts]
     unit = "times plain decoding"
-    title = "Speed-up by category" + (f", {note}" if note else "")
+    title = ("Speed-up by category" if len(categories) > 1 else "Speed-up") + (f", {note}" if note else "")
     return _figure(title, caption, draw_rows(rows, unit, 1.0), values, unit)
 
 
-def _by_requests(
-    entries: Sequence[Entry], looks: Mapping[str, Look], title: str, field: str, unit: str
-) -> Figure | None:
+def _by_requests(entries: Sequence[Entry], looks: Looks, title: str, field: str, unit: str) -> Figure | None:
     """A field against requests at once, averaged over the categories that an arm has at all of its numbers."""
     levels = sorted({e.requests for e in entries})
-    if len(levels) < 2:
-        return None
     lines = []
-    for arm, _ in _few_arms(entries).items():
+    for arm in _few_arms(entries) if len(levels) > 1 else ():
         if arm == PLAIN_NAME and field == "times_plain":
             continue
         mine = [e for e in entries if e.arm == arm]
-        at = {n: {e.category: e.values[field] for e in mine if e.requests == n} for n in levels}
-        common = set.intersection(*({*found} for found in at.values() if found))
+        found = {n: {e.category: e.values[field] for e in mine if e.requests == n} for n in levels}
+        common = set.intersection(*(set(values) for values in found.values() if values))
         points = [
-            (levels.index(n), mean_ratio([found[c] for c in common])) for n, found in at.items() if found and common
+            (i, mean_ratio([found[n][category] for category in common]))
+            for i, n in enumerate(levels)
+            if common and found[n]
         ]
-        if points:
-            lines.append(Line(arm, points, looks[arm]))
+        lines += [Line(arm, points, looks[arm])] if points else []
+    ticks = [(i, str(n)) for i, n in enumerate(levels)]
+    return _line_figure(f"{title} by requests at once", _averaged(entries), lines, "requests at once", unit, ticks)
+
+
+def _by_depth(entries: Sequence[Entry]) -> Figure | None:
+    """Speed-up against the depth, for drafts of which three depths and more were measured; auto stands apart."""
+    several_rules = len({e.values["rule"] for e in entries if not e.plain}) > 1
+    found: dict[str, dict[Any, float]] = {}
+    for standing in standings(entries):
+        name = arm_name(standing.entries[0].values, ["rule"] if several_rules else [])
+        found.setdefault(name, {})[standing.entries[0].values["depth"]] = standing.times
+    found = {name: times for name, times in found.items() if len(times) > 2}
+    depths = unique(depth for times in found.values() for depth in times)
+    places = [*sorted(depth for depth in depths if depth != "auto"), *(["auto"] if "auto" in depths else [])]
+    lines = []
+    for i, (name, times) in enumerate(list(found.items())[:MOST_ARMS]):
+        points = [(places.index(depth), times[depth]) for depth in places if depth in times]
+        joined = [point for point in points if places[point[0]] != "auto"]
+        lines.append(Line(name, joined, look(i), points[len(joined) :]))
+    ticks = [(i, str(depth)) for i, depth in enumerate(places)]
+    return _line_figure("Speed-up by depth", _averaged(entries), lines, "levels drafted", "times plain decoding", ticks)
+
+
+def _averaged(entries: Sequence[Entry]) -> str:
+    return "Geometric mean over categories." if len({e.category for e in entries}) > 1 else ""
+
+
+def _line_figure(
+    title: str,
+    caption: str,
+    lines: Sequence[Line],
+    x_name: str,
+    unit: str,
+    ticks: Sequence[tuple[float, str]] = (),
+    top: float = 0.0,
+) -> Figure | None:
     if not lines:
         return None
-    several = len({e.category for e in entries}) > 1
-    caption = "Geometric mean over categories." if several else ""
-    names = [(float(i), str(n)) for i, n in enumerate(levels)]
-    values = [(y, f"{line.name}, {names[int(x)][1]} at once") for line in lines for x, y in line.points]
-    return _figure(
-        f"{title} by requests at once", caption, draw_lines(lines, "requests at once", unit, names), values, unit
-    )
-
-
-def _by_depth(entries: Sequence[Entry], looks: Mapping[str, Look]) -> Figure | None:
-    """Speed-up against the depth, for drafts of which several depths were measured; auto is the last place."""
-    ranked = [s for s in standings(entries) if s.entries]
-    of: dict[str, dict[Any, float]] = {}
-    several_rules = len({e.values["rule"] for e in entries if not e.plain}) > 1
-    for standing in ranked:
-        values = standing.entries[0].values
-        name = shown(values["draft"]) + (f", rule {shown(values['rule'])}" if several_rules else "")
-        of.setdefault(name, {})[values["depth"]] = standing.times
-    of = {name: found for name, found in of.items() if len(found) > 2}
-    if not of:
-        return None
-    depths = sorted({d for found in of.values() for d in found if d != "auto"})
-    places = [*depths, *(["auto"] if any("auto" in found for found in of.values()) else [])]
-    lines = [
-        Line(
-            name,
-            [(places.index(d), times) for d, times in sorted(found.items(), key=lambda p: places.index(p[0]))],
-            look(i),
-        )
-        for i, (name, found) in enumerate(list(of.items())[:MOST_ARMS])
+    names = dict(ticks)
+    values = [
+        (y, f"{line.name}, {x_name}: {names.get(x, f'{x:g}')}")
+        for line in lines
+        for x, y in (*line.points, *line.apart)
     ]
-    names = [(float(i), str(d)) for i, d in enumerate(places)]
-    values = [(y, f"{line.name}, depth {names[int(x)][1]}") for line in lines for x, y in line.points]
-    unit = "times plain decoding"
-    caption = "Geometric mean over categories." if len({e.category for e in entries}) > 1 else ""
-    return _figure("Speed-up by depth", caption, draw_lines(lines, "levels drafted", unit, names), values, unit)
+    return _figure(title, caption, draw_lines(lines, x_name, unit, ticks, top), values, unit)
 
 
-def _lengths(arms: Arms, looks: Mapping[str, Look], note: str) -> Figure | None:
+def _lengths(arms: Arms, looks: Looks, note: str) -> Figure | None:
     counts = {arm: _added([e.values["lengths"] for e in mine]) for arm, mine in arms.items()}
     counts = {arm: found for arm, found in counts.items() if sum(found)}
     if not counts:
@@ -221,20 +231,20 @@ def _added(lists: Sequence[Sequence[int]]) -> list[int]:
     return [sum(one[i] for one in lists if i < len(one)) for i in range(longest)]
 
 
-def _levels(arms: Arms, looks: Mapping[str, Look], note: str) -> Figure | None:
+def _levels(arms: Arms, looks: Looks, note: str) -> Figure | None:
     lines = []
     for arm, mine in arms.items():
         tried, accepted = (_added([[pair[i] for pair in e.values["acceptance"]] for e in mine]) for i in (0, 1))
         points = [(i + 1, a / n) for i, (n, a) in enumerate(zip(tried, accepted, strict=True)) if n][:MOST_LEVELS]
         if points:
             lines.append(Line(arm, points, looks[arm]))
-    unit = "share of the drafts that reach a level"
     caption = f"{note}Of the drafts with so many levels, those accepted down to this one."
-    svg = (lambda: draw_lines(lines, "level of the draft", unit, top=1.0)) if lines else None
-    return _of_lines("Acceptance by level", caption, lines, unit, "level", svg)
+    return _line_figure(
+        "Acceptance by level", caption, lines, "level of the draft", "share of drafts accepted", top=1.0
+    )
 
 
-def _positions(arms: Arms, looks: Mapping[str, Look], note: str) -> Figure | None:
+def _positions(arms: Arms, looks: Looks, note: str) -> Figure | None:
     lines = []
     for arm, mine in arms.items():
         sums: dict[float, list[float]] = {}
@@ -245,44 +255,36 @@ def _positions(arms: Arms, looks: Mapping[str, Look], note: str) -> Figure | Non
         points = [(start, tokens / passes) for start, (passes, tokens) in sorted(sums.items()) if passes]
         if points:
             lines.append(Line(arm, points, looks[arm]))
-    unit = "tokens a pass"
-    caption = f"{note}Does drafting get better as the output grows?"
-    svg = (lambda: draw_lines(lines, "position in the output, in tokens", unit)) if lines else None
-    return _of_lines("Accepted length by position", caption, lines, unit, "position", svg)
+    starts = sorted({x for line in lines for x, _ in line.points})
+    ticks = [(x, f"{x:g}") for x in starts] if len(starts) <= MOST_TICKS else []
+    return _line_figure(
+        "Accepted length by position", f"{note}By the place in the output where a pass began.", lines,
+        "position in the output, in tokens", "tokens a pass", ticks,
+    )  # fmt: skip
 
 
-def _of_lines(
-    title: str, caption: str, lines: Sequence[Line], unit: str, x_name: str, svg: Callable[[], str] | None
-) -> Figure | None:
-    if svg is None:
-        return None
-    values = [(y, f"{line.name}, {x_name} {x:g}") for line in lines for x, y in line.points]
-    return _figure(title, caption, svg(), values, unit)
-
-
-def _step(arms: Arms, looks: Mapping[str, Look], note: str) -> Figure | None:
+def _step(arms: Arms, looks: Looks, note: str) -> Figure | None:
     bars = []
     for arm, mine in arms.items():
         parts = [sum(e.values[f"{part}_ms"] for e in mine) / len(mine) for part in PARTS]
         bars.append(Bar(arm, parts, f"{number(sum(parts))} ms"))
     if not any(sum(bar.parts) for bar in bars):
         return None
-    caption = (
-        f"{note}Drafting, the target's pass with its verification, and the rest; medians, averaged over categories."
-    )
+    caption = f"{note}Drafting, the target's pass with its verification, and the rest: medians."
     values = [(sum(bar.parts), bar.name) for bar in bars]
     return _figure("Time of a step", caption, draw_bars(bars, "ms a step", PARTS), values, "ms a step")
 
 
-def _sources(arms: Arms, looks: Mapping[str, Look], note: str) -> Figure | None:
+def _sources(arms: Arms, looks: Looks, note: str) -> Figure | None:
     rows: list[Bar] = []
     for arm, mine in arms.items():
-        for source in unique(name for e in mine for name in e.values["sources"]):
+        names = unique(name for e in mine for name in e.values["sources"])
+        for source in names:
             pairs = [e.values["sources"][source] for e in mine if source in e.values["sources"]]
             drafted, accepted = sum(d for d, _ in pairs), sum(a for _, a in pairs)
             if drafted:
                 share = 100 * accepted / drafted
-                name = arm if shown(source) == arm else f"{arm}: {shown(source)}"
+                name = arm if len(names) == 1 else f"{arm}: {shown(source)}"
                 rows.append(Bar(name, [share], f"{share:.0f} % of {_count(drafted)}", looks[arm]))
     if not rows:
         return None
@@ -299,7 +301,7 @@ def _count(value: int) -> str:
     return str(value)
 
 
-def _costs(arms: Arms, looks: Mapping[str, Look], note: str, title: str, field: str, unit: str) -> Figure | None:
+def _costs(arms: Arms, looks: Looks, note: str, title: str, field: str, unit: str) -> Figure | None:
     bars = []
     for arm, mine in arms.items():
         known = [e.values[field] for e in mine if e.values[field] is not None]

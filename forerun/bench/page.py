@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from forerun.bench.figures import sections_of
-from forerun.bench.lines import RUN, check_report, write_whole
+from forerun.bench.lines import check_report, write_whole
 from forerun.bench.summary import (
     NOTHING,
     Entry,
@@ -39,13 +39,13 @@ class Column:
 
     Attributes:
         name: in its head, with the unit.
-        value: what is sorted by; None for nothing, which comes last.
+        value: of a result; it is sorted by that, and None comes last.
         text: what is shown of a value.
         numeric: stands to the right.
     """
 
     name: str
-    value: Callable[[Mapping[str, Any]], Any]
+    value: Callable[[Entry], Any]
     text: Callable[[Any], str] = shown
     numeric: bool = False
 
@@ -62,7 +62,7 @@ class Cell:
 
 def _field(name: str, field: str, text: Callable[[Any], str] = number) -> Column:
     """A column of numbers."""
-    return Column(name, lambda row: row[field], text, numeric=True)
+    return Column(name, lambda entry: entry.values[field], text, numeric=True)
 
 
 def _two_digits(value: float) -> str:
@@ -74,27 +74,27 @@ def _span(interval: Sequence[float]) -> str:
 
 
 CONDITIONS = (  # shown where rows differ in them
-    Column("model", lambda row: row["model"]),
-    Column("machine", lambda row: row["machine"].get("processor")),
+    Column("model", lambda entry: entry.values["model"]),
+    Column("machine", lambda entry: entry.machine),
     _field("tokens", "tokens", str),
-    Column("weights", lambda row: row["quantization"]),
-    Column("category", lambda row: row["category"]),
-    Column("draft", lambda row: row["draft"]),
-    Column("depth", lambda row: NOTHING if row["draft"] == "off" else row["depth"], numeric=True),
-    Column("rule", lambda row: NOTHING if row["draft"] == "off" else row["rule"]),
+    Column("weights", lambda entry: entry.values["quantization"]),
+    Column("category", lambda entry: entry.category),
+    Column("draft", lambda entry: entry.values["draft"]),
+    Column("depth", lambda entry: None if entry.plain else entry.values["depth"], numeric=True),
+    Column("rule", lambda entry: None if entry.plain else entry.values["rule"]),
     _field("temperature", "temperature", "{:g}".format),
     _field("requests", "requests", str),
 )
 MEASURED = (  # shown where they are known
     _field("tokens/s", "tokens_per_second"),
     _field("times plain", "times_plain", _two_digits),
-    Column("95 % interval", lambda row: row["interval"], _span, numeric=True),
+    Column("95 % interval", lambda entry: entry.values["interval"], _span, numeric=True),
     _field("accepted length", "accepted_length", _two_digits),
     _field("drafted a step", "drafted", "{:.1f}".format),
     _field("draft ms", "draft_ms"),
     _field("pass ms", "pass_ms"),
     _field("other ms", "other_ms"),
-    Column("text", lambda row: same_text([Entry("", "", 1, "", row)])),
+    Column("text", lambda entry: same_text([entry])),
     _field("joules a token", "joules_per_token"),
     _field("cost a million", "cost_per_million"),
 )
@@ -121,13 +121,15 @@ def render(data: Mapping[str, Any], title: str | None = None) -> str:
 
     entries = entries_of(data)
     columns, rows = table_of(entries)
+    claim, terms = headline(entries)
     held, said = verdict(entries)
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters["digest"] = _digest
     template = environment.from_string((files("forerun.bench") / "page.html").read_text(encoding="utf-8"))
     return template.render(
-        title=shown(title or f"{data['model']}: {data['kind']} measured"),
-        headline=headline(entries),
+        title=shown(title or f"{data['kind']}: {data['model']}"),
+        claim=claim,
+        terms=terms,
         held=held,
         verdict=said,
         facts=facts_of(data, entries),
@@ -166,7 +168,8 @@ def facts_of(data: Mapping[str, Any], entries: Sequence[Entry]) -> list[tuple[st
 
 def _values(rows: Sequence[Mapping[str, Any]], name: str) -> str:
     """All values of a field, in words."""
-    return ", ".join(unique(shown(row[name]) for row in rows if row.get(name) not in (None, "")))
+    values = unique(row[name] for row in rows if row.get(name) not in (None, ""))
+    return ", ".join(f"{value:g}" if isinstance(value, float) else shown(value) for value in values)
 
 
 def best_of(entries: Sequence[Entry]) -> list[tuple[str, list[tuple[str, str, str, bool]]]]:
@@ -199,16 +202,17 @@ def _best_row(name: str, best: Standing) -> tuple[str, str, str, bool]:
 
 def table_of(entries: Sequence[Entry]) -> tuple[list[Column], list[list[Cell]]]:
     """The columns that say something, and the rows of all results."""
-    rows = [entry.values for entry in entries]
-    columns = [
-        *(c for c in CONDITIONS if c.name == "draft" or len({str(c.value(row)) for row in rows}) > 1),
-        *(c for c in MEASURED if any(c.value(row) is not None for row in rows)),
-    ]
-    return columns, [[_cell(column, row) for column in columns] for row in rows]
+
+    def values(column: Column) -> set[str]:
+        return {shown(value) for value in map(column.value, entries) if value is not None}
+
+    columns = [c for c in CONDITIONS if c.name == "draft" or len(values(c)) > 1]
+    columns += [c for c in MEASURED if values(c)]
+    return columns, [[_cell(column, entry) for column in columns] for entry in entries]
 
 
-def _cell(column: Column, row: Mapping[str, Any]) -> Cell:
-    value = column.value(row)
+def _cell(column: Column, entry: Entry) -> Cell:
+    value = column.value(entry)
     if value is None:
         return Cell(NOTHING, "", column.numeric)
     first = value[0] if isinstance(value, list | tuple) else value
@@ -219,7 +223,7 @@ def limits_of(limits: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str, 
     """Rows of (weights, MB, GB/s, tokens/s that these allow, share that plain decoding reaches)."""
     return [
         (
-            ", ".join(condition(name, limit[name]) for name in (*RUN, "quantization") if name in limit),
+            ", ".join(condition(name, limit[name]) for name in ("model", "tokens", "quantization") if name in limit),
             f"{limit['weight_bytes'] / 1e6:,.0f}",
             number(limit["bandwidth"]),
             number(limit["tokens_per_second"]),

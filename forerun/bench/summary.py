@@ -17,10 +17,11 @@ from forerun.bench.lines import RUN
 
 PLAIN = "off"
 PLAIN_NAME = "plain decoding"
-SETTING = ("model", "machine", "tokens", "quantization", "temperature", "requests")
+SETTING = ("model", "tokens", "quantization", "temperature")  # and the machine, and requests at once
 NOTHING = "\N{EN DASH}"
-SAME = "the same text"
-UNCOMPARED = "text not compared"
+SAME, UNCOMPARED = "same", "not compared"
+TEXTS = {SAME: "token for token the same text", UNCOMPARED: "text not compared"}
+LONGEST_NAME = 60  # characters of a name within a sentence
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,7 @@ class Entry:
         conditions: the setting without requests, such as "int8 weights, temperature 0"; empty if there is but one.
         requests: at once.
         category: of the prompts.
+        machine: what of it differs from others of the report, in words.
         values: the result as the report has it, with the fields of its run.
     """
 
@@ -39,6 +41,7 @@ class Entry:
     conditions: str
     requests: int
     category: str
+    machine: str
     values: Mapping[str, Any]
 
     @property
@@ -69,21 +72,28 @@ def entries_of(report: Mapping[str, Any]) -> list[Entry]:
     rows = [{**run, **result} for result in report["results"]]
     speculative = [row for row in rows if row["draft"] != PLAIN]
     arm_fields = [name for name in ("depth", "rule") if _differs(speculative, name)]
-    fields = [name for name in SETTING if name != "requests" and _differs(rows, name)]
-    return [
-        Entry(
-            arm=arm_name(row, arm_fields),
-            conditions=", ".join(condition(name, row[name]) for name in fields),
-            requests=row["requests"],
-            category=shown(row["category"]),
-            values=row,
+    fields = [name for name in SETTING if _differs(rows, name)]
+    machines = [row["machine"] for row in rows]
+    parts = [name for name in unique(name for machine in machines for name in machine) if _differs(machines, name)]
+    entries = []
+    for row in rows:
+        machine = ", ".join(f"{shown(name)} {shown(row['machine'].get(name, NOTHING))}" for name in parts)
+        conditions = [*([machine] if machine else []), *(condition(name, row[name]) for name in fields)]
+        entries.append(
+            Entry(
+                arm=arm_name(row, arm_fields),
+                conditions=", ".join(conditions),
+                requests=row["requests"],
+                category=shown(row["category"]),
+                machine=machine,
+                values=row,
+            )
         )
-        for row in rows
-    ]
+    return entries
 
 
 def _differs(rows: Sequence[Mapping[str, Any]], name: str) -> bool:
-    return len({str(row[name]) for row in rows}) > 1
+    return len({str(row.get(name)) for row in rows}) > 1
 
 
 def arm_name(row: Mapping[str, Any], fields: Iterable[str] = ("depth", "rule")) -> str:
@@ -99,16 +109,22 @@ def condition(name: str, value: Any) -> str:
         return "weights as they are" if value == "none" else f"{shown(value)} weights"
     if name == "requests":
         return "one request at a time" if value == 1 else f"{value} requests at once"
-    if name == "machine":
-        return shown(value.get("processor", "unknown processor"))
     if name == "tokens":
         return f"{value} tokens"
-    return f"{name} {value:g}" if isinstance(value, int | float) else shown(value)
+    return f"{name} {value:g}" if isinstance(value, int | float) else f"{name} {shown(value)}"
 
 
 def shown(value: Any) -> str:
     """Any text as one that can be shown: what is no printable character (control, order of writing) is replaced."""
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in str(value))
+
+
+def shorten(name: str, length: int) -> str:
+    """A name of at most `length` characters; a long one loses some before its end, where paths and depths differ."""
+    if len(name) <= length:
+        return name
+    end = (length - 1) * 2 // 3
+    return name[: length - 1 - end] + "\N{HORIZONTAL ELLIPSIS}" + name[-end:]
 
 
 def number(value: float | None) -> str:
@@ -166,38 +182,30 @@ def same_text(entries: Iterable[Entry]) -> str:
     return SAME if values and all(v["same"] for v in values) else UNCOMPARED
 
 
-def headline(entries: Sequence[Entry]) -> str:
-    """The report in a sentence: the quickest arm, how quick it is and how sure that is, and whether the text held."""
+def headline(entries: Sequence[Entry]) -> tuple[str, str]:
+    """The report in a sentence, its claim and its terms: the quickest arm; how sure that is, where, and the text."""
     ranked = standings(entries)
     if not ranked:
         speed = max(entry.values["tokens_per_second"] for entry in entries)
-        return f"{PLAIN_NAME}: {number(speed)} tokens/s; no draft was measured"
+        return f"{PLAIN_NAME}: {number(speed)} tokens/s", "no draft was measured"
     best = ranked[0]
-    first = best.entries[0]
-    where = place_of(first, entries)
-    sentence = f"{arm_name(first.values, ('depth',))}: {best.times:.2f} times {PLAIN_NAME}{_sureness(best)}"
-    sentence += f" with {where}" if where else ""
+    draft = shorten(arm_name(best.entries[0].values, ("depth",)), LONGEST_NAME)
+    claim = f"{draft}: {best.times:.2f} times {PLAIN_NAME}"
+    span = "" if best.low is None else f" ({best.low:.2f} to {best.high:.2f})"
+    said = same_text(best.entries)
+    where = place_of(best.entries[0], entries)
+    terms = [*([where] if where else []), TEXTS.get(said, f"but the text is {said}")]
+    if len(best.entries) > 1:
+        categories = len({entry.category for entry in best.entries})
+        what = f"{categories} categories" if categories > 1 else f"{len(best.entries)} measurements"
+        terms.insert(0, f"on average over {what}{span}")
+    else:
+        claim += span
+        if best.times >= 1 and best.low is not None and best.low < 1:
+            terms.insert(0, "which may be chance")
     if best.times < 1:
-        return f"no draft is quicker than {PLAIN_NAME}; the best is {sentence}, {_text_of(best.entries)}"
-    if len(best.entries) == 1 and best.low is not None and best.low < 1:
-        return f"{sentence}, which may be chance; {_text_of(best.entries)}"
-    return f"{sentence}, {_text_of(best.entries)}"
-
-
-def _sureness(standing: Standing) -> str:
-    if standing.low is None:
-        return ""
-    span = f"({standing.low:.2f} to {standing.high:.2f})"
-    if len(standing.entries) == 1:
-        return f" {span}"
-    categories = len({entry.category for entry in standing.entries})
-    what = f"{categories} categories" if categories > 1 else f"{len(standing.entries)} measurements"
-    return f" on average over {what} {span}"
-
-
-def _text_of(entries: Sequence[Entry]) -> str:
-    said = same_text(entries)
-    return {SAME: "token for token the same text", UNCOMPARED: UNCOMPARED}.get(said, f"but the text is {said}")
+        return f"No draft is quicker than {PLAIN_NAME}", ", ".join([f"the best is {claim}", *terms])
+    return claim, ", ".join(terms)
 
 
 def place_of(entry: Entry, entries: Sequence[Entry]) -> str:
@@ -212,10 +220,10 @@ def verdict(entries: Sequence[Entry]) -> tuple[bool, str]:
     compared = [e for e in entries if not e.plain and e.values["same"] is not None]
     differing = [e for e in compared if e.values["same"] is False]
     if differing:
-        first = differing[0]
+        arm, category = (shorten(name, LONGEST_NAME) for name in (differing[0].arm, differing[0].category))
         return False, (
             f"{len(differing)} of {len(compared)} results gave another text than {PLAIN_NAME}; the first is"
-            f" {first.arm}, {first.category}: {same_text([first])}"
+            f" {arm}, {category}: {same_text(differing[:1])}"
         )
     if not compared:
         return True, "no text was compared: only the distribution of texts is promised here"

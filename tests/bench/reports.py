@@ -58,8 +58,8 @@ def large(**fields: Any) -> dict[str, Any]:
     """Everything at once: two kinds of weights, 8 categories, 6 drafts, energy and cost. 112 results."""
     return report([
         result(
-            quantization=weights, category=category, draft=draft, joules_per_token=0.4 + i / 9, cost_per_million=1.5 - i / 9,
-            **fields,
+            quantization=weights, category=category, draft=draft, joules_per_token=0.4 + i / 9,
+            cost_per_million=1.5 - i / 9, **fields,
         )
         for weights in ("none", "int8") for category in CATEGORIES for i, draft in enumerate(("off", *DRAFTS))
     ])  # fmt: skip
