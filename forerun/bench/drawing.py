@@ -24,6 +24,7 @@ from forerun.errors import ForerunError
 WIDTH = 340.0  # points; at 9 points, text is 9.5 pixels high where the page is 400 pixels wide
 LABELS = 122.0  # of that, for the names of rows
 TEXT, SMALL, LINE = 9.0, 8.0, 14.0
+MOST_MARKERS = 32  # on a line
 NAME_LENGTH = 24  # characters of a name that fit
 INK, QUIET, RULE, PANEL = "#010203", "#040506", "#070809", "#0a0b0c"
 SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6bb1")
@@ -160,7 +161,8 @@ def draw_lines(
         axes = _axes(figure, 36, 10, LINE * legend_rows + 22, 32)
         for line, name in zip(lines, short_names([line.name for line in lines]), strict=True):
             style = dict(color=line.look.colour, marker=line.look.marker, markersize=4.5)
-            axes.plot(*zip(*line.points, strict=True), **style, linewidth=1.5, label=name)
+            every = math.ceil(len(line.points) / MOST_MARKERS)
+            axes.plot(*zip(*line.points, strict=True), **style, markevery=every, linewidth=1.5, label=name)
             for x, y in line.apart:
                 axes.plot([x], [y], **style)
         if ticks:

@@ -1,8 +1,8 @@
 """The figures of a report: what of it each one shows, in sections of one setting each.
 
 A figure whose data was not measured is left out. All but those of requests at once show the fewest requests that were
-measured, since more of them blur what a draft does. Where there are more arms than colours, those figures keep the best
-depth of every draft and rule; the table has them all. An arm looks the same in all figures.
+measured, since more of them blur what a draft does. Where there are more arms than markers, figures keep the best depth
+of each draft and rule, and say so; the table has them all. An arm looks the same in all figures.
 """
 
 from __future__ import annotations
@@ -80,21 +80,19 @@ def _figures(entries: Sequence[Entry], looks: Looks) -> Iterator[Figure | None]:
     levels = sorted({e.requests for e in entries})
     for requests in levels:
         here = [e for e in entries if e.requests == requests]
-        yield _times_plain(_few_arms(here), looks, condition("requests", requests) if len(levels) > 1 else "")
+        yield _times_plain(here, looks, condition("requests", requests) if len(levels) > 1 else "")
     yield _by_requests(entries, looks, "Speed-up", "times_plain", "times plain decoding")
     yield _by_requests(entries, looks, "Speed", "tokens_per_second", "tokens/s, all requests together")
-    yield _by_depth([e for e in entries if e.requests == levels[0]])
-    arms = _few_arms([e for e in entries if e.requests == levels[0]])
+    fewest = [e for e in entries if e.requests == levels[0]]
+    yield _by_depth(fewest)
+    arms = _few_arms(fewest)
     drafts = {arm: mine for arm, mine in arms.items() if arm != PLAIN_NAME}
     note = f"With {condition('requests', levels[0])}. " if len(levels) > 1 else ""
-    if len(arms) < len({e.arm for e in entries}):
-        note += "The best depth of each draft. "
+    note += _left_out(arms, fewest)
     for make in (_lengths, _levels, _step, _sources, _positions):
         yield make(arms if make is _step else drafts, looks, note)
     yield _costs(arms, looks, note, "Energy", "joules_per_token", "joules a token")
-    yield _costs(
-        arms, looks, note, "Cost", "cost_per_million", "cost of a million tokens, in the currency of the price given"
-    )
+    yield _costs(arms, looks, note, "Cost", "cost_per_million", "a million tokens, in the currency of the price given")
 
 
 def _few_arms(entries: Sequence[Entry]) -> dict[str, list[Entry]]:
@@ -111,6 +109,10 @@ def _few_arms(entries: Sequence[Entry]) -> dict[str, list[Entry]]:
     return plain | arms
 
 
+def _left_out(arms: Arms, entries: Sequence[Entry]) -> str:
+    return "Only the quickest; the table has all. " if len(arms) < len({e.arm for e in entries}) else ""
+
+
 def _figure(title: str, caption: str, svg: str, values: Sequence[tuple[float, str]], unit: str) -> Figure:
     """A figure, in words too: from the least to the greatest of its (value, what has it)."""
     (least, low), (greatest, high) = min(values), max(values)
@@ -118,7 +120,8 @@ def _figure(title: str, caption: str, svg: str, values: Sequence[tuple[float, st
     return Figure(title, caption, words, svg)
 
 
-def _times_plain(arms: Arms, looks: Looks, note: str) -> Figure | None:
+def _times_plain(entries: Sequence[Entry], looks: Looks, note: str) -> Figure | None:
+    arms = _few_arms(entries)
     drafts = [e for arm, mine in arms.items() if arm != PLAIN_NAME for e in mine]
     if not drafts:
         return None
@@ -131,7 +134,7 @@ def _times_plain(arms: Arms, looks: Looks, note: str) -> Figure | None:
             differs = e.values["same"] is False
             words = f"{times:.2f}" + (" \N{NOT EQUAL TO}" if differs else "")
             rows.append(Row(e.arm, times, tuple(interval) if interval else None, words, looks[e.arm]))
-    caption = "Lines are 95 % intervals; the dashed line is plain decoding."
+    caption = _left_out(arms, entries) + "Lines are 95 % intervals; the dashed line is plain decoding."
     if any(row.words.endswith("\N{NOT EQUAL TO}") for row in rows):
         caption += " \N{NOT EQUAL TO}: another text than plain decoding's."
     values = [(e.values["times_plain"], f"{e.arm}, {e.category}") for e in drafts]

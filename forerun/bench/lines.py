@@ -50,7 +50,9 @@ def _list_of(check: Check, length: int | None = None) -> Check:
 
 
 def _machine(value: Any) -> bool:
-    return isinstance(value, Mapping) and all(_text(key) and (_text(v) or _number(v)) for key, v in value.items())
+    return isinstance(value, Mapping) and all(
+        _text(key) and (v is None or _text(v) or _number(v)) for key, v in value.items()
+    )
 
 
 def _sources(value: Any) -> bool:
@@ -68,7 +70,7 @@ RUN_FIELDS: dict[str, tuple[str, Check]] = {
     "model": TEXT,
     "tokens": WHOLE,
     "repeats": WHOLE,
-    "machine": ("an object of texts and numbers", _machine),
+    "machine": ("an object of texts, numbers and nulls", _machine),
 }
 RESULT_FIELDS: dict[str, tuple[str, Check]] = {
     "quantization": TEXT,

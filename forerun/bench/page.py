@@ -150,7 +150,7 @@ def facts_of(data: Mapping[str, Any], entries: Sequence[Entry]) -> list[tuple[st
     """(what, in words) of the machine, the run, and all that is the same for every result."""
     rows = [entry.values for entry in entries]
     machines = [row["machine"] for row in rows]
-    speculative = [row for row in rows if row["draft"] != "off"]
+    speculative = [entry.values for entry in entries if not entry.plain]
     tokens, repeats = _values(rows, "tokens"), _values(rows, "repeats")
     facts = [
         ("model", _values(rows, "model")),

@@ -98,12 +98,22 @@ def test_requests_and_depths_have_figures_where_there_are_several() -> None:
     depths = figures(*(result(depth=depth, times_plain=1 + 0.1 * (depth == 3)) for depth in range(1, 12)))
     assert "to 1.10 (suffix, levels drafted: 3)" in depths["Speed-up by depth"].words
     assert "from 1.10 (suffix, depth 3, edit) to 1.10" in depths["Speed-up"].words  # eleven lines would be too many
-    assert "best depth" in depths["Accepted length"].caption
+    assert all(depths[name].caption.startswith("Only the quickest") for name in ("Speed-up", "Accepted length"))
+    few = figures(result(depth=1), result(depth=2, requests=4))  # measured elsewhere is not left out
+    assert not any("Only the quickest" in figure.caption for figure in few.values())
 
 
 def test_long_histograms_end_in_one_bar() -> None:
     svg = figures(result(lengths=[0] * 23 + [1] * 40))["Accepted length"].svg
     assert ">20+<" in svg and ">21<" not in svg and ">mean 43.50, 40 passes<" in svg
+
+
+def test_a_page_stays_small_however_much_was_counted() -> None:
+    many = result(
+        lengths=[1] * 5000, acceptance=[[9, 1]] * 5000, positions=[[i, 1, 1 + i % 7] for i in range(5000)],
+        sources={f"source {i}": [1, 1] for i in range(50)},
+    )  # fmt: skip
+    assert len(render(report([many]))) < 400_000
 
 
 def test_another_text_is_marked() -> None:
@@ -133,6 +143,12 @@ def test_drawings_leave_colours_and_references_to_the_page() -> None:
         "aaaaaaa…1111111111111 #2",
         "b",
     ]
+
+
+def test_a_dollar_is_a_dollar() -> None:
+    """matplotlib would set what stands between two as mathematics, or fail to."""
+    named = figures(result(category="$x^2$"), result(category="$\\frac$ _ & <b>"))["Speed-up by category"].svg
+    assert ">$x^2$<" in named and ">$\\frac$ _ &amp; &lt;b&gt;<" in named
 
 
 def test_the_same_report_gives_the_same_page(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,6 +248,14 @@ def test_every_figure_is_seen_and_nothing_scrolls_sideways(open_page: Any, name:
     assert all(": from " in label for label in labels)
     wide = "es => es.filter(e => e.getBoundingClientRect().right > innerWidth + 1).map(e => e.outerHTML.slice(0, 99))"
     assert page.eval_on_selector_all("body > *, figure, h1, p, dl, .scroll, svg text", wide) == []
+
+
+def test_all_of_it_fits_on_paper(open_page: Any) -> None:
+    page = open_page("large", 720, "dark")
+    page.emulate_media(media="print")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 720
+    assert page.eval_on_selector_all(".scroll", "es => es.every(e => e.scrollHeight <= e.clientHeight + 1)")
+    assert page.evaluate("getComputedStyle(document.documentElement).getPropertyValue('--panel')") == "#ffffff"
 
 
 def test_names_are_text(open_page: Any) -> None:
