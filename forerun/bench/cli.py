@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from forerun.bench.cli_roofline import roofline
 from forerun.bench.recipe import PairRecipe
 from forerun.config import Config, parse_depth
 from forerun.errors import ConfigError
@@ -286,3 +287,6 @@ def _number(text: str, name: str) -> float:
         return float(text)
     except ValueError:
         raise ConfigError(f"--{name}: {text!r} is not a number") from None
+
+
+app.command(epilog="[dim]forerun bench roofline --quantization int8 --rows 1,4,8,16 --context 128[/dim]")(roofline)
