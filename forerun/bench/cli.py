@@ -8,13 +8,15 @@ from typing import Annotated, Any
 import typer
 
 from forerun.bench.cli_decode import decode, energy, sweep
+from forerun.bench.cli_roofline import roofline
 from forerun.bench.lists import listed, number, whole
 from forerun.bench.recipe import PairRecipe
 from forerun.errors import ConfigError
 from forerun.flags import Group, with_flags
 
 app = typer.Typer(
-    rich_markup_mode="rich", help="Measure: pairs of models to measure with, kernels, decoding, and the arithmetic."
+    rich_markup_mode="rich",
+    help="Measure: decoding, servers, other engines, energy, kernels; models to measure with; and the arithmetic.",
 )
 RECIPE = Group("recipe", PairRecipe, "Pair")
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
@@ -166,3 +168,6 @@ def _verify_cost(text: str) -> Any:
         rows, _, cost = entry.partition(":")
         points[whole(rows, "verify-cost")] = number(cost, "verify-cost")
     return cost_by_rows(points)
+
+
+app.command(epilog="[dim]forerun bench roofline --quantization int8 --rows 1,4,8,16 --context 128[/dim]")(roofline)
