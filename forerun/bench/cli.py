@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from forerun.bench.cli_decode import decode, energy, sweep
+from forerun.bench.cli_decode import decode, energy, page, sweep
 from forerun.bench.cli_roofline import roofline
 from forerun.bench.lists import listed, number, whole
 from forerun.bench.recipe import PairRecipe
@@ -170,4 +170,5 @@ def _verify_cost(text: str) -> Any:
     return cost_by_rows(points)
 
 
+app.command(epilog="[dim]forerun bench page laptop.jsonl server.jsonl --out both.html[/dim]")(page)
 app.command(epilog="[dim]forerun bench roofline --quantization int8 --rows 1,4,8,16 --context 128[/dim]")(roofline)

@@ -153,6 +153,19 @@ def _known(value: float | None) -> str:
     return "unknown" if value is None else f"{value:.3g}"
 
 
+def page(
+    lines: Annotated[list[Path], typer.Argument(help="What --out FILE.jsonl wrote; several make one page.")],
+    out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
+) -> None:
+    """Make a page of HTML from lines of JSON measured before, here or elsewhere."""
+    from forerun.bench.lines import read_lines
+    from forerun.bench.writing import check_out, write_out
+
+    check_out([out])
+    write_out([out], read_lines(lines))
+    print(out)
+
+
 def _measure(
     kind: str, config: dict[str, Any], sampling: dict[str, Any], drafts: list[str], depths: list[str], rules: list[str],
     temperatures: list[float], requests: list[int], quantizations: str | None, categories: str | None,

@@ -23,7 +23,7 @@ from forerun.sampling.params import SamplingParams
 from forerun.verify import RULES
 
 LOSSLESS = tuple(name for name, rule in RULES.items() if not rule.lossy)
-PROMPT = 48  # tokens
+PROMPT, LEAST = 48, 16  # tokens
 TEMPERATURES = (0.0, 0.8)
 
 
@@ -129,7 +129,9 @@ def _findings(subject: Subject, scope: Scope, started: float, tell: Tell) -> Ite
 
 def _prompts(llm: LLM, count: int) -> list[tuple[int, ...]]:
     """Passages of code, each with its beginning again, so that look-ups find something."""
-    tokens = min(PROMPT, llm.decoder.context // 4)
+    tokens = min(PROMPT, llm.decoder.context // 2)
+    if tokens < LEAST:
+        raise ConfigError(f"a context of {llm.decoder.context} tokens is too short to check: give at least {2 * LEAST}")
     if llm.tokenizer is None:
         return random_prompts(llm.decoder.config.vocab, count, tokens)
     passages = excerpts(llm.tokenizer.encode, count, 2 * tokens // 3)
