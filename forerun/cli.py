@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from forerun.bench.cli import app as bench
+from forerun.check.cli import check
 from forerun.config import Config
 from forerun.errors import ForerunError, RequestError
 from forerun.flags import ENGINE, SAMPLING, with_flags
@@ -219,6 +220,7 @@ def _as_dict(completion: Completion) -> dict[str, Any]:
     return values
 
 
+app.command(epilog="[dim]forerun check        forerun check Qwen/Qwen3-0.6B --draft suffix --json[/dim]")(check)
 app.command(epilog="[dim]forerun serve Qwen/Qwen3-0.6B --draft suffix --port 8000[/dim]")(serve)
 app.command(epilog="[dim]forerun batch requests.jsonl answers.jsonl --model Qwen/Qwen3-0.6B[/dim]")(batch)
 

@@ -18,6 +18,7 @@ EXTRAS = {  # optional libraries: what they are for
     "llguidance": "grammars",
     "fastapi": "the server",
     "uvicorn": "the server",
+    "nvidia-ml-py": "the energy of GPUs",
 }
 LITTLE_MEMORY = 2.0  # GB
 
@@ -48,6 +49,7 @@ def examine() -> list[Finding]:
         "huge pages": _huge_pages,
         "memory": _memory,
         "cuda": _cuda,
+        "energy": _energy,
         "hub cache": _hub_cache,
         "extras": _extras,
         "bundled model": _bundled,
@@ -95,8 +97,13 @@ def cores() -> int:
     return os.cpu_count() or 1
 
 
+def processor() -> str:
+    """What the processor calls itself."""
+    return next(iter(_cpu_lines("model name")), "") or platform.processor() or platform.machine()
+
+
 def _processor() -> Finding:
-    model = next(iter(_cpu_lines("model name")), "") or platform.processor() or platform.machine()
+    model = processor()
     known = {flag for flags in NEEDED.values() for flag in flags} | {"amx_tile", "amx_bf16", "amx_int8"}
     flags = sorted(known & set(next(iter(_cpu_lines("flags")), "").split()))
     count, all_cores = cores(), os.cpu_count() or 1
@@ -202,6 +209,17 @@ def _cuda() -> Finding:
         devices.append({"name": name, "free_gb": round(free / 1e9, 2), "total_gb": round(total / 1e9, 2)})
     text = "; ".join(f"{d['name']}, {d['free_gb']:.0f} of {d['total_gb']:.0f} GB free" for d in devices)
     return Finding("cuda", text, devices)
+
+
+def _energy() -> Finding:
+    """Which devices have a counter of energy that can be read, and why others have not."""
+    from forerun.bench.energy import Meter
+
+    meter = Meter()
+    counted = f"{', '.join(meter.devices)} by {meter.method}" if meter.sources else meter.method
+    missing = meter.absent if meter.sources else []
+    value = {"method": meter.method, "devices": meter.devices, "absent": meter.absent}
+    return Finding("energy", "; ".join([counted, *missing]), value)
 
 
 def _hub_cache() -> Finding:

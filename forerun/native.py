@@ -137,9 +137,7 @@ class NativeDecoder:
         tables = [rope_tables(config, rope, context, torch.float32) for rope in config.ropes]
         self.ropes = [(cos.contiguous(), sin.contiguous()) for cos, sin in tables]
         self._keep: list[Any] = []  # what the program points to
-        self.widths = np.array(self._widths(), dtype=np.int32)
-        self.program = self._record()
-        self._buffers = _Buffers(self.widths, self._scratch_bytes())
+        self._recorded: dict[tuple[int, ...], _Recorded] = {}
 
     @property
     def weight_bytes(self) -> int:
@@ -148,13 +146,19 @@ class NativeDecoder:
         matrices: list[Any] = [m for layer in w.layers for m in (layer.qkv, layer.out, layer.up, layer.down)]
         return sum(m.bytes for m in [*matrices, w.head])
 
-    def forward(self, segments: Sequence[Segment], cache: KVCache) -> Forward:
-        """One pass over segments whose slots have room; logits [M, V] float32 of the positions they want."""
-        batch = _Pass(segments, cache)
+    def forward(self, segments: Sequence[Segment], cache: KVCache, boundaries: Sequence[int] = ()) -> Forward:
+        """One pass over segments whose slots have room; logits [M, V] float32 of the positions they want, and hidden
+        states [T, H] float32 of all tokens at `boundaries` (see `Forward`)."""
+        key = tuple(sorted(set(boundaries)))
+        if key not in self._recorded:
+            self._recorded[key] = self._record(key)
+        recorded, batch = self._recorded[key], _Pass(segments, cache)
         tokens, wanted = len(batch.ids), len(batch.want)
-        pointers, scratch = self._buffers.fit(tokens, wanted)
-        native.loaded().forerun_run(self.program, batch.fill(pointers, scratch, cache))
-        return Forward(torch.from_numpy(self._buffers.arrays[LOGITS][:wanted, : self.config.vocab].copy()))
+        pointers, scratch = recorded.buffers.fit(tokens, wanted)
+        native.loaded().forerun_run(recorded.program, batch.fill(pointers, scratch, cache))
+        logits, *saved = (torch.from_numpy(a) for a in recorded.buffers.arrays[LOGITS:])
+        features = {boundary: x[:tokens].clone() for boundary, x in zip(key, saved, strict=True)}
+        return Forward(logits[:wanted, : self.config.vocab].clone(), features)
 
     def _widths(self) -> list[int]:
         c = self.config
@@ -162,13 +166,10 @@ class NativeDecoder:
         inner = -(-c.intermediate // 16) * 16
         return [c.hidden, heads, c.heads * c.head_dim, inner, c.hidden, c.vocab]
 
-    def _scratch_bytes(self) -> int:
-        lib = native.loaded()
-        return max(int(lib.forerun_scratch_row_bytes(int(w))) for w in self.widths[:LOGITS])
-
-    def _record(self) -> CProgram:
-        """The decoder, operation by operation."""
+    def _record(self, boundaries: tuple[int, ...]) -> _Recorded:
+        """The decoder, operation by operation; hidden states at `boundaries` are saved on the way."""
         c, w = self.config, self.weights
+        saves = {b: COp(kind=native.SAVE, input=X, output=LOGITS + 1 + i) for i, b in enumerate(boundaries)}
         table = self._own(w.embed)
         ops = [
             COp(
@@ -178,6 +179,7 @@ class NativeDecoder:
             )
         ]  # fmt: skip
         for i, layer in enumerate(w.layers):
+            ops += [saves[i]] if i in saves else []
             ops += [
                 self._linear(layer.qkv, X, QKV, layer.attention_norm),
                 self._rotate(i, layer),
@@ -191,13 +193,9 @@ class NativeDecoder:
                 ),
                 self._branch(layer.down, HIDDEN, layer.mlp_out_norm),
             ]  # fmt: skip
+        ops += [saves[c.layers]] if c.layers in saves else []
         ops.append(self._linear(w.head, X, LOGITS, w.norm, wanted=1, softcap=c.logit_softcap or 0))
-        array = (COp * len(ops))(*ops)
-        self._keep += [array]
-        return CProgram(
-            ops=array, count=len(ops), buffers=len(self.widths), heads=c.heads, kv_heads=c.kv_heads,
-            head_dim=c.head_dim, layers=c.layers, widths=self.widths.ctypes.data,
-        )  # fmt: skip
+        return _Recorded(c, ops, np.array(self._widths() + [c.hidden] * len(boundaries), dtype=np.int32))
 
     def _linear(self, packed: Any, source: int, to: int, norm: Norm | None, **options: Any) -> COp:
         return COp(kind=native.LINEAR, input=source, output=to, norm=self._norm(norm), matrix=packed.matrix, **options)
@@ -230,8 +228,21 @@ class NativeDecoder:
         return tensor.data_ptr()
 
 
+class _Recorded:
+    """A program and its buffers."""
+
+    def __init__(self, c: ModelConfig, ops: list[COp], widths: np.ndarray) -> None:
+        self.ops, self.widths = (COp * len(ops))(*ops), widths  # kept: the program points to both
+        self.program = CProgram(
+            ops=self.ops, count=len(ops), buffers=len(widths), heads=c.heads, kv_heads=c.kv_heads,
+            head_dim=c.head_dim, layers=c.layers, widths=widths.ctypes.data,
+        )  # fmt: skip
+        row_bytes = native.loaded().forerun_scratch_row_bytes
+        self.buffers = _Buffers(widths, max(int(row_bytes(int(w))) for w in widths[:LOGITS]))
+
+
 class _Buffers:
-    """The program's buffers, grown when a pass needs more rows."""
+    """A program's buffers, grown when a pass needs more rows. All but LOGITS have a row for each token."""
 
     def __init__(self, widths: np.ndarray, scratch: int) -> None:
         self.widths, self.scratch_row, self.rows, self.wanted = widths, scratch, 0, 0
@@ -240,7 +251,7 @@ class _Buffers:
         """(pointers to the buffers, pointer to scratch) with room for so many rows, and wanted rows of logits."""
         if rows > self.rows or wanted > self.wanted:
             self.rows, self.wanted = max(rows, self.rows, ROOM), max(wanted, self.wanted, ROOM)
-            counts = [self.rows] * LOGITS + [self.wanted]
+            counts = [self.wanted if i == LOGITS else self.rows for i in range(len(self.widths))]
             self.arrays = [np.zeros((n, w), np.float32) for n, w in zip(counts, self.widths, strict=True)]
             self.pointers = np.array([a.ctypes.data for a in self.arrays], dtype=np.uint64)
             self.scratch = np.zeros(self.rows * self.scratch_row + 64, dtype=np.uint8)

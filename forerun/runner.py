@@ -8,7 +8,6 @@ import torch
 
 from forerun.cache.attention import Attention, Segment
 from forerun.cache.kv import KVCache
-from forerun.errors import ConfigError
 from forerun.models.decoder import Decoder
 from forerun.native import NativeDecoder
 from forerun.types import Forward
@@ -32,11 +31,10 @@ class Runner:
 
     @torch.inference_mode()
     def forward(self, segments: Sequence[Segment], boundaries: Sequence[int] = ()) -> Forward:
-        """One pass. The slots must have room (`Pages.grow`); logits come in the order of the segments' `want`."""
+        """One pass. The slots must have room (`Pages.grow`); logits come in the order of the segments' `want`, hidden
+        states at `boundaries` in that of their tokens."""
         if isinstance(self.decoder, NativeDecoder):
-            if boundaries:
-                raise ConfigError("the native kernels give no hidden states: use kernels=torch")
-            return self.decoder.forward(segments, self.cache)
+            return self.decoder.forward(segments, self.cache, boundaries)
         device = self.decoder.device
         attention = Attention(segments, self.cache, self.decoder.config)
         ids = torch.tensor([token for s in segments for token in s.tokens], device=device)

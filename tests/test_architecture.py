@@ -19,7 +19,7 @@ FLOORS = [
     {"draft"},
     {"engine"},
     {"llm", "flags"},
-    {"bench", "doctor", "server"},
+    {"bench", "check", "doctor", "server"},
     {"cli", "__main__", "__init__"},
 ]
 FLOOR = {name: i for i, names in enumerate(FLOORS) for name in names}

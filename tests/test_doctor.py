@@ -10,7 +10,7 @@ from tests.test_cli import run
 
 NAMES = {
     "forerun", "python", "torch", "processor", "kernels", "threads", "bandwidth", "huge_pages", "memory", "cuda",
-    "hub_cache", "extras", "bundled_model", "advice",
+    "energy", "hub_cache", "extras", "bundled_model", "advice",
 }  # fmt: skip
 
 

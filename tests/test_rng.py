@@ -13,10 +13,10 @@ import torch
 from scipy import stats
 
 from forerun import rng
+from forerun.check import oracle
 from forerun.rng import Lane
 from forerun.types import Draft, Law
 from forerun.verify import RULES, Noise
-from tests import oracle
 
 COUNT = 20_000
 SURE = 1e-4  # seeds are fixed: a p-value below this is no bad luck

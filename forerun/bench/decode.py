@@ -1,86 +1,74 @@
-"""Decoding: every draft beside plain decoding of the same model, in turn, on the same prompts.
+"""Decoding: every way to draft beside plain decoding of the same model, in turn, on the same tasks.
 
-What is timed. A run puts `requests` prompts in at once. Its window opens when the last of them has its first token,
-and closes when the last has ended; its speed is the tokens that came within the window over its length. So reading
-prompts is left out, as are tokens that quick requests produced meanwhile, and the end of a run, where requests that
-were less lucky with their drafts go on alone, is left in. With one request that is all tokens but the first over the
-time since the first. A draft model reads the prompt within the window, unless an earlier run left it in its cache.
-
-A round runs plain decoding and every draft once over the same prompts, starting with another of them each time; each
-round takes the next prompts. Ratios are made within rounds. What proposers remember of finished requests is dropped
-before every run. One round that does not count comes first: it warms up, and lets the depth policy measure.
+A setting is a category of tasks at one temperature and so many requests at once. Within a setting a round runs plain
+decoding and every arm once over the same prompts, starting with another of them each time; each round takes the next
+prompts. Ratios are made within rounds. What proposers remember of finished requests is dropped before every run. One
+round that does not count comes first: it warms up, and lets the depth policy measure.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from forerun.bench.report import Tell, bootstrap_interval, median, nothing
-from forerun.config import Config, parse_depth
+from forerun.bench.energy import Energy, Meter, cost_per_million
+from forerun.bench.report import Tell, bootstrap_interval, machine, median, nothing
+from forerun.bench.run import PLAIN, Arm, Run, Work, first_difference, timed_run
+from forerun.bench.tally import tally
+from forerun.bench.workloads import Task
+from forerun.config import RULE_NAMES, Config, parse_depth
 from forerun.draft.registry import parse_draft
-from forerun.engine.engine import OFF, Engine
-from forerun.errors import ConfigError, RequestError
+from forerun.engine.drafting import OFF
+from forerun.errors import ConfigError, RequestError, nearest
 from forerun.kernels import native
 from forerun.llm import LLM
 from forerun.sampling.params import SamplingParams
 
-Prompts = list[list[int]]
+Batch = list[Work]
 
 
 @dataclass(frozen=True, slots=True)
-class Arm:
-    """One way to decode: a draft as in `Config.draft`, and a depth. ("off", 0) is plain decoding."""
+class Setting:
+    """What arms are compared within."""
 
-    draft: str
-    depth: int | str
+    category: str
+    temperature: float
+    requests: int
 
-    @property
-    def name(self) -> str:
-        """What the engine calls the proposer."""
-        return OFF if self.draft == OFF else parse_draft(self.draft)[0]
-
-
-PLAIN = Arm(OFF, 0)
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """One run: tokens a second in the window, outputs, and means over its requests.
-
-    `draft_ms` and `pass_ms` are milliseconds a step spent drafting, and in the target's pass with its verification.
-    """
-
-    speed: float
-    outputs: list[list[int]]
-    accepted_length: float
-    drafted: float
-    draft_ms: float
-    pass_ms: float
+    def __str__(self) -> str:
+        return f"{self.category}, temperature {self.temperature:g}, {self.requests} at once"
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One arm over all rounds; every figure is a median.
+    """One arm in one setting over all rounds; figures are medians, counts are sums.
 
     Attributes:
         quantization: of the target; none keeps its dtype.
-        draft, depth: the arm; off is plain decoding.
+        draft, depth, rule: the arm; off is plain decoding.
+        category, temperature, requests: the setting.
         tokens_per_second: of decoding, all requests together.
         times_plain: the speed over that of plain decoding in the same round.
         interval: 95 % bootstrap interval of times_plain over the rounds; None of fewer than two.
         accepted_length: tokens a target pass and request.
-        drafted: nodes drafted a step.
-        draft_ms, pass_ms: milliseconds a step.
-        same: whether every output was plain decoding's, token for token.
+        drafted: nodes drafted a step and request.
+        draft_ms, pass_ms, other_ms: milliseconds a step.
+        same: whether every output was plain decoding's, token for token; None where only the law is promised.
         first_difference: the earliest output position where one was not.
+        lengths, acceptance, sources, positions: counts, see `tally`.
+        joules_per_token: None where this machine's counters do not say.
+        cost_per_million: of tokens, at the price of an hour that was given; None without.
     """
 
     quantization: str
     draft: str
     depth: int | str
+    rule: str
+    category: str
+    temperature: float
+    requests: int
     tokens_per_second: float
     times_plain: float
     interval: tuple[float, float] | None
@@ -88,8 +76,15 @@ class Result:
     drafted: float
     draft_ms: float
     pass_ms: float
-    same: bool
+    other_ms: float
+    same: bool | None
     first_difference: int | None
+    lengths: list[int]
+    acceptance: list[list[int]]
+    sources: dict[str, list[int]]
+    positions: list[list[int]]
+    joules_per_token: float | None
+    cost_per_million: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +92,7 @@ class Limit:
     """Plain decoding of one target beside what reading its weights once a pass allows.
 
     Attributes:
-        quantization: as in `Result`.
+        quantization, requests: as in `Result`.
         weight_bytes: read by one pass.
         bandwidth: GB/s at which all threads read, measured between the runs; None where the model is not on the CPU,
             or there are no native kernels to measure with.
@@ -106,6 +101,7 @@ class Limit:
     """
 
     quantization: str
+    requests: int
     weight_bytes: int
     bandwidth: float | None
     tokens_per_second: float | None
@@ -114,14 +110,14 @@ class Limit:
 
 @dataclass(frozen=True, slots=True)
 class DecodeReport:
-    """What was measured, and how."""
+    """What was measured, where and how. `energy` says how joules were counted, or why not."""
 
+    kind: str
     model: str
-    requests: int
     tokens: int
     repeats: int
-    temperature: float
-    rule: str
+    machine: dict[str, Any]
+    energy: str
     results: list[Result]
     limits: list[Limit]
 
@@ -132,25 +128,40 @@ class DecodeReport:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to measure. `batches` are the prompts of each round, in turn; `params` what all requests ask for."""
+    """What to measure: the product of all of these. `price` is that of an hour of this machine."""
 
-    quantizations: Sequence[str]
-    drafts: Sequence[str]
-    depths: Sequence[int | str]
     params: SamplingParams
+    drafts: Sequence[str]
+    depths: Sequence[int | str] = ("auto",)
+    rules: Sequence[str] = ("match",)
+    temperatures: Sequence[float] = (0.0,)
+    requests: Sequence[int] = (1,)
+    quantizations: Sequence[str] = ("none",)
     repeats: int = 5
+    price: float | None = None
 
     def __post_init__(self) -> None:
-        if not self.quantizations or not self.drafts or not self.depths:
-            raise ConfigError("there is nothing to measure: give at least one draft, depth and quantization")
+        every = (self.drafts, self.depths, self.rules, self.temperatures, self.requests, self.quantizations)
+        if not all(every):
+            raise ConfigError("there is nothing to measure: give at least one draft, depth, rule, temperature, ..")
         for draft in self.drafts:
             parse_draft(draft)
         for depth in self.depths:
             parse_depth(depth)
+        for rule in self.rules:
+            if rule not in RULE_NAMES:
+                raise ConfigError(f"there is no rule {rule!r}: {nearest(rule, RULE_NAMES)}")
+        for requests in self.requests:
+            if not 1 <= requests <= 1024:
+                raise ConfigError(f"requests={requests} is out of range: give a whole number from 1 to 1024")
+        for temperature in self.temperatures:
+            replace(self.params, temperature=temperature)  # has its own limits
         if self.params.max_tokens < 2:
             raise ConfigError("one token is no decoding: give at least 2 tokens")
         if not 1 <= self.repeats <= 10_000:
             raise ConfigError(f"repeats={self.repeats} is out of range: give a whole number from 1 to 10000")
+        if self.price is not None and not 0 < self.price < 1e6:
+            raise ConfigError(f"price={self.price} is out of range: give what an hour of this machine costs")
 
     def engines(self) -> list[tuple[str, str, list[Arm]]]:
         """(quantization, the draft to load, arms) of each engine: one for every model that drafts, and at least one."""
@@ -161,144 +172,145 @@ class Plan:
         for quantization in self.quantizations:
             for i, model in enumerate(models):
                 mine = [*(simple if i == 0 else []), *([model] if model != OFF else [])]
-                loaded.append((quantization, model, [Arm(d, parse_depth(k)) for d in mine for k in self.depths]))
+                product = itertools.product(mine, self.depths, self.rules)
+                loaded.append((quantization, model, [Arm(d, parse_depth(k), rule) for d, k, rule in product]))
         return loaded
+
+    def settings(self, tasks: Sequence[Task]) -> Iterator[tuple[Setting, list[Task]]]:
+        """Every setting with the tasks of its category."""
+        for category in dict.fromkeys(task.category for task in tasks):
+            mine = [task for task in tasks if task.category == category]
+            for temperature, requests in itertools.product(self.temperatures, self.requests):
+                yield Setting(category, temperature, requests), mine
 
 
 def measure_decoding(
-    options: dict[str, Any], plan: Plan, batches: Sequence[Prompts], tell: Tell = nothing
+    options: dict[str, Any], plan: Plan, tasks: Sequence[Task], tell: Tell = nothing, kind: str = "decode"
 ) -> DecodeReport:
-    """Load each engine in turn and measure its arms.
+    """Load each engine in turn and measure its arms in every setting.
 
     Args:
-        options: fields of `Config` but for draft, depth and quantization.
-        plan: the arms.
-        batches: the prompts of one run each, all of the same number; rounds take them in turn.
+        options: fields of `Config` but for draft, depth, rule and quantization.
+        plan: what to measure.
+        tasks: at least one of each category; a category of fewer than run at once repeats its own.
         tell: is given a line about each stage.
+        kind: what the report calls itself.
 
     Raises:
-        ForerunError: an option, a model or a prompt that cannot be.
+        ForerunError: an option, a model or a task that cannot be.
     """
-    requests = len(batches[0])
-    options = {"max_rows": max(requests, Config().max_rows)} | options
-    if options["max_rows"] < requests:
-        raise ConfigError(f"max_rows={options['max_rows']} cannot run {requests} requests at once: raise it")
+    most, meter = max(plan.requests), Meter()
+    options = {"max_rows": max(most, Config().max_rows)} | options
+    if options["max_rows"] < most:
+        raise ConfigError(f"max_rows={options['max_rows']} cannot run {most} requests at once: raise it")
     results: list[Result] = []
-    limits: list[Limit] = []
+    limits: dict[tuple[str, int], Limit] = {}
     for quantization, draft, arms in plan.engines():
         tell(f"loading, {quantization}")
         llm = LLM(**options, draft=draft, quantization=None if quantization == "none" else quantization)
-        _check_room(llm, plan, batches)
-        rounds, bandwidths = _rounds(llm, [PLAIN, *arms], plan, batches, tell)
-        results += [_result(quantization, arm, rounds) for arm in rounds]
-        limits.append(_limit(quantization, llm, rounds[PLAIN], bandwidths, requests))
+        for setting, mine in plan.settings(tasks):
+            rounds = Rounds(llm, plan, setting, [PLAIN, *arms], meter)
+            rounds.play(batches(llm, mine, setting.requests, plan.params.max_tokens), tell)
+            results += [rounds.result(quantization, arm) for arm in rounds.runs]
+            limits.setdefault((quantization, setting.requests), rounds.limit(quantization))
         del llm
     config = Config.of(**options)
     return DecodeReport(
-        config.model or "bundled", requests, plan.params.max_tokens, plan.repeats, plan.params.temperature, config.rule,
-        results, limits,
+        kind, config.model or "bundled", plan.params.max_tokens, plan.repeats, machine(config.threads), meter.method,
+        results, list(limits.values()),
     )  # fmt: skip
 
 
-def _check_room(llm: LLM, plan: Plan, batches: Sequence[Prompts]) -> None:
-    """Raise RequestError if an output would be cut short: its tokens are what is counted on."""
-    longest = max(len(prompt) for batch in batches for prompt in batch)
-    if longest + plan.params.max_tokens > llm.decoder.context:
-        raise RequestError(
-            f"a prompt of {longest} tokens and {plan.params.max_tokens} more are over this model's context of"
-            f" {llm.decoder.context}: ask for fewer"
-        )
+def batches(llm: LLM, tasks: Sequence[Task], requests: int, tokens: int) -> list[Batch]:
+    """The tasks in groups that run at once, as token ids; tasks that fill no group are left out, or repeated if there
+    are not enough for one. Raises RequestError if an output would be cut short: its tokens are what is counted on."""
+    works = []
+    for task in tasks:
+        prompt = llm.tokens(task.prompt)
+        if len(prompt) + tokens > llm.decoder.context:
+            raise RequestError(
+                f"task {task.id}: a prompt of {len(prompt)} tokens and {tokens} more are over this model's context of"
+                f" {llm.decoder.context}: ask for fewer"
+            )
+        works.append(Work(prompt, tuple(llm.references(len(prompt), task.prediction, task.documents))))
+    if len(works) < requests:
+        works = list(itertools.islice(itertools.cycle(works), requests))
+    return [works[i : i + requests] for i in range(0, len(works) - requests + 1, requests)]
 
 
-def _rounds(
-    llm: LLM, arms: list[Arm], plan: Plan, batches: Sequence[Prompts], tell: Tell
-) -> tuple[dict[Arm, list[Run]], list[float]]:
-    """The runs of each arm, one a round, and the read bandwidth of each round (none where it means nothing)."""
-    runs: dict[Arm, list[Run]] = {arm: [] for arm in arms}
-    bandwidths: list[float] = []
-    has_limit = llm.decoder.device.type == "cpu" and native.library() is not None
-    if has_limit:
-        native.start(llm.config.threads)  # torch kernels have not
-    for i in range(-1, plan.repeats):  # -1 warms up, with the prompts that are used last
-        tell("warming up" if i < 0 else f"round {i + 1} of {plan.repeats}")
-        measured = []
-        for turn in range(len(arms)):
-            arm = arms[(turn + i) % len(arms)]
-            llm.forget()
-            run = timed_run(llm.engine, batches[i % len(batches)], plan.params, arm)
-            if i >= 0:
-                runs[arm].append(run)
-                measured += [native.read_bandwidth()] if has_limit else []
-        bandwidths += [median(measured)] if measured else []
-    return runs, bandwidths
+class Rounds:
+    """The runs of every arm in one setting."""
 
+    def __init__(self, llm: LLM, plan: Plan, setting: Setting, arms: Sequence[Arm], meter: Meter) -> None:
+        self.llm, self.plan, self.setting, self.meter = llm, plan, setting, meter
+        self.runs: dict[Arm, list[Run]] = {arm: [] for arm in arms}
+        self.energies: dict[Arm, list[Energy]] = {arm: [] for arm in arms}
+        self.bandwidths: list[float] = []
 
-def timed_run(engine: Engine, prompts: Prompts, params: SamplingParams, arm: Arm) -> Run:
-    """Let the prompts run at once to their end. See the module for what is timed."""
-    seed = params.seed or 0
-    requests = [
-        engine.add(prompt, replace(params, seed=seed + i), draft=arm.name, depth=arm.depth)
-        for i, prompt in enumerate(prompts)
-    ]
-    waiting = {request.id for request in requests}
-    opened = closed = time.perf_counter()
-    tokens = 0
-    while engine.busy:
-        events = engine.step()
-        closed = time.perf_counter()
-        if waiting:
-            waiting -= {event.request_id for event in events if event.token_ids}
-            opened = closed
-        else:
-            tokens += sum(len(event.token_ids) for event in events)
-    stats = [request.stats for request in requests]
-    steps = sum(s.steps for s in stats)
-    return Run(
-        speed=tokens / (closed - opened) if tokens else 0.0,
-        outputs=[list(request.output) for request in requests],
-        accepted_length=sum(s.completion_tokens for s in stats) / steps,
-        drafted=sum(s.drafted for s in stats) / steps,
-        draft_ms=1e3 * sum(s.draft_seconds for s in stats) / steps,
-        pass_ms=1e3 * sum(s.verify_seconds for s in stats) / steps,
-    )
+    def play(self, works: Sequence[Batch], tell: Tell) -> None:
+        """All rounds; round -1 warms up, with the prompts that are used last."""
+        llm, arms = self.llm, list(self.runs)
+        params = replace(self.plan.params, temperature=self.setting.temperature)
+        has_limit = llm.decoder.device.type == "cpu" and native.library() is not None
+        if has_limit:
+            native.start(llm.config.threads)  # torch kernels have not
+        for i in range(-1, self.plan.repeats):
+            tell(f"{self.setting}: " + ("warming up" if i < 0 else f"round {i + 1} of {self.plan.repeats}"))
+            measured = []
+            for turn in range(len(arms)):
+                arm = arms[(turn + i) % len(arms)]
+                llm.forget()
+                with self.meter.window() as window:
+                    run = timed_run(llm.engine, works[i % len(works)], params, arm)
+                if i >= 0:
+                    self.runs[arm].append(run)
+                    self.energies[arm] += [window.energy] if window.energy else []
+                    measured += [native.read_bandwidth()] if has_limit else []
+            self.bandwidths += [median(measured)] if measured else []
 
+    def result(self, quantization: str, arm: Arm) -> Result:
+        """What the runs of one arm come to."""
+        runs, plain, setting = self.runs[arm], self.runs[PLAIN], self.setting
+        ratios = [run.speed / base.speed for run, base in zip(runs, plain, strict=True)]
+        same, apart = self._compared(arm)
+        speed = median([run.speed for run in runs])
+        joules = [e.per_token(run.tokens) for e, run in zip(self.energies[arm], runs, strict=True)]
+        known = [j for j in joules if j is not None]
+        return Result(
+            quantization, arm.draft, arm.depth, arm.rule, setting.category, setting.temperature, setting.requests,
+            tokens_per_second=speed,
+            times_plain=median(ratios),
+            interval=None if arm == PLAIN else bootstrap_interval(ratios),
+            accepted_length=median([run.accepted_length for run in runs]),
+            drafted=median([run.drafted for run in runs]),
+            draft_ms=median([run.draft_ms for run in runs]),
+            pass_ms=median([run.pass_ms for run in runs]),
+            other_ms=median([run.other_ms for run in runs]),
+            same=same,
+            first_difference=apart,
+            **tally(stats for run in runs for stats in run.stats),
+            joules_per_token=median(known) if known and len(known) == len(joules) else None,
+            cost_per_million=cost_per_million(self.plan.price, speed) if self.plan.price else None,
+        )  # fmt: skip
 
-def _result(quantization: str, arm: Arm, rounds: dict[Arm, list[Run]]) -> Result:
-    runs, plain = rounds[arm], rounds[PLAIN]
-    ratios = [run.speed / base.speed for run, base in zip(runs, plain, strict=True)]
-    apart = [
-        first_difference(mine, theirs)
-        for run, base in zip(runs, plain, strict=True)
-        for mine, theirs in zip(run.outputs, base.outputs, strict=True)
-    ]
-    differing = [at for at in apart if at is not None]
-    return Result(
-        quantization=quantization,
-        draft=arm.draft,
-        depth=arm.depth,
-        tokens_per_second=median([run.speed for run in runs]),
-        times_plain=median(ratios),
-        interval=None if arm == PLAIN else bootstrap_interval(ratios),
-        accepted_length=median([run.accepted_length for run in runs]),
-        drafted=median([run.drafted for run in runs]),
-        draft_ms=median([run.draft_ms for run in runs]),
-        pass_ms=median([run.pass_ms for run in runs]),
-        same=not differing,
-        first_difference=min(differing, default=None),
-    )
+    def _compared(self, arm: Arm) -> tuple[bool | None, int | None]:
+        """Whether the texts are plain decoding's and, if not, from where on; None where that is not promised."""
+        if arm.rule != "match" and (self.setting.temperature or arm.rule == "typical"):
+            return None, None
+        pairs = zip(self.runs[arm], self.runs[PLAIN], strict=True)
+        apart = [
+            first_difference(mine, theirs)
+            for run, base in pairs
+            for mine, theirs in zip(run.outputs, base.outputs, strict=True)
+        ]
+        differing = [at for at in apart if at is not None]
+        return not differing, min(differing, default=None)
 
-
-def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
-    """The first index where two outputs differ, the end of the shorter one included; None if they are the same."""
-    if list(one) == list(other):
-        return None
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
-
-
-def _limit(quantization: str, llm: LLM, plain: list[Run], bandwidths: list[float], requests: int) -> Limit:
-    size = llm.decoder.weight_bytes
-    if not bandwidths:
-        return Limit(quantization, size, None, None, None)
-    limits = [1e9 * bandwidth / size * requests for bandwidth in bandwidths]
-    share = median([run.speed / limit for run, limit in zip(plain, limits, strict=True)])
-    return Limit(quantization, size, median(bandwidths), median(limits), share)
+    def limit(self, quantization: str) -> Limit:
+        """What the bandwidth between the runs allows plain decoding."""
+        size, requests = self.llm.decoder.weight_bytes, self.setting.requests
+        if not self.bandwidths:
+            return Limit(quantization, requests, size, None, None, None)
+        limits = [1e9 * bandwidth / size * requests for bandwidth in self.bandwidths]
+        share = median([run.speed / limit for run, limit in zip(self.runs[PLAIN], limits, strict=True)])
+        return Limit(quantization, requests, size, median(self.bandwidths), median(limits), share)

@@ -74,6 +74,27 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     console.print(table)
 
 
+def print_columns(rows: Sequence[dict[str, str]], optional: Sequence[str] = ()) -> None:
+    """`print_table` of rows with the same keys; an optional column that says the same everywhere is left out."""
+    columns = [c for c in rows[0] if c not in optional or len({row[c] for row in rows if row[c]}) > 1]
+    print_table(columns, [[row[c] for c in columns] for row in rows])
+
+
+def machine(threads: int = 0) -> dict[str, Any]:
+    """Where something was measured, in plain values."""
+    import torch
+
+    from forerun import __version__, doctor
+    from forerun.kernels import native
+
+    has_kernels = native.library() is not None
+    return {
+        "processor": doctor.processor(), "cores": doctor.cores(), "threads": threads or doctor.cores(),
+        "instructions": native.instructions() if has_kernels else "torch", "torch": torch.__version__,
+        "forerun": __version__, "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+    }  # fmt: skip
+
+
 def print_json(data: dict[str, Any]) -> None:
     """One JSON object on stdout."""
     print(json.dumps(data))

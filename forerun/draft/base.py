@@ -7,8 +7,10 @@ a verdict, and any failure to propose is a root without children, never an error
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+from torch import Tensor
 
 from forerun.sampling.params import SamplingParams
 from forerun.types import Draft
@@ -57,16 +59,29 @@ class Reference:
 
 
 class Proposer:
-    """Base of all proposers. `name` is what statistics call it, `width` the most nodes of a level."""
+    """Base of all proposers.
+
+    Attributes:
+        name: what statistics call it.
+        width: the most nodes of a level.
+        boundaries: the target's hidden states it wants: i enters layer i, the number of layers is what left the last.
+    """
 
     name = ""
     width = 1
+    boundaries: tuple[int, ...] = ()
 
     def open(self, slot: int, tokens: Sequence[int], references: Sequence[Reference] = ()) -> None:
         """A request was given `slot`, first or after a preemption; `tokens` are all it has so far."""
 
     def close(self, slot: int, finished: Sequence[int] | None = None) -> None:
         """The slot is free again. `finished` is the whole text if the request ended, None if it was preempted."""
+
+    def observe(self, slot: int, start: int, features: Mapping[int, Tensor]) -> None:
+        """What the target thought of tokens that were just committed: {boundary: [n, H]} of positions `start` and on.
+
+        Comes for every boundary asked for, once for each committed token, in order; not for those of a cached prefix.
+        """
 
     def forget(self) -> None:
         """Drop whatever was kept of requests that have ended."""

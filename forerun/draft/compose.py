@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
 
 from forerun.draft.base import Proposer, Reference, Row
 from forerun.types import Draft
@@ -15,6 +17,7 @@ class Cascade(Proposer):
         self.parts = parts
         self.name = "+".join(part.name for part in parts)
         self.width = max(part.width for part in parts)
+        self.boundaries = tuple(sorted({b for part in parts for b in part.boundaries}))
 
     def open(self, slot: int, tokens: Sequence[int], references: Sequence[Reference] = ()) -> None:
         for part in self.parts:
@@ -23,6 +26,11 @@ class Cascade(Proposer):
     def close(self, slot: int, finished: Sequence[int] | None = None) -> None:
         for part in self.parts:
             part.close(slot, finished)
+
+    def observe(self, slot: int, start: int, features: Mapping[int, Tensor]) -> None:
+        for part in self.parts:
+            if part.boundaries:
+                part.observe(slot, start, {b: features[b] for b in part.boundaries})
 
     def forget(self) -> None:
         for part in self.parts:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import secrets
 import time
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -18,10 +17,11 @@ from torch import Tensor
 
 from forerun.cache.attention import Segment
 from forerun.config import parse_depth
-from forerun.draft.base import Proposer, Reference, Row
+from forerun.draft.base import Proposer, Reference
 from forerun.engine.admission import output_limit
-from forerun.engine.depth import DEEPEST, Auto, DepthPolicy, Wish
-from forerun.engine.observe import logprobs_of, round_of
+from forerun.engine.depth import Auto, DepthPolicy
+from forerun.engine.drafting import OFF, Drafting
+from forerun.engine.observe import logprobs_of, round_of, split_features
 from forerun.engine.request import Request
 from forerun.engine.scheduler import Scheduler, Work
 from forerun.errors import ConfigError, RequestError, nearest
@@ -29,13 +29,9 @@ from forerun.models.text import TextStream, Tokenizer
 from forerun.runner import Runner
 from forerun.sampling.filters import SamplingState, filter_logits
 from forerun.sampling.grammar import GrammarCompiler
-from forerun.sampling.matcher import SOURCE
 from forerun.sampling.params import SamplingParams
 from forerun.types import Draft, Event, Round, Verdict
 from forerun.verify import RULES, Noise
-
-OFF = "off"
-SHORT_LAG = 64  # tokens a proposer reads in about the time of one
 
 
 class Engine:
@@ -60,6 +56,7 @@ class Engine:
         self.requests: dict[int, Request] = {}
         # On CPU this thread works through every pass, so its own time is what a pass costs, whatever else runs here.
         self.clock = time.thread_time if target.decoder.device.type == "cpu" else time.perf_counter
+        self.drafting = Drafting(target, proposers, self.policy, self.clock)
         self._ids = itertools.count()
         self._aborted: list[Event] = []
 
@@ -137,18 +134,20 @@ class Engine:
             return events
         start = time.perf_counter()
         drawing = [work for work in works if work.draws]
-        drafts = dict(zip((w.request.id for w in drawing), self._propose(works, drawing), strict=True))
+        drafts = self.drafting.propose(works, drawing)
         drafted, begun = time.perf_counter(), self.clock()
         segments = [self._segment(work, drafts.get(work.request.id)) for work in works]
-        logits = self.target.forward(segments).logits
+        forward = self.target.forward(segments, sorted({b for work in works for b in self._wanted(work.request)}))
+        logits, seen = forward.logits, split_features(forward, segments)
         trees = [drafts[w.request.id] for w in drawing]
         verdicts = self._verify(drawing, trees, logits)
         verified = time.perf_counter()
         if all(work.draws and work.count == 1 for work in works):  # reading a prompt is another regime
             self.policy.record_pass(sum(len(s.tokens) for s in segments), self.clock() - begun)
-        for work in works:
+        for work, features in zip(works, seen, strict=True):
+            work.features = features
             if not work.draws:
-                self.target.cache.commit(work.request.slot, range(work.count))
+                self._commit(work, range(work.count))
                 self._seal(work.request)
         first = 0
         for work, draft, verdict in zip(drawing, trees, verdicts, strict=True):
@@ -163,82 +162,6 @@ class Engine:
                 events[-1].round = round_
             first += len(draft)
         return events
-
-    def _propose(self, works: Sequence[Work], drawing: Sequence[Work]) -> list[Draft]:
-        """One draft for each request that draws, roots where it does not pay or there is no room."""
-        drafts = {w.request.id: self._forced(w) for w in drawing}
-        free = [work for work in drawing if len(drafts[work.request.id]) == 1]
-        depths = self._depths(free, sum(w.count for w in works) + sum(len(d) - 1 for d in drafts.values()))
-        groups: dict[str, list[Request]] = defaultdict(list)
-        for work in free:
-            work.request.allowed = depths[work.request.id]
-            # room for the largest draft there could be: what is verified must not depend on what was drawn
-            if depths[work.request.id] and self._reserve(work.request, depths[work.request.id]):
-                groups[work.request.draft].append(work.request)
-        for name, requests in groups.items():
-            start = self.clock()
-            rows = [self._row(request, depths[request.id]) for request in requests]
-            proposed = self.proposers[name].propose(rows)
-            lag = max(len(r.tokens) - r.proposed for r in requests)
-            if lag <= SHORT_LAG:  # reading a long one is no measure of a round
-                self.policy.record_draft(name, max(row.depth for row in rows), self.clock() - start)
-            for request, draft in zip(requests, proposed, strict=True):
-                request.proposed, request.reach = len(request.tokens), max(draft.depths())
-                grammar = request.state.grammar
-                drafts[request.id] = grammar.prune(draft) if grammar else draft
-        return list(drafts.values())
-
-    def _forced(self, work: Work) -> Draft:
-        """What the request's grammar leaves no choice about, a root where it does or there is no room.
-
-        It costs nothing to draft and is always accepted: neither the proposer nor the depth policy is asked.
-        """
-        request = work.request
-        request.reach = request.allowed = 0
-        deepest = DEEPEST if request.depth == "auto" else int(request.depth)
-        grammar, limit = request.state.grammar, min(deepest, self._limit(work))
-        tokens = grammar.forced(limit) if grammar and limit else []
-        if tokens and not self.target.cache.pages.grow(request.slot, len(request.tokens) + len(tokens)):
-            tokens = []
-        return Draft.chain(request.tokens[-1], tokens, SOURCE)
-
-    def _reserve(self, request: Request, depth: int) -> bool:
-        """Rows for a draft so deep; without them the request goes on without a draft."""
-        nodes = depth * self.proposers[request.draft].width
-        return self.target.cache.pages.grow(request.slot, len(request.tokens) + nodes)
-
-    def _limit(self, work: Work) -> int:
-        """The most a request can use of a draft. The pass that ends a prompt drafts nothing, so that the first token
-        comes soonest."""
-        request = work.request
-        return request.limit - request.produced - 1 if request.draft != OFF and work.count == 1 else 0
-
-    def _depths(self, drawing: Sequence[Work], tokens: int) -> dict[int, int]:
-        """Depth of each drawing request: what it asked for, or what the policy says. `tokens` are in the pass in any
-        case."""
-        limits, wishes, free = {}, [], []
-        for work in drawing:
-            request = work.request
-            limits[request.id] = self._limit(work)
-            if request.depth == "auto" and limits[request.id]:
-                width = self.proposers[request.draft].width
-                wishes.append(Wish(request.draft, limits[request.id], request.acceptance, width))
-                free.append(request.id)
-        chosen = self.policy.choose(wishes, tokens)
-        asked = {w.request.id: w.request.depth for w in drawing}
-        depths = {i: min(depth, limits[i]) for i, depth in asked.items() if isinstance(depth, int)}
-        return dict.fromkeys(limits, 0) | depths | dict(zip(free, chosen, strict=True))
-
-    def _row(self, request: Request, depth: int) -> Row:
-        return Row(
-            slot=request.slot,
-            tokens=request.tokens,
-            params=request.params,
-            noise=Noise(request.seed, len(request.tokens) - 1),
-            depth=depth,
-            coupled=request.rule.coupled,
-            branching=request.rule.branching,
-        )
 
     def _segment(self, work: Work, draft: Draft | None) -> Segment:
         """The known tokens to read, and the draft behind them: its root is the last of them."""
@@ -271,7 +194,7 @@ class Engine:
         """Commit a verdict: keep the path's keys, append its tokens up to the one that ends the request."""
         request, path = work.request, verdict.path
         read = work.count - 1  # known tokens before the root
-        self.target.cache.commit(request.slot, [*range(read), *(read + node for node in path)])
+        self._commit(work, [*range(read), *(read + node for node in path)])
         if request.stats.steps == 0:
             request.stats.first_token_seconds = time.perf_counter() - request.arrived
         request.stats.steps += 1
@@ -293,6 +216,20 @@ class Engine:
             self.target.cache.pages.shrink(request.slot, len(request.tokens))
         return event
 
+    def _commit(self, work: Work, path: Sequence[int]) -> None:
+        """Keep the rows of `path`, and show its hidden states to the proposer that wants them."""
+        request, cache = work.request, self.target.cache
+        start, wanted = cache.length[request.slot], self._wanted(request)
+        cache.commit(request.slot, path)
+        if wanted:
+            self.proposers[request.draft].observe(
+                request.slot, start, {b: work.features[b][list(path)] for b in wanted}
+            )
+
+    def _wanted(self, request: Request) -> tuple[int, ...]:
+        """The boundaries whose hidden states this request's proposer wants."""
+        return () if request.draft == OFF else self.proposers[request.draft].boundaries
+
     def _count(self, request: Request, draft: Draft, verdict: Verdict) -> None:
         """Statistics of one verdict, and what the depth policy learns from it."""
         kept = set(verdict.path)
@@ -301,6 +238,7 @@ class Engine:
             source.drafted += 1
             source.accepted += node in kept
         request.stats.rounds.append((len(draft) - 1, len(verdict.path) - 1))
+        request.stats.depths.append(max(draft.depths()))
         request.stats.drafted += len(draft) - 1
         request.stats.accepted += len(verdict.path) - 1
         if request.reach:

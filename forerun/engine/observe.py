@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from forerun import rng
+from forerun.cache.attention import Segment
 from forerun.engine.request import Request
-from forerun.types import Draft, Round, TokenLogprobs, Verdict
+from forerun.types import Draft, Forward, Round, TokenLogprobs, Verdict
 from forerun.verify import Noise
+
+
+def split_features(forward: Forward, segments: Sequence[Segment]) -> list[dict[int, Tensor]]:
+    """The hidden states of each segment's tokens, {boundary: [n, H]}."""
+    sizes = [len(segment.tokens) for segment in segments]
+    parts = {boundary: torch.split(x, sizes) for boundary, x in forward.features.items()}
+    return [{boundary: part[i] for boundary, part in parts.items()} for i in range(len(sizes))]
 
 
 def round_of(request: Request, draft: Draft, verdict: Verdict, logits: Tensor, rate: float) -> Round:

@@ -1,4 +1,4 @@
-"""Who runs, and how many tokens of each: admission, prefill in chunks, preemption, release. No tensors.
+"""Who runs, and how many tokens of each: admission, prefill in chunks, preemption, release. Looks into no tensor.
 
 Slots are given in order of arrival. When the KV pool is full the newest request goes back to the front of the queue
 and reads its tokens again later; the oldest never waits, so everything ends. A request that could not end alone in
@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from torch import Tensor
 
 from forerun.cache.kv import KVCache
 from forerun.draft.base import Proposer
@@ -18,11 +20,13 @@ from forerun.engine.request import WAITING, Request
 
 @dataclass(slots=True)
 class Work:
-    """`count` tokens of one request to read in this pass; `draws` when that reaches its root."""
+    """`count` tokens of one request to read in this pass; `draws` when that reaches its root. `features` is what the
+    pass saw of its tokens, where its proposer wants to know."""
 
     request: Request
     count: int
     draws: bool
+    features: dict[int, Tensor] = field(default_factory=dict)
 
 
 class Scheduler:

@@ -36,6 +36,7 @@ class RequestStats:
     seconds: float = 0.0
     first_token_seconds: float = 0.0
     rounds: list[tuple[int, int]] = field(default_factory=list)  # of each step: tokens drafted, accepted
+    depths: list[int] = field(default_factory=list)  # of each step: how deep its draft reached
     by_source: defaultdict[str, SourceStats] = field(default_factory=lambda: defaultdict(SourceStats))
 
     @property
@@ -45,7 +46,7 @@ class RequestStats:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
-        names = [n for n in self.__slots__ if n not in ("by_source", "rounds")]
+        names = [n for n in self.__slots__ if n not in ("by_source", "rounds", "depths")]
         values: dict[str, Any] = {name: getattr(self, name) for name in names}
         values = {k: round(v, 6) if isinstance(v, float) else v for k, v in values.items()}
         sources = {name: {"drafted": s.drafted, "accepted": s.accepted} for name, s in self.by_source.items()}

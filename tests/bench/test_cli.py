@@ -74,17 +74,17 @@ def test_decode_prints_a_table_in_a_pipe(bench, pair: Pair, tmp_path: Path) -> N
     )
     lines = out.splitlines()
     assert code == 0 and "round 1 of 1" in err
-    assert lines[0].startswith("weights") and lines[1].split()[:2] == ["none", "off"] and "ngram" in lines[2]
+    assert lines[0].startswith("draft") and lines[1].split()[0] == "off" and lines[2].split()[0] == "ngram"
     assert lines[2].rstrip().endswith("same") and "─" not in out
     assert "MB of weights at 10.0 GB/s" in lines[3] and "reading prompts is not counted" in lines[-1]
 
 
 def test_bench_alone_shows_its_verbs(bench) -> None:
     code, out, _ = bench()
-    assert code == 0 and all(verb in out for verb in ("pair", "kernels", "decode", "model"))
+    assert code == 0 and all(verb in out for verb in ("pair", "kernels", "decode", "sweep", "energy"))
 
 
-@pytest.mark.parametrize("verb", ["pair", "kernels", "decode", "model"])
+@pytest.mark.parametrize("verb", ["pair", "kernels", "decode", "sweep", "energy", "model"])
 def test_help_is_quick_and_shows_an_example(verb: str) -> None:
     code = (
         f"import sys; from forerun import cli; sys.argv = ['forerun', 'bench', '{verb}', '--help']\n"

@@ -9,9 +9,13 @@ import scipy.stats
 
 from forerun import LLM, ConfigError, RequestError, SamplingParams
 from forerun.bench import decode as module
-from forerun.bench.decode import PLAIN, Arm, Plan, first_difference, measure_decoding, timed_run
+from forerun.bench import run as timing
+from forerun.bench.decode import Plan, measure_decoding
 from forerun.bench.pair import Pair
 from forerun.bench.report import bootstrap_interval
+from forerun.bench.run import PLAIN, Arm, Run, Work, first_difference, timed_run
+from forerun.bench.tally import tally
+from forerun.bench.workloads import Task
 from forerun.engine.stats import RequestStats
 from tests.test_cli import run
 
@@ -19,18 +23,24 @@ pytestmark = pytest.mark.usefixtures("steady")
 PARAMS = SamplingParams(max_tokens=24, ignore_eos=True, seed=0)
 
 
+def tasks(*prompts: list[int]) -> list[Task]:
+    return [Task(str(i), "file", prompt) for i, prompt in enumerate(prompts)]
+
+
 class FakeEngine:
     """Plays steps of given lengths that give tokens to requests."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, steps: list[tuple[float, dict[int, int]]]) -> None:
         self.steps, self.now, self.added = list(steps), 0.0, []
-        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: self.now))
+        monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: self.now))
 
     @property
     def busy(self) -> bool:
         return bool(self.steps)
 
-    def add(self, prompt: list[int], params: SamplingParams, *, draft: str, depth: int | str) -> SimpleNamespace:
+    def add(
+        self, prompt: list[int], params: SamplingParams, *, draft: str, depth: int | str, rule: str, references: tuple
+    ) -> SimpleNamespace:
         request = SimpleNamespace(id=len(self.added), stats=RequestStats(steps=1, completion_tokens=1), output=[])
         self.added.append((prompt, params, draft, depth))
         return request
@@ -43,7 +53,7 @@ class FakeEngine:
 
 def test_one_request_counts_what_follows_its_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = FakeEngine(monkeypatch, [(5.0, {}), (5.0, {0: 1}), (1.0, {0: 4}), (1.0, {0: 2})])
-    assert timed_run(engine, [[7]], PARAMS, Arm("suffix", 4)).speed == 3.0
+    assert timed_run(engine, [Work([7])], PARAMS, Arm("suffix", 4)).speed == 3.0
     assert engine.added == [([7], PARAMS, "suffix", 4)]
 
 
@@ -51,7 +61,7 @@ def test_several_requests_count_from_the_last_first_token_to_the_last_end(monkey
     """What a quick request says before is not counted, the time in which a slow one goes on alone is."""
     steps = [(1.0, {0: 1}), (1.0, {0: 9, 1: 1}), (1.0, {0: 1, 1: 1}), (1.0, {1: 2}), (2.0, {1: 2})]
     engine = FakeEngine(monkeypatch, steps)
-    assert timed_run(engine, [[7], [8]], PARAMS, PLAIN).speed == 6 / 4
+    assert timed_run(engine, [Work([7]), Work([8])], PARAMS, PLAIN).speed == 6 / 4
     assert [params.seed for _, params, _, _ in engine.added] == [0, 1]
 
 
@@ -90,19 +100,20 @@ def test_everything_is_reported(
     wide, narrow = report["limits"]
     assert wide["weight_bytes"] > 1.8 * narrow["weight_bytes"]
     assert wide["tokens_per_second"] == pytest.approx(2 * 10e9 / wide["weight_bytes"])
-    assert (report["requests"], report["tokens"], report["temperature"]) == (2, 24, 0.7)
+    first = report["results"][0]
+    assert (first["requests"], report["tokens"], first["temperature"]) == (2, 24, 0.7)
 
 
 def test_a_difference_is_seen(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    def corrupt(engine: object, prompts: list, params: SamplingParams, arm: Arm) -> module.Run:
-        run = timed_run(engine, prompts, params, arm)
+    def corrupt(engine: object, works: list, params: SamplingParams, arm: Arm) -> Run:
+        run = timed_run(engine, works, params, arm)
         if arm.draft == "suffix":
             run.outputs[0][5] ^= 1
         return run
 
     monkeypatch.setattr(module, "timed_run", corrupt)
-    plan = Plan(["none"], ["ngram", "suffix"], [2], PARAMS, repeats=1)
-    report = measure_decoding({"model": str(pair.directory / "target")}, plan, [[[5, 6, 7]]])
+    plan = Plan(PARAMS, ["ngram", "suffix"], [2], repeats=1)
+    report = measure_decoding({"model": str(pair.directory / "target")}, plan, tasks([5, 6, 7]))
     assert [(r.draft, r.same, r.first_difference) for r in report.results] == [
         ("off", True, None), ("ngram", True, None), ("suffix", False, 5),
     ]  # fmt: skip
@@ -113,14 +124,14 @@ def test_rounds_are_fair(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     warm-up does not count."""
     log: list[object] = []
 
-    def note(engine: object, prompts: list, params: SamplingParams, arm: Arm) -> module.Run:
-        log.append((prompts[0][0], arm.draft))
-        return module.Run(10.0 * len(log), [[1]], 1.0, 0.0, 0.0, 0.0)
+    def note(engine: object, works: list, params: SamplingParams, arm: Arm) -> Run:
+        log.append((works[0].prompt[0], arm.draft))
+        return Run(10.0 * len(log), [[1]], [RequestStats(steps=1, completion_tokens=1)], 1.0)
 
     monkeypatch.setattr(module, "timed_run", note)
     monkeypatch.setattr(LLM, "forget", lambda self: log.append("forget"))
-    plan = Plan(["none"], ["suffix", "ngram"], ["auto"], PARAMS, repeats=3)
-    report = measure_decoding({"model": str(pair.directory / "target")}, plan, [[[5]], [[6]]])
+    plan = Plan(PARAMS, ["suffix", "ngram"], ["auto"], repeats=3)
+    report = measure_decoding({"model": str(pair.directory / "target")}, plan, tasks([5], [6]))
     assert log[::2] == ["forget"] * 12
     runs = log[1::2]
     assert [prompt for prompt, _ in runs] == [6] * 3 + [5] * 3 + [6] * 3 + [5] * 3
@@ -132,24 +143,74 @@ def test_rounds_are_fair(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_engines_are_loaded_once_for_each_draft_model() -> None:
-    plan = Plan(["none", "int4"], ["suffix", "model:bundled", "off", "suffix", "ngram", "model:x"], [1, "2"], PARAMS)
-    loaded = plan.engines()
+    drafts = ["suffix", "model:bundled", "off", "suffix", "ngram", "model:x"]
+    loaded = Plan(PARAMS, drafts, [1, "2"], quantizations=["none", "int4"]).engines()
     assert [(q, draft) for q, draft, _ in loaded] == [
         (q, draft) for q in ("none", "int4") for draft in ("model:bundled", "model:x")
     ]
     assert [arm.draft for arm in loaded[0][2]] == [d for d in ("suffix", "ngram", "model:bundled") for _ in (1, 2)]
     assert loaded[1][2] == [Arm("model:x", 1), Arm("model:x", 2)]
-    assert Plan(["none"], ["off"], ["auto"], PARAMS).engines() == [("none", "off", [])]
+    assert Plan(PARAMS, ["off"]).engines() == [("none", "off", [])]
+
+
+def test_settings_are_the_product_of_categories_temperatures_and_requests() -> None:
+    plan = Plan(PARAMS, ["suffix"], temperatures=[0.0, 0.8], requests=[1, 4])
+    mixed = [Task("a", "chat", [5]), Task("b", "edit", [6]), Task("c", "chat", [7])]
+    settings = list(plan.settings(mixed))
+    assert [(s.category, s.temperature, s.requests) for s, _ in settings] == [
+        (category, t, n) for category in ("chat", "edit") for t in (0.0, 0.8) for n in (1, 4)
+    ]
+    assert [[task.id for task in mine] for _, mine in settings[::4]] == [["a", "c"], ["b"]]
+
+
+def test_a_sweep_compares_texts_where_a_rule_promises_them(pair: Pair) -> None:
+    plan = Plan(PARAMS, ["suffix"], [2], rules=["match", "token"], temperatures=[0.0, 0.9], requests=[1, 3], repeats=1)
+    report = measure_decoding({"model": str(pair.directory / "target")}, plan, tasks([5, 6, 5], [7, 8]), kind="sweep")
+    same = {(r.draft, r.rule, r.temperature, r.requests): r.same for r in report.results}
+    assert {key: value for key, value in same.items() if value is not True} == {
+        ("suffix", "token", 0.9, 1): None, ("suffix", "token", 0.9, 3): None,
+    }  # fmt: skip
+    assert len(same) == 3 * 2 * 2 and report.kind == "sweep"
+    assert [limit.requests for limit in report.limits] == [1, 3]
+
+
+def test_few_tasks_are_repeated_to_fill_a_batch_and_many_are_grouped(pair: Pair) -> None:
+    llm = LLM(pair.directory / "target")
+    prompts = [[[work.prompt[0] for work in batch] for batch in batches] for batches in (
+        module.batches(llm, tasks([5], [6]), 5, 9), module.batches(llm, tasks([5], [6], [7]), 1, 9),
+        module.batches(llm, tasks([5], [6], [7], [8], [9]), 2, 9),
+    )]  # fmt: skip
+    assert prompts == [[[5, 6, 5, 6, 5]], [[5], [6], [7]], [[5, 6], [7, 8]]]
+
+
+def test_tally_by_hand() -> None:
+    """Two requests: one of 40 tokens in passes of 1, 3, 1, 3, ..; the last pass of the other is cut by its limit."""
+    one = RequestStats(completion_tokens=40, rounds=[(0, 0), (4, 2)] * 10, depths=[0, 4] * 10)
+    one.by_source["suffix"].drafted, one.by_source["suffix"].accepted = 40, 20
+    two = RequestStats(completion_tokens=2, rounds=[(4, 4)], depths=[2])
+    counted = tally([one, two])
+    assert counted["lengths"] == [10, 1, 10]
+    assert counted["acceptance"] == [[11, 11], [11, 11], [10, 0], [10, 0]]
+    assert counted["sources"] == {"suffix": [40, 20]}
+    assert counted["positions"] == [[0, 17, 34], [32, 4, 8]]
+    assert sum(i * n for i, n in enumerate(counted["lengths"], 1)) == 42
+    long = RequestStats(completion_tokens=200, rounds=[(0, 0)] * 200, depths=[0] * 200)
+    assert [row[:2] for row in tally([long])["positions"]] == [[0, 32], [32, 32], [64, 64], [128, 72]]
 
 
 def test_what_cannot_be_measured(pair: Pair) -> None:
-    for options in ({"drafts": []}, {"drafts": ["sufix"]}, {"depths": ["x"]}, {"repeats": 0}):
+    for options in (
+        {"drafts": []}, {"drafts": ["sufix"]}, {"depths": ["x"]}, {"repeats": 0}, {"rules": ["mach"]}, {"price": -1.0},
+        {"requests": [0]}, {"quantizations": []},
+    ):  # fmt: skip
         with pytest.raises(ConfigError):
-            Plan(**{"quantizations": ["none"], "drafts": ["suffix"], "depths": [1], "params": PARAMS} | options)
+            Plan(**{"params": PARAMS, "drafts": ["suffix"]} | options)
+    with pytest.raises(RequestError, match="temperature"):
+        Plan(PARAMS, ["suffix"], temperatures=[-1.0])
     with pytest.raises(ConfigError, match="at least 2 tokens"):
-        Plan(["none"], ["suffix"], [1], SamplingParams(max_tokens=1))
-    plan = Plan(["none"], ["suffix"], [1], SamplingParams(max_tokens=300))
+        Plan(SamplingParams(max_tokens=1), ["suffix"])
+    target = {"model": str(pair.directory / "target")}
     with pytest.raises(RequestError, match="context of 256"):
-        measure_decoding({"model": str(pair.directory / "target")}, plan, [[[5]]])
+        measure_decoding(target, Plan(SamplingParams(max_tokens=300), ["suffix"]), tasks([5]))
     with pytest.raises(ConfigError, match="max_rows=1"):
-        measure_decoding({"model": str(pair.directory / "target"), "max_rows": 1}, plan, [[[5], [6]]])
+        measure_decoding(target | {"max_rows": 1}, Plan(PARAMS, ["suffix"], requests=[2]), tasks([5], [6]))

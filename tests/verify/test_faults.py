@@ -12,12 +12,13 @@ import pytest
 import torch
 
 from forerun import rng
+from forerun.check import oracle
 from forerun.errors import ForerunError
 from forerun.sampling.filters import SamplingState, filter_logits
 from forerun.sampling.params import SamplingParams
 from forerun.types import Draft, Law, Verdict
 from forerun.verify import RULES, Noise, base, block, token, tree
-from tests import oracle, test_rng
+from tests import test_rng
 
 VOCAB, PAIRS = 5, 60
 RULES_OF_CHAINS = {"token": token.verify_chain, "block": block.verify_chain, "tree": tree.verify_tree}

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from forerun import rng
+from forerun.check import oracle
 from forerun.rng import Lane
 from forerun.sampling.filters import SamplingState, filter_logits
 from forerun.sampling.params import SamplingParams
 from forerun.types import Draft, Law
 from forerun.verify import RULES, Noise, match
-from tests import oracle
 
 VOCAB, LENGTH, END = 8, 7, 3
 

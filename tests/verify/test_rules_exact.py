@@ -1,8 +1,8 @@
 """The promise of the ratio rules: whatever was proposed, and however, what is said has the target's law.
 
-Every draft and every coin is enumerated (`tests.oracle`), in fractions wherever that is affordable, so "exact" means
-an error of 0. The other half guards what speculation is for: each rule accepts as much as theory says it does, and
-ways of drafting that break the promise are shown to break it.
+Every draft and every coin is enumerated (`forerun.check.oracle`), in fractions wherever that is affordable, so "exact"
+means an error of 0. The other half guards what speculation is for: each rule accepts as much as theory says it does,
+and ways of drafting that break the promise are shown to break it.
 """
 
 import functools
@@ -13,10 +13,11 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from forerun.types import Draft, Law, Verdict
+from forerun.check import oracle
+from forerun.check.schemes import TREES, given_first, greedy, greedy_plus_one, mixed, ragged
+from forerun.types import Draft, Verdict
 from forerun.verify import block, token, tree
 from forerun.verify.base import law_of, one_hot
-from tests import oracle
 
 GRID = [("exact", 2, 1), ("exact", 2, 2), ("exact", 2, 3), ("sparse", 2, 3), ("exact", 3, 1), ("exact", 3, 2)]
 GRID += [("sparse", 3, 2), ("exact", 3, 3), ("float", 4, 1), ("float", 4, 2), ("float", 4, 3)]
@@ -36,99 +37,6 @@ def mean(rule, scheme, models, depth):
     return oracle.mean_tokens(oracle.emission(rule, oracle.proposals(scheme, models[1], depth), models[0]))
 
 
-# Schemes: what may hang below a node, and how likely each set of children is.
-
-
-def iid2(draft, node, q):
-    """Two independent draws; they may be equal."""
-    support = np.flatnonzero(q > 0)
-    for a, b in itertools.product(support, support):
-        yield [(int(a), Law.SAMPLED), (int(b), Law.SAMPLED)], q, q[a] * q[b]
-
-
-def without_replacement2(draft, node, q):
-    """Two different tokens, the second from q without the first; one where q has no second."""
-    for a in np.flatnonzero(q > 0):
-        others = [b for b in np.flatnonzero(q > 0) if b != a]
-        first = (int(a), Law.WITHOUT_REPLACEMENT)
-        if not others:
-            yield [first], q, q[a]
-        for b in others:
-            yield [first, (int(b), Law.WITHOUT_REPLACEMENT)], q, q[a] * q[b] / (sum(q[others]))
-
-
-def top2(draft, node, q):
-    """The two likeliest, given."""
-    yield [(int(t), Law.GIVEN) for t in np.argsort(-q, kind="stable")[:2]], None, 1
-
-
-def greedy_plus_one(draft, node, q, sampled_first=True):
-    """The likeliest token given, and one drawn from the others."""
-    best = int(np.argmax(q))
-    rest = q.copy()
-    rest[best] = 0
-    given = (best, Law.GIVEN)
-    if not rest.sum():
-        yield [given], None, 1
-        return
-    rest = rest / rest.sum()
-    for t in np.flatnonzero(rest > 0):
-        pair = [(int(t), Law.SAMPLED), given]
-        yield pair if sampled_first else pair[::-1], rest, rest[t]
-
-
-def ngram_plus_sample(draft, node, q, distinct=False):
-    """A draw, and a token looked up from the prefix, which may be the same; with `distinct` it is then left out."""
-    found = sum(oracle.prefix_of(draft, node)) % len(q)
-    for t in np.flatnonzero(q > 0):
-        both = [(int(t), Law.SAMPLED), (found, Law.GIVEN)]
-        yield both[:1] if distinct and t == found else both, q, q[t]
-
-
-def ragged(scheme):
-    """`scheme` below the root and below first children only."""
-
-    def first_only(draft, node, q):
-        first = node == 0 or draft.children()[draft.parents[node]][0] == node
-        return scheme(draft, node, q) if first else [([], None, 1)]
-
-    return first_only
-
-
-def crossed(draft, node, q):
-    """Two different draws; whether one is expanded depends on the other, as under a budget for the whole tree."""
-    siblings = draft.children()[draft.parents[node]] if node else []
-    if any(draft.tokens[s] % 2 for s in siblings if s != node):
-        return [([], None, 1)]
-    return without_replacement2(draft, node, q)
-
-
-def mixed(draft, node, q):
-    """A chain of given and sampled tokens, the kind chosen from what stands before."""
-    prefix = oracle.prefix_of(draft, node)
-    if (sum(prefix) + len(prefix)) % 2:
-        return [([(int(np.argmax(q)), Law.GIVEN)], None, 1)]
-    return oracle.sampled(draft, node, q)
-
-
-def greedy(draft, node, q):
-    """A chain of likeliest tokens, given."""
-    return [([(int(np.argmax(q)), Law.GIVEN)], None, 1)]
-
-
-given_first = functools.partial(greedy_plus_one, sampled_first=False)
-TREES = {
-    "single": oracle.sampled,
-    "iid2": iid2,
-    "without replacement 2": without_replacement2,
-    "top2": top2,
-    "greedy + 1": greedy_plus_one,
-    "1 + greedy": given_first,
-    "n-gram + sample": ngram_plus_sample,
-    "n-gram + other sample": functools.partial(ngram_plus_sample, distinct=True),
-    "crossed": crossed,
-    "mixed chain": mixed,
-}
 RAGGED = ["iid2", "without replacement 2", "top2", "greedy + 1", "n-gram + sample"]
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 BLOCK = 32  # outputs packed side by side
 FORMATS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3}
-EMBED, LINEAR, ROTATE, ATTEND, READ = range(5)
+EMBED, LINEAR, ROTATE, ATTEND, READ, SAVE = range(6)
 NORMS = {"rms": 1, "rms_plus_one": 1, "layer": 2}
 ACTIVATIONS = {"silu": 1, "gelu_tanh": 2, "gelu": 3}
 

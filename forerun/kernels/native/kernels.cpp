@@ -242,11 +242,18 @@ void read(const Op *op, int item, int items) {
   (void)sink;
 }
 
+// Keep a buffer as it is now: a hidden state for whoever drafts from it.
+void save(const Program *p, const Op *op, const Batch *b, int item, int items) {
+  Share s = share(b->tokens, item, items);
+  memcpy(at(p, b, op->out, s.from), at(p, b, op->in, s.from), sizeof(float) * p->widths[op->in] * (s.to - s.from));
+}
+
 void run(const Program *p, const Op *op, const Batch *b, int item, int items, int phase) {
   if (op->kind == EMBED) embed(p, op, b, item, items);
   else if (op->kind == ROTATE) rotate(p, op, b, item, items);
   else if (op->kind == ATTEND) attend(p, op, b, item, items);
   else if (op->kind == READ) read(op, item, items);
+  else if (op->kind == SAVE) save(p, op, b, item, items);
   else if (phase == 0) prepare(p, op, b, item, items);
   else if (phase == 1) multiply(p, op, b, item, items);
   else after(p, op, b, item, items);

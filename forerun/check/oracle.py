@@ -11,6 +11,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -31,15 +32,17 @@ class Coins:
     """Coins that repeat a script of earlier choices, then take first branches and note the others as new scripts."""
 
     def __init__(self, script: list[int]) -> None:
-        self.script, self.taken, self.others = script, [], []
+        self.script = script
+        self.taken: list[int] = []
+        self.others: list[list[int]] = []
         self.weight: Chance = 1
 
     def accept(self, p: Chance, q: Chance, node: int) -> bool:
         chance = min(1, p / q) if q else int(p > 0)
-        return self._choose([True, False], [chance, 1 - chance])
+        return bool(self._choose([True, False], [chance, 1 - chance]))
 
     def draw(self, weights: np.ndarray, node: int) -> int:
-        return self._choose(range(len(weights)), weights / weights.sum())
+        return int(self._choose(range(len(weights)), weights / weights.sum()))
 
     def _choose(self, values: Iterable[Any], chances: Iterable[Chance]) -> Any:
         branches = [(value, chance) for value, chance in zip(values, chances, strict=True) if chance > 0]
@@ -64,8 +67,9 @@ def outcomes(play: Callable[[Coins], Verdict]) -> Iterator[tuple[Verdict, Chance
 
 
 def softmax(scores: np.ndarray) -> np.ndarray:
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    return weights / weights.sum(-1, keepdims=True)
+    weights: np.ndarray = np.exp(scores - scores.max(-1, keepdims=True))
+    law: np.ndarray = weights / weights.sum(-1, keepdims=True)
+    return law
 
 
 def fractions(weights: Iterable[int]) -> np.ndarray:
@@ -142,7 +146,7 @@ def emission(rule: RatioRule, drafts: Proposals, target: Table) -> Strings:
     law: Strings = defaultdict(int)
     for draft, weight in drafts:
         p = rows(draft, target)
-        for verdict, chance in outcomes(lambda coins, draft=draft, p=p: rule(draft, p, coins)):
+        for verdict, chance in outcomes(partial(rule, draft, p)):
             kept = tuple(draft.tokens[node] for node in verdict.path[1:])
             assert draft.path_to(verdict.path[-1]) == verdict.path, "what is kept is a path from the root"
             assert tuple(verdict.tokens[:-1]) == kept, "accepted tokens are those of the path"

@@ -1,0 +1,240 @@
+"""The verbs `forerun bench decode` and `forerun bench sweep`: one measurement, with fewer and with more dimensions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from forerun.bench.lists import listed, number, plural, whole
+from forerun.config import Config, parse_depth
+from forerun.errors import ConfigError
+from forerun.flags import ENGINE, SAMPLING, with_flags
+from forerun.sampling.params import SamplingParams
+
+if TYPE_CHECKING:
+    from forerun.bench.decode import DecodeReport, Plan
+    from forerun.bench.workloads import Task
+
+DECODED = SAMPLING.without(
+    *("n", "max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "logprobs", "logit_bias")
+)
+PASSAGE = 128  # tokens of a prompt where nothing else is given
+PASSAGES = 5
+
+Drafts = Annotated[str | None, typer.Option(help="Drafts to compare, as --draft takes them, by commas.")]
+Depths = Annotated[str | None, typer.Option(help="Depths of each draft: numbers or auto, by commas.")]
+Quantizations = Annotated[str | None, typer.Option(help="Of the target: none, int8, int4, by commas.")]
+Categories = Annotated[
+    str | None, typer.Option(help="Kinds of tasks, by commas; all for every one. Of our own set without --prompts.")
+]
+Prompts = Annotated[
+    Path | None,
+    typer.Option(
+        help="A file of tasks: text (one), .jsonl or .json, Spec-Bench's question.jsonl among them. Without it and"
+        f" without --categories, prompts.json beside the model's directory, or passages of {PASSAGE} tokens of"
+        " Python's library."
+    ),
+]
+Tokens = Annotated[int, typer.Option(help="Tokens to produce for each prompt.")]
+Repeats = Annotated[int, typer.Option(help="Rounds; each runs everything once, on the next prompts.")]
+Price = Annotated[float | None, typer.Option(help="Of an hour of this machine: tells what a million tokens cost.")]
+Out = Annotated[
+    list[Path] | None, typer.Option(help="Also write a page (.html) or lines of JSON (.jsonl); may be repeated.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+@with_flags(ENGINE, DECODED)
+def decode(
+    drafts: Drafts = None,
+    depths: Depths = None,
+    quantizations: Quantizations = None,
+    categories: Categories = None,
+    prompts: Prompts = None,
+    tokens: Tokens = 256,
+    requests: Annotated[int, typer.Option(help="Prompts that run at once.")] = 1,
+    repeats: Repeats = 5,
+    price: Price = None,
+    out: Out = None,
+    as_json: Json = False,
+    *,
+    config: dict[str, Any],
+    sampling: dict[str, Any],
+) -> None:
+    """Time plain decoding and every draft in turn: tokens a second without the prompt, times plain, the same text?"""
+    _measure(
+        "decode", config, sampling, plural(drafts, config.pop("draft", None), "draft", "auto"),
+        plural(depths, config.pop("depth", None), "depth", "auto"), [config.pop("rule", "match")],
+        [sampling.get("temperature", 0.0)], [requests], quantizations, categories, prompts, tokens, repeats, price,
+        out or [], as_json,
+    )  # fmt: skip
+
+
+@with_flags(ENGINE, DECODED)
+def sweep(
+    drafts: Drafts = None,
+    depths: Depths = None,
+    rules: Annotated[str | None, typer.Option(help="Rules of each draft, by commas.")] = None,
+    temperatures: Annotated[str | None, typer.Option(help="By commas.")] = None,
+    requests: Annotated[str, typer.Option(help="Prompts that run at once, by commas.")] = "1",
+    quantizations: Quantizations = None,
+    categories: Categories = None,
+    prompts: Prompts = None,
+    tokens: Tokens = 128,
+    repeats: Repeats = 3,
+    price: Price = None,
+    out: Out = None,
+    as_json: Json = False,
+    *,
+    config: dict[str, Any],
+    sampling: dict[str, Any],
+) -> None:
+    """Time the product of drafts, depths, rules, temperatures and requests at once, each beside plain decoding."""
+    degrees = plural(temperatures, sampling.get("temperature"), "temperature", "0")
+    _measure(
+        "sweep", config, sampling, plural(drafts, config.pop("draft", None), "draft", "suffix"),
+        plural(depths, config.pop("depth", None), "depth", "1,2,4,8,auto") if depths else ["1", "2", "4", "8", "auto"],
+        plural(rules, config.pop("rule", None), "rule", "match"), [number(t, "temperatures") for t in degrees],
+        [whole(count, "requests") for count in listed(requests)], quantizations, categories, prompts, tokens, repeats,
+        price, out or [], as_json,
+    )  # fmt: skip
+
+
+@with_flags(ENGINE, DECODED)
+def energy(
+    drafts: Drafts = None,
+    depths: Depths = None,
+    categories: Categories = None,
+    prompts: Prompts = None,
+    tokens: Tokens = 128,
+    requests: Annotated[int, typer.Option(help="Prompts that run at once.")] = 1,
+    repeats: Annotated[int, typer.Option(help="Windows of each.")] = 3,
+    seconds: Annotated[float, typer.Option(help="Of a window: counters are coarse.")] = 10.0,
+    price: Price = None,
+    as_json: Json = False,
+    *,
+    config: dict[str, Any],
+    sampling: dict[str, Any],
+) -> None:
+    """Count joules a token (NVML, RAPL or zeus) of plain decoding and of every draft. Never an estimate."""
+    names = plural(drafts, config.pop("draft", None), "draft", "auto")
+    numbers = [parse_depth(d) for d in plural(depths, config.pop("depth", None), "depth", "auto")]
+    weights, rule = config.pop("quantization", None), config.pop("rule", "match")
+    params = SamplingParams.of(**{"seed": 0} | sampling, max_tokens=tokens, ignore_eos=True)
+    Config.of(**config, quantization=weights)
+    from forerun.bench.decode import Plan
+    from forerun.bench.joules import measure_energy
+    from forerun.bench.report import print_columns, print_json, progress
+
+    temperature = sampling.get("temperature", 0.0)
+    plan = Plan(params, names, numbers, [rule], [temperature], [requests], [weights or "none"], repeats, price)
+    with progress(as_json) as tell:
+        report = measure_energy(config, plan, _tasks(config.get("model"), prompts, categories, plan), seconds, tell)
+    if as_json:
+        print_json(report.as_dict())
+        return
+    print_columns(
+        [{
+            "draft": r.draft, "depth": "" if r.draft == "off" else str(r.depth), "J/token": _known(r.joules),
+            "J/token above idle": _known(r.above_idle), "tokens/Wh": _known(r.tokens_per_watt_hour),
+            "times plain": _known(r.times_plain), "W": _known(r.watts), "tokens/s": f"{r.tokens_per_second:.1f}",
+            "a million": _known(r.cost_per_million),
+        } for r in report.results],
+        optional=("a million",),
+    )  # fmt: skip
+    idle = ", ".join(f"{device} {_known(watts)} W" for device, watts in report.idle_watts.items())
+    print(f"by {report.method}; idle: {idle}; windows of {seconds:g} s, medians of {repeats}; prompts are included")
+
+
+def _known(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.3g}"
+
+
+def _measure(
+    kind: str, config: dict[str, Any], sampling: dict[str, Any], drafts: list[str], depths: list[str], rules: list[str],
+    temperatures: list[float], requests: list[int], quantizations: str | None, categories: str | None,
+    prompts: Path | None, tokens: int, repeats: int, price: float | None, out: Sequence[Path], as_json: bool,
+) -> None:  # fmt: skip
+    """Check what was asked before anything heavy is imported, measure, show."""
+    weights = plural(quantizations, config.pop("quantization", None), "quantization", "none")
+    for name in weights:
+        Config.of(**config, quantization=None if name == "none" else name)
+    numbers = [parse_depth(depth) for depth in depths]
+    params = SamplingParams.of(**{"seed": 0} | sampling, max_tokens=tokens, ignore_eos=True)
+    from forerun.bench.writing import check_out, write_out
+
+    check_out(out)
+    from forerun.bench.decode import Plan, measure_decoding
+    from forerun.bench.report import print_json, progress
+
+    plan = Plan(params, drafts, numbers, rules, temperatures, requests, weights, repeats, price)
+    tasks = _tasks(config.get("model"), prompts, categories, plan)
+    with progress(as_json) as tell:
+        report = measure_decoding(config, plan, tasks, tell, kind)
+    if as_json:
+        print_json(report.as_dict())
+    else:
+        _show(report)
+    write_out(out, report.as_dict())
+
+
+def _tasks(model: str | None, path: Path | None, categories: str | None, plan: Plan) -> list[Task]:
+    """The tasks of the file, of our own set, those that belong to a pair, or passages of Python's library."""
+    from forerun.bench.corpus import excerpts
+    from forerun.bench.workloads import Task, builtin, of_categories, read_tasks
+    from forerun.load import load_tokenizer
+    from forerun.models.hub import find_model
+
+    names = [] if categories in (None, "all") else listed(str(categories))
+    if path is not None:
+        return of_categories(read_tasks(path), names)
+    if categories is not None:
+        return of_categories(builtin(), names)
+    directory = find_model(model)
+    beside = directory.parent / "prompts.json"
+    if beside.is_file():
+        return read_tasks(beside)
+    tokenizer = load_tokenizer(directory)
+    if tokenizer is None:
+        raise ConfigError("this model has no tokenizer: give --prompts with token ids")
+    count = max(plan.requests) * min(max(plan.repeats, 1), PASSAGES)
+    passages = excerpts(tokenizer.encode, count, PASSAGE)
+    return [Task(f"passage {i + 1}", "code", passage) for i, passage in enumerate(passages)]
+
+
+def _show(report: DecodeReport) -> None:
+    """A table with the columns that say something here, and a line that sets plain decoding beside its limit."""
+    from forerun.bench.report import print_columns
+
+    rows = []
+    for r in report.results:
+        spread = f" ({r.interval[0]:.2f} to {r.interval[1]:.2f})" if r.interval else ""
+        text = {True: "same", None: "law"}.get(r.same, f"DIFFERENT from token {r.first_difference}")
+        plain = r.draft == "off"
+        rows.append({
+            "category": r.category, "temperature": f"{r.temperature:g}", "at once": str(r.requests),
+            "weights": r.quantization, "draft": r.draft, "depth": "" if plain else str(r.depth),
+            "rule": "" if plain else r.rule, "tokens/s": f"{r.tokens_per_second:.1f}",
+            "times plain (95 %)": f"{r.times_plain:.2f}{spread}", "accepted length": f"{r.accepted_length:.2f}",
+            "drafted a step": f"{r.drafted:.1f}", "draft ms": f"{r.draft_ms:.2f}", "pass ms": f"{r.pass_ms:.2f}",
+            "J/token": "" if r.joules_per_token is None else f"{r.joules_per_token:.3g}",
+            "a million": "" if r.cost_per_million is None else f"{r.cost_per_million:.3g}", "text": text,
+        })  # fmt: skip
+    print_columns(rows, optional=("category", "temperature", "at once", "weights", "rule", "J/token", "a million"))
+    for limit in report.limits:
+        at_once = f", {limit.requests} at once" if limit.requests > 1 else ""
+        size = f"{limit.quantization}{at_once}: {limit.weight_bytes / 1e6:.0f} MB of weights"
+        if limit.bandwidth is None:
+            print(size)
+        else:
+            print(
+                f"{size} at {limit.bandwidth:.1f} GB/s allow {limit.tokens_per_second:.0f} plain tokens/s; plain"
+                f" decoding reaches {limit.share:.0%}"
+            )
+    print(
+        f"{report.tokens} tokens a prompt, medians of {report.repeats} round{'s' * (report.repeats > 1)}; reading"
+        " prompts is not counted"
+    )

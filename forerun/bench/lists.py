@@ -1,0 +1,35 @@
+"""Lists on the command line: what stands between commas, and what of it is no number."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from forerun.errors import ConfigError
+
+
+def listed(text: str) -> list[str]:
+    """What stands between commas."""
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def plural(many: str | None, one: Any, name: str, default: str, names: str = "") -> list[str]:
+    """The values of `--drafts`, or the one of `--draft`; both are an error."""
+    if many is not None and one is not None:
+        raise ConfigError(f"--{name} and --{names or name + 's'} were both given: give one of them")
+    return listed(many) if many is not None else [str(one if one is not None else default)]
+
+
+def whole(text: str, name: str) -> int:
+    """A whole number. Raises ConfigError, which names the option."""
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(f"--{name}: {text!r} is not a whole number") from None
+
+
+def number(text: str, name: str) -> float:
+    """A number. Raises ConfigError, which names the option."""
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError(f"--{name}: {text!r} is not a number") from None

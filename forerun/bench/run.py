@@ -1,0 +1,133 @@
+"""One timed run: requests put in at once, decoded one way to their end.
+
+What is timed. The window opens when the last of the requests has its first token, and closes when the last has ended;
+the speed is the tokens that came within it over its length. So reading prompts is left out, as are tokens that quick
+requests produced meanwhile, and the end of a run, where requests that were less lucky with their drafts go on alone, is
+left in. With one request that is all tokens but the first over the time since the first. A draft model reads the prompt
+within the window, unless an earlier run left it in its cache.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from forerun.draft.base import Reference
+from forerun.draft.registry import parse_draft, with_references
+from forerun.engine.drafting import OFF
+from forerun.engine.engine import Engine
+from forerun.engine.stats import RequestStats
+from forerun.sampling.params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One way to decode: a draft as in `Config.draft`, a depth and a rule. PLAIN is plain decoding."""
+
+    draft: str
+    depth: int | str
+    rule: str = "match"
+
+    @property
+    def name(self) -> str:
+        """What the engine calls the proposer."""
+        return OFF if self.draft == OFF else parse_draft(self.draft)[0]
+
+
+PLAIN = Arm(OFF, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A prompt as token ids, and the texts that came with it."""
+
+    prompt: list[int]
+    references: tuple[Reference, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What came of one run.
+
+    Attributes:
+        speed: tokens a second in the window.
+        outputs: of each request.
+        stats: of each request.
+        step_ms: milliseconds a step in the window, all of it.
+    """
+
+    speed: float
+    outputs: list[list[int]]
+    stats: list[RequestStats]
+    step_ms: float
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all outputs."""
+        return sum(len(output) for output in self.outputs)
+
+    @property
+    def accepted_length(self) -> float:
+        """Tokens a target pass and request."""
+        return sum(s.completion_tokens for s in self.stats) / self._steps
+
+    @property
+    def drafted(self) -> float:
+        """Nodes drafted a step and request."""
+        return sum(s.drafted for s in self.stats) / self._steps
+
+    @property
+    def draft_ms(self) -> float:
+        """Milliseconds a step spent drafting."""
+        return 1e3 * sum(s.draft_seconds for s in self.stats) / self._steps
+
+    @property
+    def pass_ms(self) -> float:
+        """Milliseconds a step spent in the target's pass with its verification."""
+        return 1e3 * sum(s.verify_seconds for s in self.stats) / self._steps
+
+    @property
+    def other_ms(self) -> float:
+        """Milliseconds a step spent on anything else."""
+        return max(self.step_ms - self.draft_ms - self.pass_ms, 0.0)
+
+    @property
+    def _steps(self) -> int:
+        return sum(s.steps for s in self.stats)
+
+
+def timed_run(engine: Engine, works: Sequence[Work], params: SamplingParams, arm: Arm) -> Run:
+    """Let the prompts run at once to their end; request i draws with the seed of `params` plus i."""
+    seed, requests = params.seed or 0, []
+    for i, work in enumerate(works):
+        draft = with_references(arm.name) if work.references and arm.name != OFF else arm.name
+        mine = replace(params, seed=seed + i)
+        requests.append(
+            engine.add(work.prompt, mine, draft=draft, depth=arm.depth, rule=arm.rule, references=work.references)
+        )
+    waiting = {request.id for request in requests}
+    opened = closed = time.perf_counter()
+    tokens = steps = 0
+    while engine.busy:
+        events = engine.step()
+        closed = time.perf_counter()
+        if waiting:
+            waiting -= {event.request_id for event in events if event.token_ids}
+            opened = closed
+        else:
+            tokens += sum(len(event.token_ids) for event in events)
+            steps += 1
+    return Run(
+        speed=tokens / (closed - opened) if tokens else 0.0,
+        outputs=[list(request.output) for request in requests],
+        stats=[request.stats for request in requests],
+        step_ms=1e3 * (closed - opened) / steps if steps else 0.0,
+    )
+
+
+def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
+    """The first index where two outputs differ, the end of the shorter one included; None if they are the same."""
+    if list(one) == list(other):
+        return None
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

@@ -1,0 +1,152 @@
+"""All checks of one model, in order, within a time; and what they come to."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from forerun.bench.corpus import excerpts
+from forerun.bench.report import Tell, nothing
+from forerun.check.faults import FAULTS, check_faults, check_rules
+from forerun.check.findings import Finding
+from forerun.check.law import check_law
+from forerun.check.passes import check_passes
+from forerun.check.subject import Ask, Subject, random_prompts
+from forerun.check.texts import check_texts
+from forerun.errors import ConfigError, nearest
+from forerun.kernels import native
+from forerun.llm import LLM
+from forerun.native import NativeDecoder
+from forerun.sampling.params import SamplingParams
+from forerun.verify import RULES
+
+LOSSLESS = tuple(name for name, rule in RULES.items() if not rule.lossy)
+PROMPT = 48  # tokens
+TEMPERATURES = (0.0, 0.8)
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """What to check.
+
+    Attributes:
+        rules: names of lossless rules.
+        drafts: names of the engine's proposers.
+        texts: prompts; each is continued at every temperature.
+        tokens: of each text.
+        samples: tokens for each sequential test.
+        seconds: after which no further comparison is begun. Every part has a share of it.
+        fault: the name of a fault to put in.
+    """
+
+    rules: tuple[str, ...]
+    drafts: tuple[str, ...]
+    texts: int = 6
+    tokens: int = 64
+    samples: int = 3000
+    seconds: float = 150.0
+    fault: str | None = None
+
+    def __post_init__(self) -> None:
+        for rule in self.rules:
+            if rule not in LOSSLESS:
+                raise ConfigError(f"rule {rule} changes the output by design: check one of {', '.join(LOSSLESS)}")
+        if self.fault is not None and self.fault not in FAULTS:
+            raise ConfigError(f"there is no fault {self.fault!r}: {nearest(self.fault, FAULTS)}")
+        for name, low in (("texts", 1), ("tokens", 2), ("samples", 1), ("seconds", 0)):
+            value = getattr(self, name)
+            if not low <= value <= 1e9:
+                raise ConfigError(f"{name}={value} is out of range: give at least {low}")
+
+
+@dataclass(frozen=True, slots=True)
+class Certificate:
+    """The findings, and on what."""
+
+    model: str
+    form: str
+    findings: list[Finding]
+    seconds: float
+
+    @property
+    def failed(self) -> list[Finding]:
+        """What does not hold."""
+        return [f for f in self.findings if f.passed is False]
+
+    @property
+    def open(self) -> list[Finding]:
+        """What could not be put to the test."""
+        return [f for f in self.findings if f.passed is None]
+
+    @property
+    def passed(self) -> bool:
+        """Whether everything was tested and held."""
+        return not self.failed and not self.open
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {
+            "model": self.model, "form": self.form, "passed": self.passed, "failed": len(self.failed),
+            "open": len(self.open), "seconds": round(self.seconds, 3), "findings": [asdict(f) for f in self.findings],
+        }  # fmt: skip
+
+
+def certify(llm: LLM, scope: Scope, report: Callable[[Finding], None], tell: Tell = nothing) -> Certificate:
+    """Run every check; `report` is given each finding as it comes."""
+    started, findings = time.monotonic(), []
+    for finding in _findings(Subject(llm), scope, started, tell):
+        findings.append(finding)
+        report(finding)
+    return Certificate(llm.config.model or "bundled", _form(llm), findings, time.monotonic() - started)
+
+
+def _findings(subject: Subject, scope: Scope, started: float, tell: Tell) -> Iterator[Finding]:
+    fault = FAULTS[scope.fault] if scope.fault else None
+    llm, rules = subject.llm, [fault.rule(name) if fault else RULES[name] for name in scope.rules]
+    tell("rules: enumerating")
+    yield from check_rules(scope.rules, fault)
+    prompts = _prompts(llm, scope.texts)
+    tell("passes: one token and many")
+    passes, noise = check_passes(subject, prompts[0], exact=isinstance(llm.decoder, NativeDecoder))
+    yield passes
+    asks = [
+        Ask(prompt, SamplingParams(temperature=t, seed=i, max_tokens=scope.tokens, ignore_eos=True))
+        for t in TEMPERATURES
+        for i, prompt in enumerate(prompts)
+    ]
+    yield from check_texts(subject, asks, rules, scope.drafts, noise, started + scope.seconds / 2, tell)
+    arms = [(rule, draft) for rule in rules for draft in (scope.drafts if rule.name != "match" else scope.drafts[-1:])]
+    for i, (rule, draft) in enumerate(arms):
+        now = time.monotonic()
+        share = (started + scope.seconds - now) / (len(arms) - i)
+        yield check_law(subject, prompts, rule, draft, scope.samples, now + share, tell)
+    if fault is None:
+        tell("faults: putting in known mistakes")
+        yield from check_faults(scope.rules, subject, asks, scope.drafts[-1])
+
+
+def _prompts(llm: LLM, count: int) -> list[tuple[int, ...]]:
+    """Passages of code, each with its beginning again, so that look-ups find something."""
+    tokens = min(PROMPT, llm.decoder.context // 4)
+    if llm.tokenizer is None:
+        return random_prompts(llm.decoder.config.vocab, count, tokens)
+    passages = excerpts(llm.tokenizer.encode, count, 2 * tokens // 3)
+    return [(*passage, *passage[: tokens // 3]) for passage in passages]
+
+
+def _form(llm: LLM) -> str:
+    """In which precision, by which kernels."""
+    decoder = llm.decoder
+    if isinstance(decoder, NativeDecoder):
+        return f"{llm.config.quantization or str(decoder.dtype).removeprefix('torch.')}, native {native.instructions()}"
+    return f"{str(decoder.dtype).removeprefix('torch.')}, torch on {decoder.device}"
+
+
+def all_drafts(llm: LLM, named: str | None) -> tuple[str, ...]:
+    """The proposers to check: the one asked for, or those that every engine has and the draft model if it has one."""
+    known: Sequence[str] = list(llm.engine.proposers)
+    if named:
+        return (named,)
+    return tuple(name for name in ("ngram", "suffix", "model") if name in known)

@@ -1,0 +1,121 @@
+"""Texts, token for token: with speculation and without, however requests are batched and prompts are cut.
+
+`match` promises equality at every temperature, the ratio rules at temperature 0. Where a text parts, the margin says
+how close the target's choice was: the gap between its best and second-best score, noise included.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+
+from forerun import rng
+from forerun.bench.report import Tell
+from forerun.check.findings import Finding
+from forerun.check.subject import Ask, Said, Schedule, Subject
+from forerun.verify import RULES, Noise, Rule
+
+PLAIN = Schedule(1, 512, 0)
+SCHEDULES = (Schedule(1, 512, 4), Schedule(8, 16, "auto"), Schedule(3, 7, 8))
+NEAR = 16.0  # ties this many times the largest difference of a logit are near
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """Where a text left the plain one. `margin` is the gap of the two best scores of the target there."""
+
+    prompt: int
+    seed: int
+    temperature: float
+    schedule: str
+    position: int
+    plain: int
+    speculative: int
+    margin: float
+
+
+def check_texts(
+    subject: Subject, asks: Sequence[Ask], rules: Sequence[Rule], drafts: Sequence[str], noise: float,
+    deadline: float, tell: Tell,
+) -> Iterator[Finding]:  # fmt: skip
+    """One finding a rule and draft. `noise` is the largest difference of a logit (0: none is allowed)."""
+    tell("texts: plain decoding")
+    plain = subject.say(asks, RULES["match"], "off", PLAIN)
+    greedy = [i for i, ask in enumerate(asks) if ask.params.greedy]
+    for rule in rules:
+        mine = list(range(len(asks))) if rule.name == "match" else greedy
+        for draft in [*(["off"] if rule.name == "match" else []), *drafts]:
+            done, apart = 0, list[Divergence]()
+            try:
+                for schedule in SCHEDULES:
+                    if time.monotonic() > deadline:
+                        break
+                    tell(f"texts: {rule.name} with {draft}, {schedule}")
+                    said = subject.say([asks[i] for i in mine], rule, draft, schedule)
+                    apart += _divergences(subject, asks, plain, dict(zip(mine, said, strict=True)), schedule)
+                    done += 1
+            except AssertionError as error:
+                yield Finding("texts", _name(rule.name, draft), False, f"the engine stopped: {error}")
+                continue
+            yield _finding(_name(rule.name, draft), [asks[i] for i in mine], done, apart, noise)
+
+
+def _name(rule: str, draft: str) -> str:
+    return f"{rule} with {draft}" if draft != "off" else "plain, batched"
+
+
+def _divergences(
+    subject: Subject, asks: Sequence[Ask], plain: Sequence[Said], said: dict[int, Said], schedule: Schedule
+) -> list[Divergence]:
+    found = []
+    for i, mine in said.items():
+        theirs = plain[i].tokens
+        at = next((k for k, (a, b) in enumerate(zip(mine.tokens, theirs, strict=False)) if a != b), None)
+        if at is None:
+            if len(mine.tokens) == len(theirs):
+                continue
+            at = min(len(mine.tokens), len(theirs))
+        params = asks[i].params
+        seed, pair = params.seed or 0, ([*theirs, -1][at], [*mine.tokens, -1][at])
+        margin = _margin(subject, [*asks[i].prompt, *theirs[:at]], params.temperature, seed)
+        found.append(Divergence(i, seed, params.temperature, str(schedule), at, *pair, margin))
+    return found
+
+
+def _margin(subject: Subject, prefix: Sequence[int], temperature: float, seed: int) -> float:
+    """The gap between the best and the second-best score behind `prefix`, in units of a logit."""
+    logits = subject.logits(prefix, first=len(prefix) - 1, step=1).double()
+    if temperature:
+        logits = rng.perturb(logits / temperature, [Noise(seed, len(prefix) - 1).target(0)]) * temperature
+    best = torch.topk(logits[0], 2).values
+    return float(best[0] - best[1])
+
+
+def _finding(subject: str, asks: Sequence[Ask], done: int, apart: Sequence[Divergence], noise: float) -> Finding:
+    temperatures = sorted({ask.params.temperature for ask in asks})
+    details = {
+        "texts": len(asks) * done, "tokens": sum(ask.params.max_tokens for ask in asks) * done,
+        "schedules": [str(s) for s in SCHEDULES[:done]], "temperatures": temperatures,
+        "divergences": [asdict(d) for d in apart],
+    }  # fmt: skip
+    if not done:
+        return Finding("texts", subject, None, "not compared: the time was over (raise --seconds)", details)
+    what = (
+        f"{len(asks) * done} texts of {asks[0].params.max_tokens} tokens at temperature"
+        f" {' and '.join(f'{t:g}' for t in temperatures)} ({done} of {len(SCHEDULES)} schedules)"
+    )
+    if not apart:
+        return Finding("texts", subject, True, f"{what}: the same tokens", details)
+    far = [d for d in apart if not d.margin <= NEAR * noise]
+    first = min(far or apart, key=lambda d: d.position)
+    where = (
+        f"prompt {first.prompt}, seed {first.seed}, temperature {first.temperature:g}, {first.schedule}: token"
+        f" {first.position} is {first.speculative} instead of {first.plain}, with a margin of {first.margin:.2g}"
+    )
+    if far:
+        return Finding("texts", subject, False, f"{len(far)} of {what} part where no near tie is: {where}", details)
+    text = f"{len(apart)} of {what} part, all at near ties (a margin of at most {NEAR * noise:.2g}); {where}"
+    return Finding("texts", subject, True, text, details)

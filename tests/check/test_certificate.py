@@ -1,0 +1,197 @@
+"""`forerun check`: it passes what is right, and every fault it knows makes it fail and say where."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+
+from forerun import LLM, cli
+from forerun.check import certificate, faults, law, rules, texts
+from forerun.check.certificate import LOSSLESS, Scope, certify
+from forerun.check.faults import FAULTS, check_rules
+from forerun.check.subject import Ask, Schedule, Subject
+from forerun.errors import ConfigError
+from forerun.sampling.params import SamplingParams
+from forerun.types import Draft, Law
+from forerun.verify import RULES
+from tests import tiny
+
+
+@pytest.fixture(scope="module")
+def pair():
+    """A tiny target and a draft model that is often of its opinion, as directories."""
+    return tiny.family("llama"), tiny.drafter("llama", noise=0.3)
+
+
+@pytest.fixture(scope="module")
+def llm(pair):
+    return LLM(pair[0], draft=f"model:{pair[1]}", draft_quantization="none", kv_tokens=2048, width=2)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """Fewer toy models: what each fault needs is kept."""
+    monkeypatch.setattr(rules, "TOYS", [("exact", 2, 1), ("exact", 2, 2), ("float", 3, 2)])
+
+
+def small(rules_=LOSSLESS, **options):
+    return Scope(tuple(rules_), ("suffix", "model"), **{"texts": 2, "tokens": 16, "samples": 200} | options)
+
+
+def test_what_is_right_is_certified(llm):
+    seen = []
+    made = certify(llm, small(), seen.append)
+    assert made.passed, made.failed
+    assert seen == made.findings
+    parts = [finding.part for finding in made.findings]
+    assert {part: parts.count(part) for part in dict.fromkeys(parts)} == {
+        "rules": 7, "passes": 1, "texts": 9, "law": 7, "faults": sum(len(f.rules) for f in FAULTS.values()),
+    }  # fmt: skip
+    json.dumps(made.as_dict(), allow_nan=False)
+
+
+@pytest.mark.parametrize("name", [name for name, fault in FAULTS.items() if "match" not in fault.rules])
+def test_every_fault_is_found_in_the_rules(name):
+    """In each rule it can be made in; the first finding that fails says where."""
+    for rule in FAULTS[name].rules:
+        failed = next(f for f in check_rules([rule], FAULTS[name]) if f.passed is False)
+        assert failed.subject.startswith(rule)
+        assert any(word in failed.text for word in ("is said with probability", "comes", "forbids"))
+
+
+def test_a_certificate_with_a_fault_fails_and_says_where(llm):
+    made = certify(llm, small(["token"], fault="skipped-rejection"), lambda finding: None)
+    assert not made.passed
+    assert {"rules", "law"} <= {finding.part for finding in made.failed}
+    assert "the string" in made.failed[0].text
+
+
+@pytest.mark.parametrize("name", ["no-residual", "skipped-rejection"])
+def test_the_law_of_the_running_engine_shows_faults(name, llm):
+    """Not only on toys: the sequential test sees the fault in what the engine says."""
+    subject, prompts = Subject(llm), certificate._prompts(llm, 2)
+    assert law.bet(subject, prompts, FAULTS[name].rule("token"), "model", 6000, np.inf).refuted
+    assert not law.bet(subject, prompts, RULES["token"], "model", 400, np.inf).refuted
+
+
+@pytest.mark.parametrize("name", ["noise-by-round", "late-match", "lenient-match"])
+def test_texts_of_the_running_engine_show_faults(name, llm):
+    made = certify(llm, small(["match"], fault=name), lambda finding: None)
+    assert [f for f in made.failed if f.part == "texts"]
+
+
+def asks(llm, tokens=12):
+    prompts = certificate._prompts(llm, 2)
+    return [
+        Ask(p, SamplingParams(temperature=0.8, seed=i, max_tokens=tokens, ignore_eos=True))
+        for i, p in enumerate(prompts)
+    ]
+
+
+def test_divergence_tells_position_tokens_and_margin(llm, monkeypatch):
+    """Texts that part are compared with a plain text that was changed on purpose."""
+    subject = Subject(llm)
+    right = subject.say(asks(llm), RULES["match"], "off", texts.PLAIN)
+    wrong = [tokens.tokens.copy() for tokens in right]
+    wrong[1][5] = (wrong[1][5] + 1) % 50
+    said = {0: right[0], 1: type(right[1])(wrong[1], [])}
+    (apart,) = texts._divergences(subject, asks(llm), right, said, Schedule(1, 7, 2))
+    assert (apart.prompt, apart.position, apart.plain, apart.speculative) == (1, 5, right[1].tokens[5], wrong[1][5])
+    assert apart.margin > 0
+    far = texts._finding("match with x", asks(llm), 1, [apart], noise=0.0)
+    assert far.passed is False and "token 5" in far.text
+    near = texts._finding("match with x", asks(llm), 1, [apart], noise=apart.margin)
+    assert near.passed is True and "near ties" in near.text
+
+
+def test_margin_is_that_of_the_draw(llm):
+    """The best score with its noise is the token that was drawn; the margin is its lead."""
+    subject, (ask, _) = Subject(llm), asks(llm)
+    said = subject.say([ask], RULES["match"], "off", texts.PLAIN)[0].tokens
+    assert texts._margin(subject, [*ask.prompt, *said[:3]], 0.8, ask.params.seed) > 0
+
+
+def test_no_time_proves_nothing(llm):
+    made = certify(llm, small(["match"], seconds=0.0), lambda finding: None)
+    assert made.open and not made.failed and not made.passed
+    assert "raise --seconds" in made.open[0].text
+
+
+def test_torch_kernels_may_part_at_near_ties_only(pair):
+    llm = LLM(pair[0], kernels="torch", draft="suffix", kv_tokens=2048)
+    made = certify(llm, Scope(("match",), ("suffix",), texts=2, tokens=16, samples=100), lambda finding: None)
+    assert made.passed, made.failed
+    assert made.form == "float32, torch on cpu"
+
+
+def test_proposal_counts_given_children_as_certain():
+    draft = Draft.root(0)
+    draft.add(2, 0, "toy", Law.SAMPLED)
+    draft.add(1, 0, "toy")
+    draft.probs = np.array([[0.25, 0.25, 0.5], [0, 0, 0], [0, 0, 0]])
+    assert law.proposal(draft, 0, 3).tolist() == [0.25, 1.0, 0.5]
+    assert law.proposal(draft, 1, 3) is None
+
+
+@pytest.mark.parametrize(
+    "options, says",
+    [
+        ({"rules": ("typical",)}, "changes the output by design"),
+        ({"rules": ("match",), "fault": "lenint"}, "lenient"),
+        ({"rules": ("match",), "tokens": 1}, "tokens=1"),
+        ({"rules": ("match",), "seconds": -1.0}, "seconds"),
+    ],
+)
+def test_bad_scopes_are_one_line(options, says):
+    with pytest.raises(ConfigError, match=says) as error:
+        Scope(**{"drafts": ()} | options)
+    assert "\n" not in str(error.value)
+
+
+def run(monkeypatch, capsys, *arguments):
+    monkeypatch.setattr(sys, "argv", ["forerun", "check", *map(str, arguments)])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    out, err = capsys.readouterr()
+    return stop.value.code or 0, out, err
+
+
+SMALL = ("--texts", 1, "--tokens", 8, "--samples", 50, "--rule", "match", "--draft", "suffix")
+
+
+def test_command_line(pair, monkeypatch, capsys):
+    code, out, _ = run(monkeypatch, capsys, pair[0], *SMALL)
+    assert code == 0 and "certified:" in out and "FAILED" not in out
+    code, out, err = run(monkeypatch, capsys, pair[0], *SMALL, "--json")
+    assert code == 0 and json.loads(out)["passed"] is True and not err
+
+
+def test_command_line_fails_with_a_fault(pair, monkeypatch, capsys):
+    code, out, _ = run(monkeypatch, capsys, pair[0], *SMALL, "--inject", "lenient-match")
+    assert code == 1 and "FAILED" in out and "NOT certified" in out
+    code, out, _ = run(monkeypatch, capsys, pair[0], *SMALL, "--inject", "lenient-match", "--json")
+    assert code == 1 and json.loads(out)["failed"] >= 1
+
+
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        (("--rule", "typical"), "by design"),
+        (("--inject", "nothing"), "no fault"),
+        (("--draft", "model:nowhere/at-all"), "nowhere"),
+        (("no/such/model",), "no/such/model"),
+    ],
+)
+def test_command_line_bad_input(arguments, says, monkeypatch, capsys):
+    code, out, err = run(monkeypatch, capsys, *arguments)
+    assert code == 2 and says in err and out == ""
+    assert len([line for line in err.splitlines() if line.startswith("forerun:")]) == 1
+
+
+def test_faults_change_what_they_name_only():
+    for fault in FAULTS.values():
+        for name in LOSSLESS:
+            if name not in fault.rules:
+                assert fault.rule(name) is RULES[name]
+    assert set(faults.FAULTS) == {fault.name for fault in FAULTS.values()}

@@ -1,0 +1,127 @@
+"""Hidden states for drafters: every committed token's, once, in order, those of the target's own one-token passes.
+
+A drafter that is shown the states of the wrong position, path or layer still drafts, only worse: nothing else tells.
+"""
+
+import pytest
+import torch
+
+from forerun.cache.attention import Segment
+from forerun.cache.kv import KVCache
+from forerun.draft.base import Proposer
+from forerun.draft.compose import Cascade
+from forerun.draft.model import DraftModel
+from forerun.draft.ngram import NGram
+from forerun.engine.engine import Engine
+from forerun.kernels import native
+from forerun.models.config import load_config
+from forerun.native import NativeDecoder
+from forerun.runner import Runner
+from tests import tiny
+from tests.engine import build
+
+BOUNDARIES = (0, 2, 3)  # the embedding, between layers, and what left the last of three
+
+
+class Watcher(DraftModel):
+    """A draft model that drafts trees and keeps what it is shown."""
+
+    boundaries = BOUNDARIES
+
+    def __init__(self, runner: Runner, width: int) -> None:
+        super().__init__(runner, tiny.VOCAB, width)
+        self.seen: dict[int, dict[int, torch.Tensor]] = {}
+        self.ended: list[tuple[list[int], dict[int, torch.Tensor]]] = []
+
+    def open(self, slot, tokens, references=()):
+        super().open(slot, tokens, references)
+        self.seen[slot] = {}
+
+    def observe(self, slot, start, features):
+        assert tuple(features) == self.boundaries
+        rows = torch.stack([features[b] for b in self.boundaries], 1)
+        for i, row in enumerate(rows):
+            assert start + i not in self.seen[slot], "once"
+            assert not self.seen[slot] or start + i == max(self.seen[slot]) + 1, "in order"
+            self.seen[slot][start + i] = row
+
+    def close(self, slot, finished=None):
+        super().close(slot, finished)
+        if finished is not None:
+            self.ended.append((list(finished), self.seen.pop(slot)))
+
+
+def watching(decoder: object, drafter: object, wrap: bool, **options: int) -> tuple[Engine, Watcher]:
+    watcher = Watcher(Runner(drafter, tokens=1024, page=4, slots=8), width=3)
+    proposer: Proposer = Cascade((NGram(longest=3, shortest=1), watcher)) if wrap else watcher
+    shape = {"tokens": 1024, "page": 4, "slots": 8, "chunk": 7} | options
+    chunk = shape.pop("chunk")
+    return Engine(Runner(decoder, **shape), {"watch": proposer}, chunk=chunk), watcher
+
+
+def reference(decoder: object, tokens: list[int]) -> torch.Tensor:
+    """The states of each token, [T, boundaries, H], from passes over one token on an empty cache."""
+    runner, rows = Runner(decoder, tokens=len(tokens) + 4, page=4, slots=1), []
+    runner.cache.open(0, [])
+    runner.cache.pages.grow(0, len(tokens))
+    for token in tokens:
+        features = runner.forward([Segment(0, [token], [-1], [0])], BOUNDARIES).features
+        rows.append(torch.stack([features[b][0] for b in BOUNDARIES]))
+        runner.cache.commit(0, [0])
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("wrap", [False, True], ids=["alone", "in a cascade"])
+@pytest.mark.parametrize("tokens", [1024, 160], ids=["room", "preempted"])
+def test_every_committed_token_is_shown_once_and_in_order(wrap: bool, tokens: int) -> None:
+    decoder = tiny.decoder(tiny.family("llama"))
+    engine, watcher = watching(decoder, tiny.decoder(tiny.drafter("llama")), wrap, tokens=tokens)
+    for i, prompt in enumerate(build.prompts(6)):
+        engine.add(prompt, build.params(i, 0.8), draft="watch", depth=3)
+    while engine.busy:
+        engine.step()
+    assert len(watcher.ended) == 6
+    for text, seen in watcher.ended:
+        # all but the last token, which was never read; a prefix that was cached was read by somebody else
+        assert max(seen) == len(text) - 2 and min(seen) < len(text) // 2
+        expected = reference(decoder, text[:-1])
+        for position, row in seen.items():
+            assert torch.allclose(row, expected[position], atol=1e-9), position
+
+
+def test_who_does_not_ask_is_shown_nothing() -> None:
+    engine, watcher = watching(tiny.decoder(tiny.family("llama")), tiny.decoder(tiny.drafter("llama")), wrap=False)
+    engine.add(build.prompts()[1], build.params(0, 0.0), draft="off")
+    while engine.busy:
+        engine.step()
+    assert not watcher.seen and not watcher.ended
+
+
+@pytest.mark.skipif(native.library() is None, reason="the native kernels were not compiled")
+@pytest.mark.parametrize("form", ["float32", "bfloat16", "int8"])
+def test_native_states_are_those_of_one_token_passes_bit_for_bit(form: str) -> None:
+    """And asking for them changes no logit."""
+    native.start(2)
+    directory = tiny.family("llama")
+    decoder = NativeDecoder(load_config(directory), directory, form, 256)
+    tokens = torch.randint(3, tiny.VOCAB, (19,), generator=torch.Generator().manual_seed(2)).tolist()
+    cache = KVCache(
+        decoder.config, tokens=64, page=4, slots=1, context=256, dtype=decoder.dtype, device=decoder.device
+    )  # fmt: skip
+    cache.open(0, [])
+    cache.pages.grow(0, len(tokens))
+    segment = Segment(0, tokens, list(range(-1, len(tokens) - 1)), [0, 18])
+    asked, plain = decoder.forward([segment], cache, BOUNDARIES), decoder.forward([segment], cache)
+    assert torch.equal(asked.logits, plain.logits) and not plain.features
+    together = torch.stack([asked.features[b] for b in BOUNDARIES], 1)
+    assert torch.equal(together, reference(decoder, tokens))
+
+
+@pytest.mark.skipif(native.library() is None, reason="the native kernels were not compiled")
+def test_native_states_agree_with_torch() -> None:
+    native.start(2)
+    directory = tiny.family("llama")
+    decoder = NativeDecoder(load_config(directory), directory, "float32", 256)
+    tokens = list(range(3, 17))
+    expected = reference(tiny.decoder(directory), tokens)
+    assert torch.allclose(reference(decoder, tokens).double(), expected, rtol=1e-4, atol=1e-4)
