@@ -89,12 +89,12 @@ MEASURED = (  # shown where they are known
     _field("tokens/s", "tokens_per_second"),
     _field("times plain", "times_plain", _two_digits),
     Column("95 % interval", lambda entry: entry.values["interval"], _span, numeric=True),
+    Column("text", lambda entry: same_text([entry])),
     _field("accepted length", "accepted_length", _two_digits),
     _field("drafted a step", "drafted", "{:.1f}".format),
     _field("draft ms", "draft_ms"),
     _field("pass ms", "pass_ms"),
     _field("other ms", "other_ms"),
-    Column("text", lambda entry: same_text([entry])),
     _field("joules a token", "joules_per_token"),
     _field("cost a million", "cost_per_million"),
 )

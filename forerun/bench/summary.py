@@ -19,8 +19,12 @@ PLAIN = "off"
 PLAIN_NAME = "plain decoding"
 SETTING = ("model", "tokens", "quantization", "temperature")  # and the machine, and requests at once
 NOTHING = "\N{EN DASH}"
-SAME, UNCOMPARED = "same", "not compared"
-TEXTS = {SAME: "token for token the same text", UNCOMPARED: "text not compared"}
+SAME, UNCOMPARED, PARTLY_SAME = "same", "not compared", "same where compared"
+TEXTS = {
+    SAME: "token for token the same text",
+    UNCOMPARED: "text not compared",
+    PARTLY_SAME: "token for token the same text where texts were compared",
+}
 LONGEST_NAME = 60  # characters of a name within a sentence
 
 
@@ -170,7 +174,7 @@ def _standing(entries: Sequence[Entry]) -> Standing:
 
 
 def same_text(entries: Iterable[Entry]) -> str:
-    """Whether outputs were plain decoding's: `SAME`, "DIFFERENT ..." if one was not, `UNCOMPARED` if that is not known.
+    """Whether outputs were plain decoding's: `SAME`, `PARTLY_SAME`, `UNCOMPARED`, or "DIFFERENT ..." if one was not.
 
     Texts are not compared where a rule promises the same distribution rather than the same tokens.
     """
@@ -179,7 +183,8 @@ def same_text(entries: Iterable[Entry]) -> str:
     if differing:
         known = [at for at in differing if at is not None]
         return f"DIFFERENT from token {min(known)}" if known else "DIFFERENT"
-    return SAME if values and all(v["same"] for v in values) else UNCOMPARED
+    compared = [v for v in values if v["same"]]
+    return (SAME if len(compared) == len(values) else PARTLY_SAME) if compared else UNCOMPARED
 
 
 def headline(entries: Sequence[Entry]) -> tuple[str, str]:

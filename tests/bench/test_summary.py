@@ -26,6 +26,7 @@ def test_headlines() -> None:
     assert said(arm(2.0, interval=None, same=None)) == (
         "suffix, depth auto: 2.00 times plain decoding | text not compared"
     )
+    assert said(arm(2.0), arm(2.0, category="chat", same=None)).endswith("the same text where texts were compared")
     assert said(arm(2.0, same=False, first_difference=7)).endswith("| but the text is DIFFERENT from token 7")
     assert said(arm(0.9)) == (
         "No draft is quicker than plain decoding | the best is suffix, depth auto: 0.90 times plain decoding"
