@@ -9,6 +9,7 @@ import typer
 
 from forerun.bench.cli_decode import decode, energy, page, sweep
 from forerun.bench.cli_roofline import roofline
+from forerun.bench.cli_serve import serve
 from forerun.bench.lists import listed, number, whole
 from forerun.bench.recipe import PairRecipe
 from forerun.errors import ConfigError
@@ -107,6 +108,7 @@ app.command(
     " --requests 1,4 --out sweep.html[/dim]"
 )(sweep)
 app.command(epilog="[dim]forerun bench energy --model Qwen/Qwen3-0.6B --drafts suffix --price 0.4[/dim]")(energy)
+app.command(epilog="[dim]forerun bench serve http://127.0.0.1:8000 --requests 1,4,16 --drafts suffix[/dim]")(serve)
 
 
 @app.command(epilog="[dim]forerun bench model --acceptance 0.8 --draft-cost 0.1 --verify-cost 1:1,8:1.1,16:1.5[/dim]")
