@@ -105,7 +105,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A named bar made of parts, one after the other; `words` stand at its end."""
+    """A named bar made of parts, one after the other; `words` stand at its end. Without parts, a heading."""
 
     name: str
     parts: Sequence[float]
@@ -193,7 +193,8 @@ def draw_bars(bars: Sequence[Bar], unit: str, part_names: Sequence[str] = ()) ->
                 label = part_names[i] if part_names and y == 0 else None
                 axes.barh(y, part, left=start, height=0.66, color=colour, edgecolor=PANEL, linewidth=0.5, label=label)
                 start += part
-            _at_left(axes, y, name, color=INK, fontsize=SMALL)
+            heading = {} if bar.parts else dict(fontweight="bold")
+            _at_left(axes, y, name, color=INK, fontsize=SMALL, **heading)
             _at_right(axes, y, bar.words)
         _rows_downwards(axes, len(bars), unit)
         if part_names:

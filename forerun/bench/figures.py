@@ -39,6 +39,7 @@ from forerun.bench.summary import (
 MOST_ARMS = 9  # as many as there are markers
 MOST_COLUMNS = 20  # of a histogram; what is longer shares the last
 MOST_LEVELS = 32
+FEWEST_DRAFTS = 10  # of fewer a share says nothing
 MOST_TICKS = 9
 PARTS = ("draft", "pass", "other")
 Arms = Mapping[str, Sequence[Entry]]  # an arm's name and its results, by category
@@ -238,10 +239,13 @@ def _levels(arms: Arms, looks: Looks, note: str) -> Figure | None:
     lines = []
     for arm, mine in arms.items():
         tried, accepted = (_added([[pair[i] for pair in e.values["acceptance"]] for e in mine]) for i in (0, 1))
-        points = [(i + 1, a / n) for i, (n, a) in enumerate(zip(tried, accepted, strict=True)) if n][:MOST_LEVELS]
+        points = [(i + 1, a / n) for i, (n, a) in enumerate(zip(tried, accepted, strict=True)) if n >= FEWEST_DRAFTS]
         if points:
-            lines.append(Line(arm, points, looks[arm]))
-    caption = f"{note}Of the drafts with so many levels, those accepted down to this one."
+            lines.append(Line(arm, points[:MOST_LEVELS], looks[arm]))
+    caption = (
+        f"{note}Of the drafts with so many levels, those accepted down to this one. Levels with fewer than"
+        f" {FEWEST_DRAFTS} drafts are left out."
+    )
     return _line_figure(
         "Acceptance by level", caption, lines, "level of the draft", "share of drafts accepted", top=1.0
     )
@@ -279,21 +283,26 @@ def _step(arms: Arms, looks: Looks, note: str) -> Figure | None:
 
 
 def _sources(arms: Arms, looks: Looks, note: str) -> Figure | None:
-    rows: list[Bar] = []
+    bars: list[Bar] = []
+    values: list[tuple[float, str]] = []
+    several = any(len(e.values["sources"]) > 1 for mine in arms.values() for e in mine)
     for arm, mine in arms.items():
-        names = unique(name for e in mine for name in e.values["sources"])
-        for source in names:
+        found = []
+        for source in unique(name for e in mine for name in e.values["sources"]):
             pairs = [e.values["sources"][source] for e in mine if source in e.values["sources"]]
             drafted, accepted = sum(d for d, _ in pairs), sum(a for _, a in pairs)
             if drafted:
                 share = 100 * accepted / drafted
-                name = arm if len(names) == 1 else f"{arm}: {shown(source)}"
-                rows.append(Bar(name, [share], f"{share:.0f} % of {_count(drafted)}", looks[arm]))
-    if not rows:
+                name = shown(source) if several else arm
+                found.append(Bar(name, [share], f"{share:.0f} % of {_count(drafted)}", looks[arm]))
+                values.append((share, f"{arm}: {shown(source)}"))
+        bars += [Bar(arm, [], "")] if found and several else []
+        bars += found
+    if not bars:
         return None
     caption = f"{note}Of the tokens that a source drafted, those accepted."
     unit = "% accepted"
-    return _figure("Acceptance by source", caption, draw_bars(rows, unit), [(r.parts[0], r.name) for r in rows], unit)
+    return _figure("Acceptance by source", caption, draw_bars(bars, unit), values, unit)
 
 
 def _count(value: int) -> str:

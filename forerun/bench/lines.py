@@ -155,7 +155,7 @@ def write_lines(path: Path, report: Mapping[str, Any]) -> None:
 
 def _belong(run: Mapping[str, Any], result: Mapping[str, Any], limit: Mapping[str, Any]) -> bool:
     """Whether a limit is that of the weights a result was measured with."""
-    keys = ("quantization", *RUN)
+    keys = ("quantization", *(["requests"] if "requests" in limit else []), *RUN)
     return all({**run, **result}[key] == {**run, **limit}[key] for key in keys)
 
 

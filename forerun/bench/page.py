@@ -221,9 +221,11 @@ def _cell(column: Column, entry: Entry) -> Cell:
 
 def limits_of(limits: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str, str, str]]:
     """Rows of (weights, MB, GB/s, tokens/s that these allow, share that plain decoding reaches)."""
+    several = len({limit.get("requests") for limit in limits}) > 1
+    named = ("model", "tokens", "quantization", *(["requests"] if several else []))
     return [
         (
-            ", ".join(condition(name, limit[name]) for name in ("model", "tokens", "quantization") if name in limit),
+            ", ".join(condition(name, limit[name]) for name in named if name in limit),
             f"{limit['weight_bytes'] / 1e6:,.0f}",
             number(limit["bandwidth"]),
             number(limit["tokens_per_second"]),

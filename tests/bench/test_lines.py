@@ -29,6 +29,15 @@ def test_a_report_comes_back(tmp_path: Path) -> None:
     assert read_lines([tmp_path / "a.jsonl"]) == data
 
 
+def test_a_line_has_the_limits_of_its_own_weights_and_requests(tmp_path: Path) -> None:
+    data = report([result(requests=n, quantization=w) for w in ("none", "int8") for n in (1, 4)])
+    data["limits"] = [limit | {"requests": n} for limit in data["limits"] for n in (1, 4)]
+    write_lines(tmp_path / "a.jsonl", data)
+    lines = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
+    assert [line["limits"] for line in lines] == [[limit] for limit in data["limits"]]
+    assert read_lines([tmp_path / "a.jsonl"]) == data
+
+
 def test_files_one_after_the_other_are_one_report(tmp_path: Path, small: dict[str, Any]) -> None:
     other = report([result(draft="ngram", quantization="int8")], model="other", machine=MACHINE | {"cores": 64})
     one, two, both = (tmp_path / name for name in ("one.jsonl", "two.jsonl", "both.jsonl"))

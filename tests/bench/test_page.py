@@ -17,7 +17,7 @@ pytest.importorskip("matplotlib", reason="the page needs matplotlib")
 from forerun import ForerunError
 from forerun.bench.drawing import look, short_names
 from forerun.bench.figures import Figure, sections_of
-from forerun.bench.page import render, write_page
+from forerun.bench.page import limits_of, render, write_page
 from forerun.bench.summary import entries_of, shown
 from tests.bench.reports import large, report, result
 
@@ -46,11 +46,11 @@ def hostile() -> dict[str, Any]:
 def test_figures_add_up_what_was_measured() -> None:
     found = figures(
         result(
-            lengths=[1, 1], acceptance=[[10, 5]], sources={"suffix": [10, 5]}, positions=[[0, 4, 8]],
+            lengths=[1, 1], acceptance=[[10, 5], [9, 9]], sources={"suffix": [10, 5]}, positions=[[0, 4, 8]],
             times_plain=1.5, draft_ms=1.0, pass_ms=2.0, other_ms=0.5,
         ),
         result(
-            lengths=[0, 2], acceptance=[[10, 10], [4, 1]], sources={"suffix": [30, 5]},
+            lengths=[0, 2], acceptance=[[10, 10], [11, 1], [9, 9]], sources={"suffix": [30, 5]},
             positions=[[0, 4, 4], [64, 2, 7]], times_plain=2.5, draft_ms=3.0, pass_ms=2.0, other_ms=1.5,
             category="chat",
         ),
@@ -58,10 +58,10 @@ def test_figures_add_up_what_was_measured() -> None:
     assert [found[title].words for title in found] == [
         "Speed-up by category, times plain decoding: from 1.50 (suffix, edit) to 2.50 (suffix, chat)",
         "Accepted length, mean tokens a pass: from 1.75 (suffix) to 1.75 (suffix)",
-        "Acceptance by level, share of drafts accepted: from 0.250 (suffix, level of the draft: 2)"
+        "Acceptance by level, share of drafts accepted: from 0.500 (suffix, level of the draft: 2)"
         " to 0.750 (suffix, level of the draft: 1)",
         "Time of a step, ms a step: from 5.00 (suffix) to 5.00 (suffix)",
-        "Acceptance by source, % accepted: from 25.0 (suffix) to 25.0 (suffix)",
+        "Acceptance by source, % accepted: from 25.0 (suffix: suffix) to 25.0 (suffix: suffix)",
         "Accepted length by position, tokens a pass: from 1.50 (suffix, position in the output, in tokens: 0)"
         " to 3.50 (suffix, position in the output, in tokens: 64)",
     ]
@@ -74,14 +74,14 @@ def test_what_was_not_measured_has_no_figure() -> None:
     assert [*figures(result(**nothing))] == ["Speed-up"]
     assert figures(result(draft="off", **nothing)) == {}
     more = {
-        "lengths": ([1, 2], "Accepted length"), "acceptance": ([[3, 1]], "Acceptance by level"),
+        "lengths": ([1, 2], "Accepted length"), "acceptance": ([[10, 1]], "Acceptance by level"),
         "pass_ms": (3.0, "Time of a step"), "sources": ({"suffix": [3, 0]}, "Acceptance by source"),
         "positions": ([[0, 1, 1]], "Accepted length by position"), "joules_per_token": (0.0, "Energy"),
         "cost_per_million": (1.2, "Cost"),
     }  # fmt: skip
     for field, (value, title) in more.items():
         assert [*figures(result(**nothing | {field: value}))] == ["Speed-up", title]
-    empty = dict(lengths=[0], acceptance=[[0, 0]], sources={"suffix": [0, 0]}, positions=[[0, 0, 0]])
+    empty = dict(lengths=[0], acceptance=[[9, 9]], sources={"suffix": [0, 0]}, positions=[[0, 0, 0]])
     assert [*figures(result(**nothing | empty))] == ["Speed-up"]
 
 
@@ -110,10 +110,30 @@ def test_long_histograms_end_in_one_bar() -> None:
 
 def test_a_page_stays_small_however_much_was_counted() -> None:
     many = result(
-        lengths=[1] * 5000, acceptance=[[9, 1]] * 5000, positions=[[i, 1, 1 + i % 7] for i in range(5000)],
+        lengths=[1] * 5000, acceptance=[[19, 1]] * 5000, positions=[[i, 1, 1 + i % 7] for i in range(5000)],
         sources={f"source {i}": [1, 1] for i in range(50)},
     )  # fmt: skip
     assert len(render(report([many]))) < 400_000
+
+
+def test_sources_stand_under_their_draft_where_there_are_several() -> None:
+    one, other = (
+        result(sources={"suffix": [4, 2], "prediction": [8, 2]}),
+        result(draft="ngram", sources={"ngram": [4, 1]}),
+    )
+    texts = re.findall(r">([^<]+)</text>", figures(one, other)["Acceptance by source"].svg)
+    names = [text for text in texts if re.match(r"[a-z]", text)]
+    assert names == ["suffix", "suffix", "prediction", "ngram", "ngram"]
+
+
+def test_limits_are_told_apart() -> None:
+    data = report([result(draft="off"), result(requests=4, draft="off")])
+    alike = data["limits"][0]
+    data["limits"] = [alike | {"requests": 1}, alike | {"requests": 4}]
+    assert [row[0] for row in limits_of(data["limits"])] == [
+        "weights as they are, one request at a time", "weights as they are, 4 requests at once",
+    ]  # fmt: skip
+    assert [row[0] for row in limits_of(data["limits"][1:])] == ["weights as they are"]
 
 
 def test_another_text_is_marked() -> None:
@@ -125,7 +145,7 @@ def test_another_text_is_marked() -> None:
 
 
 def test_odd_numbers_are_drawn() -> None:
-    odd = dict(interval=[3.0, 1.0], acceptance=[[1, 7]], lengths=[10**14], times_plain=0.0, tokens_per_second=1e14)
+    odd = dict(interval=[3.0, 1.0], acceptance=[[10, 70]], lengths=[10**14], times_plain=0.0, tokens_per_second=1e14)
     page = render(
         report([result(**odd), result(requests=0, temperature=1e9, draft_ms=1e14, **odd), result(depth=10**9)])
     )
