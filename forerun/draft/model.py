@@ -1,47 +1,23 @@
 """An independent small model as drafter, with its own KV cache: chains, or trees of `width` nodes a level.
 
-Under a coupled rule it draws with the target's own noise, so it agrees about as often as the two laws overlap; at
-width n it keeps the n likeliest paths of a beam. Under the ratio rules it samples a chain and keeps its law, or, for
-`tree`, adds the width - 1 likeliest other tokens beside each sampled one (greedy + 1, 2502.18779).
+How its laws become nodes is in `tree`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forerun import rng
 from forerun.cache.attention import Segment
 from forerun.draft.base import Proposer, Reference, Row
-from forerun.kernels.draw import gumbel_argmax
+from forerun.draft.tree import Tree, grow
 from forerun.runner import Runner
-from forerun.sampling.filters import shape_logits
-from forerun.types import Draft, Law
+from forerun.types import Draft
 
 CHUNK = 512  # most tokens of a slot read in one pass while catching up
-
-
-@dataclass(slots=True)
-class _Tree:
-    """A draft under construction. `frontier` are the nodes to expand next, `values` how likely their paths are."""
-
-    row: Row
-    draft: Draft
-    frontier: list[int] = field(default_factory=lambda: [0])
-    values: list[float] = field(default_factory=lambda: [0.0])
-    fed: int = 1  # nodes whose keys are in the cache; the root came with the lag and, like them, is not committed
-    laws: dict[int, np.ndarray] = field(default_factory=dict)
-
-    def finish(self, vocab: int) -> Draft:
-        if self.laws:
-            zero = np.zeros(vocab)
-            self.draft.probs = np.stack([self.laws.get(i, zero) for i in range(len(self.draft))])
-        return self.draft
 
 
 class DraftModel(Proposer):
@@ -62,12 +38,12 @@ class DraftModel(Proposer):
         self.runner.reset()
 
     def propose(self, rows: Sequence[Row]) -> list[Draft]:
-        trees = [_Tree(row, Draft.root(row.tokens[-1])) for row in rows]
+        trees = [Tree(row) for row in rows]
         active = [tree for tree in trees if self._has_room(tree.row)]
         logits = self._read([tree.row for tree in active]) if active else None
         level = 1
         while active and logits is not None:
-            self._expand(active, logits)
+            grow(active, logits, self.width, self.name)
             active = [tree for tree in active if tree.row.depth > level and tree.frontier]
             logits = self._feed(active) if active else None
             level += 1
@@ -101,7 +77,7 @@ class DraftModel(Proposer):
             cache.pages.seal(row.slot, row.tokens, cache.length[row.slot])
         return torch.stack([row for _, row in sorted(roots, key=lambda pair: pair[0])])
 
-    def _feed(self, trees: Sequence[_Tree]) -> Tensor:
+    def _feed(self, trees: Sequence[Tree]) -> Tensor:
         """Run the nodes added last; the logits after each tree's frontier. [F, V]"""
         segments = []
         for tree in trees:
@@ -115,54 +91,3 @@ class DraftModel(Proposer):
         """One pass, its logits cut or padded to the target's vocabulary (padding rows differ between sizes)."""
         logits = self.runner.forward(segments).logits[:, : self.vocab]
         return F.pad(logits, (0, self.vocab - logits.shape[1]), value=-torch.inf)
-
-    def _expand(self, trees: Sequence[_Tree], logits: Tensor) -> None:
-        """Add one level below every frontier."""
-        shaped = shape_logits(logits, [tree.row.params for tree in trees for _ in tree.frontier])
-        start = 0
-        for tree in trees:
-            end = start + len(tree.frontier)
-            if tree.row.coupled:
-                greedy = tree.row.params.greedy
-                self._coupled(tree, logits[start:end] if greedy else shaped[start:end], greedy)
-            else:
-                self._sampled(tree, shaped[start])
-            start = end
-
-    def _coupled(self, tree: _Tree, scores: Tensor, greedy: bool) -> None:
-        """The likeliest `width` nodes of the next level, ranked with the noise the target will draw with."""
-        keys = [tree.row.noise.target(len(tree.draft.path_to(node)) - 1) for node in tree.frontier]
-        if self.width == 1:
-            token = scores.argmax(-1) if greedy else gumbel_argmax(scores, keys)
-            tree.frontier = [tree.draft.add(int(token), tree.frontier[0], self.name)]
-            return
-        if not greedy:
-            scores = rng.perturb(scores, keys)
-        ranked = torch.log_softmax(scores.double(), -1)
-        best, tokens = ranked.topk(min(self.width, ranked.shape[-1]))
-        candidates = [
-            (self_value + value, token, parent)
-            for self_value, parent, values, ids in zip(
-                tree.values, tree.frontier, best.tolist(), tokens.tolist(), strict=True
-            )
-            for value, token in zip(values, ids, strict=True)
-            if value > -torch.inf
-        ]
-        candidates = sorted(candidates, key=lambda c: -c[0])[: self.width]
-        tree.frontier = [tree.draft.add(token, parent, self.name) for _, token, parent in candidates]
-        tree.values = [value for value, _, _ in candidates]
-
-    def _sampled(self, tree: _Tree, scores: Tensor) -> None:
-        """One child drawn from q, first; beside it the likeliest others where the rule takes trees."""
-        (parent,), others = tree.frontier, []
-        if tree.row.branching and self.width > 1 and not tree.row.params.greedy:
-            best, tokens = scores.topk(min(self.width - 1, len(scores)))
-            others = tokens[best > -torch.inf].tolist()
-            scores = scores.index_fill(0, torch.tensor(others, device=scores.device), -torch.inf)
-        tree.frontier = []
-        if torch.isfinite(scores).any():
-            token = int(gumbel_argmax(scores[None], [tree.row.noise.draft(parent)]))
-            tree.laws[parent] = scores.double().softmax(-1).cpu().numpy()
-            tree.frontier = [tree.draft.add(token, parent, self.name, Law.SAMPLED)]
-        for token in others:
-            tree.draft.add(token, parent, self.name)

@@ -230,15 +230,14 @@ void read(const Op *op, int item, int items) {
   const Matrix &a = op->matrix;
   Share s = share((a.outputs + BLOCK - 1) / BLOCK, item, items);
   const char *p = (const char *)a.weight + (int64_t)s.from * BLOCK * a.padded, *end = (const char *)a.weight + (int64_t)s.to * BLOCK * a.padded;
-  vi total[4] = {set1i(0), set1i(0), set1i(0), set1i(0)};
-  for (; p < end; p += 256)
-    for (int i = 0; i < 4; i++) {
-      _mm_prefetch(p + 64 * i + 2048, _MM_HINT_T0);
-      vi v;
-      memcpy(&v, p + 64 * i, 64);
-      total[i] = total[i] + v;
-    }
-  volatile int32_t sink = (total[0] + total[1] + total[2] + total[3])[0];
+  typedef int64_t lanes __attribute__((vector_size(32), aligned(8)));
+  lanes total[4] = {};
+  for (; p < end; p += 128) {
+    _mm_prefetch(p + 2048, _MM_HINT_T0);
+    _mm_prefetch(p + 2112, _MM_HINT_T0);
+    for (int i = 0; i < 4; i++) total[i] += *(const lanes *)(p + 32 * i);
+  }
+  volatile int64_t sink = (total[0] + total[1] + total[2] + total[3])[0];
   (void)sink;
 }
 
