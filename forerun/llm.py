@@ -15,6 +15,7 @@ from forerun.config import Config
 from forerun.draft.base import Reference
 from forerun.draft.reference import index
 from forerun.draft.registry import make_proposers, parse_draft, with_references
+from forerun.draft.view import view_of
 from forerun.engine.engine import Engine
 from forerun.engine.request import Request
 from forerun.engine.stats import RequestStats
@@ -89,7 +90,7 @@ class LLM:
             check_vocabulary(self.tokenizer, drafter, vocab)
             return make_runner(self.config, drafter, device, target)
 
-        proposers = make_proposers(name, argument, load_draft, vocab, self.config.width)
+        proposers = make_proposers(name, argument, load_draft, view_of(target.decoder), self.config.width)
         self.draft = name
         self.engine = Engine(
             target, proposers, rule=self.config.rule, chunk=self.config.chunk, tokenizer=self.tokenizer

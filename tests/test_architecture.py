@@ -15,7 +15,7 @@ FLOORS = [
     {"kernels", "sampling", "verify"},
     {"models"},
     {"cache"},
-    {"native", "runner", "load"},
+    {"native", "runner", "linear", "load"},
     {"draft"},
     {"engine"},
     {"llm", "flags"},

@@ -16,6 +16,8 @@ import transformers as hf
 from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers import models as tokenizer_models
 
+from forerun.draft.medusa import MedusaHeads
+from forerun.models.config import load_config
 from forerun.models.decoder import Decoder, load_decoder
 
 VOCAB = 64
@@ -132,6 +134,15 @@ def drafter(name: str, noise: float = 0.15) -> Path:
             value.add_(torch.randn_like(value) * noise * value.std().clamp(min=1e-3))
     model.save_pretrained(directory)
     return directory
+
+
+def medusa(name: str, heads: int = 3) -> MedusaHeads:
+    """Medusa heads of the right shape for `family(name)`: what they say is anything."""
+    torch.manual_seed(4)
+    config = load_config(family(name))
+    made = MedusaHeads(heads, 1, config.hidden, config.vocab)
+    made.begin(torch.randn(config.vocab, config.hidden))
+    return made
 
 
 @functools.cache

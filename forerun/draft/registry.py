@@ -1,4 +1,4 @@
-"""Draft names to proposers: off, auto, ngram, suffix, model:DIR_OR_HUB_ID, model:bundled."""
+"""Draft names to proposers: off, auto, ngram, suffix, model:DIR_OR_HUB_ID, model:bundled, medusa:DIR_OR_HUB_ID."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ from collections.abc import Callable
 
 from forerun.draft.base import Proposer
 from forerun.draft.compose import Cascade
+from forerun.draft.medusa import Medusa, load_heads
 from forerun.draft.model import DraftModel
 from forerun.draft.ngram import NGram
 from forerun.draft.reference import References
 from forerun.draft.suffix import Suffix
+from forerun.draft.view import TargetView
 from forerun.errors import ConfigError, nearest
-from forerun.models.hub import BUNDLED
+from forerun.models.hub import BUNDLED, find_model
 from forerun.runner import Runner
 
 SIMPLE = ("off", "auto", "ngram", "suffix")
+LOADED = ("model", "medusa")
 
 
 def parse_draft(spec: str) -> tuple[str, str]:
@@ -22,24 +25,26 @@ def parse_draft(spec: str) -> tuple[str, str]:
     name, _, argument = spec.partition(":")
     if name == "auto" and not argument:
         return "suffix", ""
-    if name == "model":
+    if name in LOADED:
         if not argument:
-            raise ConfigError("draft 'model' needs a model: write model:DIRECTORY, model:HUB_ID or model:bundled")
-        return name, str(BUNDLED / "draft") if argument == "bundled" else argument
+            raise ConfigError(f"draft {name!r} needs to be told where it is: write {name}:DIRECTORY or {name}:HUB_ID")
+        return name, str(BUNDLED / "draft") if spec == "model:bundled" else argument
     if name not in SIMPLE:
-        raise ConfigError(f"there is no draft {spec!r}: {nearest(name, [*SIMPLE, 'model:...'])}")
+        raise ConfigError(f"there is no draft {spec!r}: {nearest(name, [*SIMPLE, *(f'{n}:...' for n in LOADED)])}")
     if argument:
         raise ConfigError(f"draft {name!r} takes no argument, but was given {argument!r}")
     return name, argument
 
 
 def make_proposers(
-    name: str, argument: str, load: Callable[[str], Runner], vocab: int, width: int
+    name: str, argument: str, load: Callable[[str], Runner], target: TargetView, width: int
 ) -> dict[str, Proposer]:
-    """The proposers of an engine: those that need no weights, and the draft model if one is asked for."""
+    """The proposers of an engine: those that need no weights, and the one with weights that is asked for."""
     proposers: dict[str, Proposer] = {"ngram": NGram(), "suffix": Suffix()}
     if name == "model":
-        proposers["model"] = DraftModel(load(argument), vocab, width)
+        proposers["model"] = DraftModel(load(argument), target.vocab, width)
+    if name == "medusa":
+        proposers["medusa"] = Medusa(load_heads(find_model(argument)), target, width)
     references = References()
     cascades = [Cascade((references, proposer)) for proposer in proposers.values()]
     return proposers | {p.name: p for p in (references, *cascades)}

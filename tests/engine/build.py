@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import torch
 
+from forerun.draft.medusa import Medusa
 from forerun.draft.model import DraftModel
 from forerun.draft.ngram import NGram
 from forerun.draft.suffix import Suffix
+from forerun.draft.view import view_of
 from forerun.engine.engine import Engine
 from forerun.engine.request import Request
 from forerun.runner import Runner
 from forerun.sampling.params import SamplingParams
 from tests import tiny
 
-PROPOSERS = ("ngram", "suffix", "model", "tree")
+PROPOSERS = ("ngram", "suffix", "model", "tree", "medusa")
 
 
 def engine(
@@ -27,7 +29,7 @@ def engine(
     dtype: torch.dtype = torch.float64,
     device: str = "cpu",
 ) -> Engine:
-    """A target, and proposers named ngram, suffix, model (chains) and tree (width 3) that often agree with it."""
+    """A target, and proposers that often agree with it: ngram, suffix, model (chains), tree (of width 3), medusa."""
     target = tiny.decoder(tiny.family(family), dtype, device)
     small = tiny.decoder(tiny.drafter(family), dtype, device)
 
@@ -39,6 +41,7 @@ def engine(
         "suffix": Suffix(shortest=1),
         "model": DraftModel(runner(small), tiny.VOCAB),
         "tree": DraftModel(runner(small), tiny.VOCAB, width=1 if rule in ("token", "block") else 3),
+        "medusa": Medusa(tiny.medusa(family), view_of(target), width=1 if rule in ("token", "block") else 2),
     }
     return Engine(runner(target), proposers, rule=rule, chunk=chunk)
 

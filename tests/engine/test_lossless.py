@@ -58,7 +58,7 @@ def test_depth_auto_changes_nothing_but_speed(draft: str) -> None:
 def test_plain_and_speculating_requests_side_by_side(temperature: float) -> None:
     engine, drafts = build.engine("qwen3", chunk=5), ["off", *build.PROPOSERS]
     requests = [
-        engine.add(prompt, build.params(i, temperature), draft=drafts[i % 5], depth=1 + i % 4)
+        engine.add(prompt, build.params(i, temperature), draft=drafts[i % len(drafts)], depth=1 + i % 4)
         for i, prompt in enumerate(build.prompts())
     ]
     build.finish(engine)
