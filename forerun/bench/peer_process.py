@@ -130,17 +130,17 @@ class Worker:
             answer = None
         if not isinstance(answer, dict):
             raise self._nonsense(line)
-        if "missing" in answer:
-            raise PeerError(f"{answer['error']}: run {self.python} -m pip install {self.packages}")
         if "error" in answer:
-            raise PeerError(answer["error"])
+            raise PeerError(str(answer["error"])[:SHOWN])
         return answer
 
     def _died(self) -> PeerError:
         code = self.process.wait(PATIENCE) if self.process.poll() is None else self.process.returncode
         self.errors.seek(0)
-        said = self.errors.read().decode(errors="replace").strip().splitlines()
-        return PeerError(f"ended with code {code}{': ' + said[-1][:SHOWN] if said else ''}")
+        last = self.errors.read().decode(errors="replace").strip().rpartition("\n")[2][:SHOWN]
+        if last.startswith("ModuleNotFoundError: "):
+            return PeerError(f"{last.partition(': ')[2]}: run {self.python} -m pip install {self.packages}")
+        return PeerError(f"ended with code {code}{last and f': {last}'}")
 
     def _nonsense(self, said: Any) -> PeerError:
         return PeerError(f"said {str(said).strip()[:SHOWN]!r}, which is no answer")

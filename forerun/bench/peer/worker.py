@@ -87,8 +87,8 @@ def work(load: Callable[[dict[str, Any]], Engine]) -> None:
 
     try:
         engine = load(json.loads(sys.argv[1]))
-    except ImportError as error:
-        return say({"error": str(error), "missing": error.name or ""})
+    except ImportError:
+        raise  # ends the process, as it does where a script imports at its top
     except Exception as error:
         return say({"error": _in_a_line(error)})
     names = ("version", "plain", "speculative", "depths")
