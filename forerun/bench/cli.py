@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from forerun.bench.cli_decode import decode, energy, page, sweep
+from forerun.bench.cli_peers import peers
 from forerun.bench.cli_roofline import roofline
 from forerun.bench.cli_serve import serve
 from forerun.bench.lists import listed, number, whole
@@ -157,6 +158,12 @@ def model(
         [(str(f.depth), str(f.rows), f"{f.tokens:.2f}", f"{f.cost:.2f}", f"{f.speedup:.2f}") for f in forecasts],
     )
     print(f"best: depth {best.depth}, {best.speedup:.2f} times plain" if best.depth else "best: not to draft at all")
+
+
+app.command(
+    epilog="[dim]forerun bench peers --model pair/target --draft model:pair/draft"
+    " --peers transformers=venv/bin/python,server=http://localhost:8000[/dim]"
+)(peers)
 
 
 def _verify_cost(text: str) -> Any:

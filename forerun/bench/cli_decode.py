@@ -8,21 +8,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from forerun.bench.choice import PASSAGE
 from forerun.bench.lists import listed, number, plural, whole
 from forerun.config import Config, parse_depth
-from forerun.errors import ConfigError
 from forerun.flags import ENGINE, SAMPLING, with_flags
 from forerun.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
-    from forerun.bench.decode import DecodeReport, Plan
-    from forerun.bench.workloads import Task
+    from forerun.bench.decode import DecodeReport
 
 DECODED = SAMPLING.without(
     *("n", "max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "logprobs", "logit_bias")
 )
-PASSAGE = 128  # tokens of a prompt where nothing else is given
-PASSAGES = 5
 
 Drafts = Annotated[str | None, typer.Option(help="Drafts to compare, as --draft takes them, by commas.")]
 Depths = Annotated[str | None, typer.Option(help="Depths of each draft: numbers or auto, by commas.")]
@@ -125,14 +122,16 @@ def energy(
     weights, rule = config.pop("quantization", None), config.pop("rule", "match")
     params = SamplingParams.of(**{"seed": 0} | sampling, max_tokens=tokens, ignore_eos=True)
     Config.of(**config, quantization=weights)
+    from forerun.bench.choice import choose_tasks
     from forerun.bench.decode import Plan
     from forerun.bench.joules import measure_energy
     from forerun.bench.report import print_columns, print_json, progress
 
     temperature = sampling.get("temperature", 0.0)
     plan = Plan(params, names, numbers, [rule], [temperature], [requests], [weights or "none"], repeats, price)
+    tasks = choose_tasks(config.get("model"), prompts, categories, requests, repeats)
     with progress(as_json) as tell:
-        report = measure_energy(config, plan, _tasks(config.get("model"), prompts, categories, plan), seconds, tell)
+        report = measure_energy(config, plan, tasks, seconds, tell)
     if as_json:
         print_json(report.as_dict())
         return
@@ -180,11 +179,12 @@ def _measure(
     from forerun.bench.writing import check_out, write_out
 
     check_out(out)
+    from forerun.bench.choice import choose_tasks
     from forerun.bench.decode import Plan, measure_decoding
     from forerun.bench.report import print_json, progress
 
     plan = Plan(params, drafts, numbers, rules, temperatures, requests, weights, repeats, price)
-    tasks = _tasks(config.get("model"), prompts, categories, plan)
+    tasks = choose_tasks(config.get("model"), prompts, categories, max(requests), repeats)
     with progress(as_json) as tell:
         report = measure_decoding(config, plan, tasks, tell, kind)
     if as_json:
@@ -192,30 +192,6 @@ def _measure(
     else:
         _show(report)
     write_out(out, report.as_dict())
-
-
-def _tasks(model: str | None, path: Path | None, categories: str | None, plan: Plan) -> list[Task]:
-    """The tasks of the file, of our own set, those that belong to a pair, or passages of Python's library."""
-    from forerun.bench.corpus import excerpts
-    from forerun.bench.workloads import Task, builtin, of_categories, read_tasks
-    from forerun.load import load_tokenizer
-    from forerun.models.hub import find_model
-
-    names = [] if categories in (None, "all") else listed(str(categories))
-    if path is not None:
-        return of_categories(read_tasks(path), names)
-    if categories is not None:
-        return of_categories(builtin(), names)
-    directory = find_model(model)
-    beside = directory.parent / "prompts.json"
-    if beside.is_file():
-        return read_tasks(beside)
-    tokenizer = load_tokenizer(directory)
-    if tokenizer is None:
-        raise ConfigError("this model has no tokenizer: give --prompts with token ids")
-    count = max(plan.requests) * min(max(plan.repeats, 1), PASSAGES)
-    passages = excerpts(tokenizer.encode, count, PASSAGE)
-    return [Task(f"passage {i + 1}", "code", passage) for i, passage in enumerate(passages)]
 
 
 def _show(report: DecodeReport) -> None:

@@ -1,0 +1,179 @@
+"""What the runs of several engines say: speeds side by side, ratios within rounds, and whether the texts agree."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+from forerun.bench.peer_process import Outcome, Ready
+from forerun.bench.report import bootstrap_interval, median
+from forerun.bench.run import first_difference
+
+OURS = "forerun"
+ITS_OWN = 1  # stands for the depth of an engine that drafts as deep as it likes
+Runs = Mapping[tuple[str, int | str], Sequence[Outcome]]
+
+
+class Named(Protocol):
+    """Who ran."""
+
+    name: str
+    ready: Ready
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An engine that was left out: of one format, or (format "") from some run on."""
+
+    engine: str
+    format: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.engine}: {self.why}"
+
+
+@dataclass(frozen=True, slots=True)
+class PeerResult:
+    """One engine with one format of weights and number of requests at once; figures are medians over the rounds.
+
+    None stands for what the engine does not do or does not tell.
+
+    Attributes:
+        engine, version, format, requests: what ran.
+        plain: tokens a second of plain decoding, all requests together.
+        speculative: the same with a draft, at the depth that gave the most.
+        depth: that depth.
+        by_depth: tokens a second at every depth that was run, by its name.
+        times_plain: speculative over plain.
+        interval: 95 % bootstrap interval of times_plain; None of fewer than two rounds.
+        accepted_length: tokens a pass of the target and request, at that depth.
+        first_difference: the earliest output position where its speculative text is not its plain text, -1 if none.
+        first_difference_from_ours: the same of its text and ours, both plain where it decodes plainly.
+        ours_over_plain, ours_over_speculative: our speed over its, each at its own best depth.
+        ours_over_best: the same, each in the way that it is faster in.
+    """
+
+    engine: str
+    version: str
+    format: str
+    requests: int
+    plain: float | None
+    speculative: float | None
+    depth: int | str | None
+    by_depth: dict[str, float]
+    times_plain: float | None
+    interval: tuple[float, float] | None
+    accepted_length: float | None
+    first_difference: int | None
+    first_difference_from_ours: int | None
+    ours_over_plain: float | None
+    ours_over_speculative: float | None
+    ours_over_best: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class PeersReport:
+    """What was measured, and how. `bandwidth` is the lowest, median and highest GB/s read between runs; None where
+    that means nothing."""
+
+    model: str
+    draft: str
+    draft_format: str
+    tokens: int
+    repeats: int
+    threads: int
+    device: str
+    bandwidth: tuple[float, float, float] | None
+    results: list[PeerResult]
+    failures: list[Failure]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The runs of one engine that its row is about; none of a way in which it does not decode."""
+
+    plain: Sequence[Outcome]
+    speculative: Sequence[Outcome]
+    depth: int | str | None
+
+    @property
+    def fastest(self) -> Sequence[Outcome]:
+        """The way that it is faster in."""
+        return max((self.plain, self.speculative), key=_speed)
+
+
+def summarise(form: str, requests: int, players: Sequence[Named], runs: Runs) -> list[PeerResult]:
+    """A row for each player, ours among them, from all runs of one format and number of requests."""
+    chosen = {player.name: _best(player.name, runs) for player in players}
+    return [_result(form, requests, player, chosen[player.name], chosen[OURS], runs) for player in players]
+
+
+def spread(values: Sequence[float]) -> tuple[float, float, float] | None:
+    """The lowest, the median and the highest; None of no values."""
+    return (min(values), median(values), max(values)) if values else None
+
+
+def _best(name: str, runs: Runs) -> Best:
+    depths = [depth for who, depth in runs if who == name and depth != 0]
+    depth = max(depths, key=lambda d: _speed(runs[name, d]), default=None)
+    return Best(runs.get((name, 0), ()), () if depth is None else runs[name, depth], depth)
+
+
+def _speed(outcomes: Sequence[Outcome]) -> float:
+    return median([outcome.speed for outcome in outcomes]) if outcomes else 0.0
+
+
+def _result(form: str, requests: int, player: Named, best: Best, ours: Best, runs: Runs) -> PeerResult:
+    is_ours = player.name == OURS
+    ratios = _ratios(best.speculative, best.plain)
+    lengths = [outcome.accepted_length for outcome in best.speculative if outcome.accepted_length is not None]
+    by_depth = {str(d): _speed(outcomes) for (who, d), outcomes in runs.items() if who == player.name and d != 0}
+    return PeerResult(
+        engine=player.name,
+        version=player.ready.version,
+        format=form,
+        requests=requests,
+        plain=_speed(best.plain) or None,
+        speculative=_speed(best.speculative) or None,
+        depth=best.depth if player.ready.depths else None,
+        by_depth=by_depth if player.ready.depths else {},
+        times_plain=median(ratios) if ratios else None,
+        interval=bootstrap_interval(ratios),
+        accepted_length=median(lengths) if lengths else None,
+        first_difference=_apart(best.speculative, best.plain),
+        first_difference_from_ours=None if is_ours else _apart(best.plain or best.speculative, ours.plain),
+        ours_over_plain=None if is_ours else _ratio(ours.plain, best.plain),
+        ours_over_speculative=None if is_ours else _ratio(ours.speculative, best.speculative),
+        ours_over_best=None if is_ours else _ratio(ours.fastest, best.fastest),
+    )
+
+
+def _ratios(some: Sequence[Outcome], others: Sequence[Outcome]) -> list[float]:
+    """One speed over the other, round by round; empty where either was not run, or not timed."""
+    if not some or not others or not all(outcome.speed for outcome in others):
+        return []
+    return [one.speed / other.speed for one, other in zip(some, others, strict=True)]
+
+
+def _ratio(some: Sequence[Outcome], others: Sequence[Outcome]) -> float | None:
+    ratios = _ratios(some, others)
+    return median(ratios) if ratios else None
+
+
+def _apart(some: Sequence[Outcome], others: Sequence[Outcome]) -> int | None:
+    """The earliest position where any output differs, -1 if none does; None where outputs are not known."""
+    if not some or not others:
+        return None
+    found: list[int] = []
+    for one, other in zip(some, others, strict=True):
+        if one.outputs is None or other.outputs is None:
+            return None
+        pairs = zip(one.outputs, other.outputs, strict=True)
+        found += [at for at in (first_difference(mine, theirs) for mine, theirs in pairs) if at is not None]
+    return min(found, default=-1)
