@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -36,11 +36,13 @@ Prompts = Annotated[
     ),
 ]
 Tokens = Annotated[int, typer.Option(help="Tokens to produce for each prompt.")]
-Repeats = Annotated[int, typer.Option(help="Rounds; each runs everything once, on the next prompts.")]
+Repeats = Annotated[int, typer.Option(help="Rounds; each runs everything once over all prompts.")]
+Batches = Annotated[int, typer.Option(help="Prompts of each category to use, times how many run at once.")]
 Price = Annotated[float | None, typer.Option(help="Of an hour of this machine: tells what a million tokens cost.")]
 Out = Annotated[
     list[Path] | None, typer.Option(help="Also write a page (.html) or lines of JSON (.jsonl); may be repeated.")
 ]
+DEPTHS = ["1", "2", "4", "8", "auto"]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
@@ -54,6 +56,7 @@ def decode(
     tokens: Tokens = 256,
     requests: Annotated[int, typer.Option(help="Prompts that run at once.")] = 1,
     repeats: Repeats = 5,
+    batches: Batches = 5,
     price: Price = None,
     out: Out = None,
     as_json: Json = False,
@@ -62,12 +65,15 @@ def decode(
     sampling: dict[str, Any],
 ) -> None:
     """Time plain decoding and every draft in turn: tokens a second without the prompt, times plain, the same text?"""
-    _measure(
-        "decode", config, sampling, plural(drafts, config.pop("draft", None), "draft", "auto"),
-        plural(depths, config.pop("depth", None), "depth", "auto"), [config.pop("rule", "match")],
-        [sampling.get("temperature", 0.0)], [requests], quantizations, categories, prompts, tokens, repeats, price,
-        out or [], as_json,
+    asked = _Asked(
+        drafts=plural(drafts, config.pop("draft", None), "draft", "auto"),
+        depths=plural(depths, config.pop("depth", None), "depth", "auto"),
+        rules=[config.pop("rule", "match")], temperatures=[sampling.get("temperature", 0.0)], requests=[requests],
+        weights=plural(quantizations, config.pop("quantization", None), "quantization", "none"),
+        categories=categories, prompts=prompts, tokens=tokens, repeats=repeats, batches=batches, price=price,
+        out=out or [], as_json=as_json,
     )  # fmt: skip
+    _measure("decode", config, sampling, asked)
 
 
 @with_flags(ENGINE, DECODED)
@@ -82,6 +88,7 @@ def sweep(
     prompts: Prompts = None,
     tokens: Tokens = 128,
     repeats: Repeats = 3,
+    batches: Batches = 3,
     price: Price = None,
     out: Out = None,
     as_json: Json = False,
@@ -91,13 +98,17 @@ def sweep(
 ) -> None:
     """Time the product of drafts, depths, rules, temperatures and requests at once, each beside plain decoding."""
     degrees = plural(temperatures, sampling.get("temperature"), "temperature", "0")
-    _measure(
-        "sweep", config, sampling, plural(drafts, config.pop("draft", None), "draft", "suffix"),
-        plural(depths, config.pop("depth", None), "depth", "1,2,4,8,auto") if depths else ["1", "2", "4", "8", "auto"],
-        plural(rules, config.pop("rule", None), "rule", "match"), [number(t, "temperatures") for t in degrees],
-        [whole(count, "requests") for count in listed(requests)], quantizations, categories, prompts, tokens, repeats,
-        price, out or [], as_json,
+    asked = _Asked(
+        drafts=plural(drafts, config.pop("draft", None), "draft", "suffix"),
+        depths=plural(depths, config.pop("depth", None), "depth", "") or DEPTHS,
+        rules=plural(rules, config.pop("rule", None), "rule", "match"),
+        temperatures=[number(t, "temperatures") for t in degrees],
+        requests=[whole(count, "requests") for count in listed(requests)],
+        weights=plural(quantizations, config.pop("quantization", None), "quantization", "none"),
+        categories=categories, prompts=prompts, tokens=tokens, repeats=repeats, batches=batches, price=price,
+        out=out or [], as_json=as_json,
     )  # fmt: skip
+    _measure("sweep", config, sampling, asked)
 
 
 @with_flags(ENGINE, DECODED)
@@ -128,7 +139,7 @@ def energy(
     from forerun.bench.report import print_columns, print_json, progress
 
     temperature = sampling.get("temperature", 0.0)
-    plan = Plan(params, names, numbers, [rule], [temperature], [requests], [weights or "none"], repeats, price)
+    plan = Plan(params, names, numbers, [rule], [temperature], [requests], [weights or "none"], repeats, price=price)
     tasks = choose_tasks(config.get("model"), prompts, categories, requests, repeats)
     with progress(as_json) as tell:
         report = measure_energy(config, plan, tasks, seconds, tell)
@@ -165,33 +176,51 @@ def page(
     print(out)
 
 
-def _measure(
-    kind: str, config: dict[str, Any], sampling: dict[str, Any], drafts: list[str], depths: list[str], rules: list[str],
-    temperatures: list[float], requests: list[int], quantizations: str | None, categories: str | None,
-    prompts: Path | None, tokens: int, repeats: int, price: float | None, out: Sequence[Path], as_json: bool,
-) -> None:  # fmt: skip
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """What a command line asked to measure."""
+
+    drafts: list[str]
+    depths: list[str]
+    rules: list[str]
+    temperatures: list[float]
+    requests: list[int]
+    weights: list[str]
+    categories: str | None
+    prompts: Path | None
+    tokens: int
+    repeats: int
+    batches: int
+    price: float | None
+    out: list[Path]
+    as_json: bool
+
+
+def _measure(kind: str, config: dict[str, Any], sampling: dict[str, Any], asked: _Asked) -> None:
     """Check what was asked before anything heavy is imported, measure, show."""
-    weights = plural(quantizations, config.pop("quantization", None), "quantization", "none")
-    for name in weights:
+    for name in asked.weights:
         Config.of(**config, quantization=None if name == "none" else name)
-    numbers = [parse_depth(depth) for depth in depths]
-    params = SamplingParams.of(**{"seed": 0} | sampling, max_tokens=tokens, ignore_eos=True)
+    depths = [parse_depth(depth) for depth in asked.depths]
+    params = SamplingParams.of(**{"seed": 0} | sampling, max_tokens=asked.tokens, ignore_eos=True)
     from forerun.bench.writing import check_out, write_out
 
-    check_out(out)
+    check_out(asked.out)
     from forerun.bench.choice import choose_tasks
     from forerun.bench.decode import Plan, measure_decoding
     from forerun.bench.report import print_json, progress
 
-    plan = Plan(params, drafts, numbers, rules, temperatures, requests, weights, repeats, price)
-    tasks = choose_tasks(config.get("model"), prompts, categories, max(requests), repeats)
-    with progress(as_json) as tell:
+    plan = Plan(
+        params, asked.drafts, depths, asked.rules, asked.temperatures, asked.requests, asked.weights, asked.repeats,
+        asked.batches, asked.price,
+    )  # fmt: skip
+    tasks = choose_tasks(config.get("model"), asked.prompts, asked.categories, max(asked.requests), asked.batches)
+    with progress(asked.as_json) as tell:
         report = measure_decoding(config, plan, tasks, tell, kind)
-    if as_json:
+    if asked.as_json:
         print_json(report.as_dict())
     else:
         _show(report)
-    write_out(out, report.as_dict())
+    write_out(asked.out, report.as_dict())
 
 
 def _show(report: DecodeReport) -> None:
@@ -224,6 +253,6 @@ def _show(report: DecodeReport) -> None:
                 f" decoding reaches {limit.share:.0%}"
             )
     print(
-        f"{report.tokens} tokens a prompt, medians of {report.repeats} round{'s' * (report.repeats > 1)}; reading"
-        " prompts is not counted"
+        f"{report.tokens} tokens a prompt, each prompt the median of {report.repeats}"
+        f" round{'s' * (report.repeats > 1)}; reading prompts is not counted"
     )

@@ -73,11 +73,6 @@ class Run:
         return sum(s.completion_tokens for s in self.stats) / self._steps
 
     @property
-    def drafted(self) -> float:
-        """Nodes drafted a step and request."""
-        return sum(s.drafted for s in self.stats) / self._steps
-
-    @property
     def draft_ms(self) -> float:
         """Milliseconds a step spent drafting."""
         return 1e3 * sum(s.draft_seconds for s in self.stats) / self._steps

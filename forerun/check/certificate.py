@@ -45,7 +45,7 @@ class Scope:
     drafts: tuple[str, ...]
     texts: int = 6
     tokens: int = 64
-    samples: int = 3000
+    samples: int = 2000
     seconds: float = 150.0
     fault: str | None = None
 

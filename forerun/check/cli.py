@@ -20,7 +20,7 @@ def check(
     ] = None,
     texts: Annotated[int, typer.Option(help="Prompts, each continued at temperature 0 and 0.8.")] = 6,
     tokens: Annotated[int, typer.Option(help="Tokens of each text.")] = 64,
-    samples: Annotated[int, typer.Option(help="Tokens for each test of a law.")] = 3000,
+    samples: Annotated[int, typer.Option(help="Tokens for each test of a law.")] = 2000,
     seconds: Annotated[float, typer.Option(help="Begin no further comparison after that.")] = 150.0,
     inject: Annotated[
         str | None, typer.Option(help="Put a known fault in, such as lenient: the check must fail and say where.")

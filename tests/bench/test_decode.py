@@ -9,10 +9,12 @@ import scipy.stats
 
 from forerun import LLM, ConfigError, RequestError, SamplingParams
 from forerun.bench import decode as module
+from forerun.bench import rounds
 from forerun.bench import run as timing
 from forerun.bench.decode import Plan, measure_decoding
 from forerun.bench.pair import Pair
 from forerun.bench.report import bootstrap_interval
+from forerun.bench.rounds import overall, ratio_interval
 from forerun.bench.run import PLAIN, Arm, Run, Work, first_difference, timed_run
 from forerun.bench.tally import tally
 from forerun.bench.workloads import Task
@@ -111,7 +113,7 @@ def test_a_difference_is_seen(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> No
             run.outputs[0][5] ^= 1
         return run
 
-    monkeypatch.setattr(module, "timed_run", corrupt)
+    monkeypatch.setattr(rounds, "timed_run", corrupt)
     plan = Plan(PARAMS, ["ngram", "suffix"], [2], repeats=1)
     report = measure_decoding({"model": str(pair.directory / "target")}, plan, tasks([5, 6, 7]))
     assert [(r.draft, r.same, r.first_difference) for r in report.results] == [
@@ -120,26 +122,49 @@ def test_a_difference_is_seen(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_rounds_are_fair(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every run comes after a forgetting; each round runs everything once on the same prompts, another one first; the
-    warm-up does not count."""
+    """Every run comes after a forgetting; a round runs everything once over every prompt, another one first each time;
+    the warm-up does not count; a speed is that of the median times."""
     log: list[object] = []
 
     def note(engine: object, works: list, params: SamplingParams, arm: Arm) -> Run:
         log.append((works[0].prompt[0], arm.draft))
         return Run(10.0 * len(log), [[1]], [RequestStats(steps=1, completion_tokens=1)], 1.0)
 
-    monkeypatch.setattr(module, "timed_run", note)
+    monkeypatch.setattr(rounds, "timed_run", note)
     monkeypatch.setattr(LLM, "forget", lambda self: log.append("forget"))
     plan = Plan(PARAMS, ["suffix", "ngram"], ["auto"], repeats=3)
     report = measure_decoding({"model": str(pair.directory / "target")}, plan, tasks([5], [6]))
-    assert log[::2] == ["forget"] * 12
+    assert log[::2] == ["forget"] * 21
     runs = log[1::2]
-    assert [prompt for prompt, _ in runs] == [6] * 3 + [5] * 3 + [6] * 3 + [5] * 3
-    for i in range(4):
+    assert [prompt for prompt, _ in runs] == [5] * 3 + ([5] * 3 + [6] * 3) * 3
+    for i in range(7):
         assert sorted(draft for _, draft in runs[3 * i : 3 * i + 3]) == ["ngram", "off", "suffix"]
-    assert [runs[3 * i][1] for i in range(1, 4)] == ["off", "suffix", "ngram"]
-    counted = [10.0 * (2 * i + 2) for i, (_, draft) in enumerate(runs) if draft == "off"][1:]
-    assert report.results[0].tokens_per_second == sorted(counted)[1]
+    assert [runs[3 * i][1] for i in range(1, 5)] == ["off", "suffix", "ngram", "off"]
+    speeds = {5: [], 6: []}
+    for i, (prompt, draft) in enumerate(runs):
+        if draft == "off" and i > 2:
+            speeds[prompt].append(10.0 * (2 * i + 2))
+    assert report.results[0].tokens_per_second == pytest.approx(
+        scipy.stats.hmean([sorted(s)[1] for s in speeds.values()])
+    )
+
+
+def test_one_disturbed_run_counts_for_nothing_and_every_prompt_for_its_time() -> None:
+    speeds = np.array([[10.0, 10.0, 1.0], [40.0, 90.0, 40.0]])
+    assert overall(speeds) == pytest.approx(2 / (1 / 10 + 1 / 40))
+    assert ratio_interval(speeds, speeds) is not None
+    steady = np.full((2, 5), 3.0)
+    assert ratio_interval(2 * steady, steady) == (2.0, 2.0) and ratio_interval(steady[:, :1], steady[:, :1]) is None
+
+
+def test_the_interval_covers_what_repeats_show() -> None:
+    """Of 100 measurements with noise of 10 %, nearly all intervals cover the true ratio."""
+    dice, covered = np.random.default_rng(3), 0
+    for _ in range(100):
+        plain, drafted = (base * dice.lognormal(0, 0.1, (4, 9)) for base in (1.0, 2.0))
+        low, high = ratio_interval(drafted, plain)
+        covered += low <= 2.0 <= high
+    assert covered >= 85
 
 
 def test_engines_are_loaded_once_for_each_draft_model() -> None:
@@ -200,7 +225,8 @@ def test_tally_by_hand() -> None:
 
 def test_what_cannot_be_measured(pair: Pair) -> None:
     for options in (
-        {"drafts": []}, {"drafts": ["sufix"]}, {"depths": ["x"]}, {"repeats": 0}, {"rules": ["mach"]}, {"price": -1.0},
+        {"drafts": []}, {"drafts": ["sufix"]}, {"depths": ["x"]}, {"repeats": 0}, {"batches": 0},
+        {"rules": ["mach"]}, {"price": -1.0},
         {"requests": [0]}, {"quantizations": []},
     ):  # fmt: skip
         with pytest.raises(ConfigError):
