@@ -25,6 +25,7 @@ from forerun.runner import Runner
 from forerun.sampling.params import SamplingParams
 from forerun.train.data import Example
 from forerun.train.losses import Law, at_temperature, law_of
+from forerun.train.settings import Training
 
 PAGE = 16
 AT_ONCE = 16  # texts continued together
@@ -60,9 +61,9 @@ class Batch:
 class Target:
     """The model to draft for."""
 
-    def __init__(self, model: str | None, *, tokens: int, device: str = "auto", top: int = 64) -> None:
-        """Load it for texts of up to `tokens` tokens. Raises ConfigError where that cannot be."""
-        self.model, self.tokens, self.top = model, tokens, top
+    def __init__(self, model: str | None, settings: Training) -> None:
+        """Load it for texts of up to `settings.tokens` tokens. Raises ConfigError where that cannot be."""
+        self.tokens, self.top, tokens = settings.tokens, settings.top, settings.tokens
         self.directory: Path = find_model(model)
         longest = longest_context(load_config(self.directory))
         if tokens > longest:
@@ -70,10 +71,10 @@ class Target:
         if load_tokenizer(self.directory) is None:
             raise ConfigError(f"the target in {self.directory} has no tokenizer: it cannot read texts to learn from")
         self.llm = LLM(
-            model, draft="suffix", device=device, context=tokens, max_rows=AT_ONCE, page=PAGE,
-            kv_tokens=AT_ONCE * (tokens + 4 * PAGE),
+            model, draft="suffix", device=settings.device, context=tokens, max_rows=AT_ONCE, page=PAGE,
+            kv_tokens=AT_ONCE * (tokens + 4 * PAGE), threads=settings.threads,
         )  # fmt: skip
-        self.device = pick_device(device)
+        self.device = pick_device(settings.device)
         self.vocab = self.llm.decoder.config.vocab
 
     @property

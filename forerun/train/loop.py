@@ -104,7 +104,7 @@ class Trainer:
             ForerunError: a loss that is not finite, or a checkpoint that cannot be written; the one before is kept.
         """
         begun = self.clock()
-        with _asked_to_stop() as asked, _all_cores():
+        with _asked_to_stop() as asked:
             while not self._done(begun):
                 self._evaluate_if(self._due(self.settings.evaluate_every))
                 if self._done(begun):
@@ -130,12 +130,13 @@ class Trainer:
         batches = [self.target.batch(rows, vocab=self.vocab) for rows in self.stream.step(record.step)]
         positions = sum(batch.positions for batch in batches)
         total = 0.0
-        for batch in batches:
-            with self._precision():
-                loss = self.recipe.loss(module, batch) * (batch.positions / positions)
-            loss.backward()  # type: ignore[no-untyped-call]
-            total += loss.item()
-        norm = nn.utils.clip_grad_norm_(module.parameters(), self.settings.clip).item()
+        with _threads(self.settings.threads):
+            for batch in batches:
+                with self._precision():
+                    loss = self.recipe.loss(module, batch) * (batch.positions / positions)
+                loss.backward()  # type: ignore[no-untyped-call]
+                total += loss.item()
+            norm = nn.utils.clip_grad_norm_(module.parameters(), self.settings.clip).item()
         if not math.isfinite(total) or not math.isfinite(norm):
             kept = f"; the last checkpoint, {self.path}, is kept" if self.path.exists() else ""
             raise ForerunError(
@@ -181,7 +182,7 @@ class Trainer:
         record = self.record
         if not due or (record.evaluations and record.evaluations[-1].step == record.step):
             return
-        with self._precision():
+        with _threads(self.settings.threads), self._precision():
             found = self.judge.evaluate(self.module, record.step)
         record.evaluations.append(found)
         if record.best is found:
@@ -234,10 +235,11 @@ def _asked_to_stop() -> Iterator[Callable[[], bool]]:
 
 
 @contextmanager
-def _all_cores() -> Iterator[None]:
-    """Give torch's products every core. The native kernels, which the target runs on, sleep meanwhile."""
+def _threads(count: int) -> Iterator[None]:
+    """Give torch's products so many threads, 0 one for each core: beside the native kernels it has a
+    single one, but they sleep while a drafter learns."""
     before = torch.get_num_threads()
-    torch.set_num_threads(doctor.cores())
+    torch.set_num_threads(count or doctor.cores())
     try:
         yield
     finally:

@@ -94,11 +94,11 @@ def measure(
     target: str | None, drafter: str, data: tuple[str, ...], training: Training, watch: Watch
 ) -> list[Measured]:
     """The accepted lengths of a drafter that is there, on held-out documents of the data."""
-    directory = find_model(drafter)
     documents, _ = read_data(data)
+    directory = find_model(drafter)
     _, held_out = split(documents, training.held_out)
     watch.tell("loading the target")
-    model = Target(target, tokens=training.tokens, device=training.device, top=training.top)
+    model = Target(target, training)
     recipe = SmallLM(SmallLMOptions(init=drafter))
     module = recipe.build(model).to(model.device)
     judge = Judge(model, recipe, _corpus(held_out, model, training), training)
@@ -114,7 +114,7 @@ class _Run:
         self.split = split(documents, settings.held_out)
         self.digest = digest_of(documents)
         watch.tell(f"{len(self.split[0])} documents to train on, {len(self.split[1])} held out; loading the target")
-        self.target = Target(plan.target, tokens=settings.tokens, device=settings.device, top=settings.top)
+        self.target = Target(plan.target, settings)
         self.recipe: Recipe = RECIPES[plan.recipe](plan.options)
         self.module = self.recipe.build(self.target)
         train_on, held_out = (_corpus(documents, self.target, settings) for documents in self.split)

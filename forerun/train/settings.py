@@ -39,6 +39,7 @@ class Training:
             vocabulary of up to 8192 tokens the whole law is taken.
         dtype: float32, bfloat16 (weights stay in float32), or auto: bfloat16 where the processor computes in it.
         device: auto takes CUDA where there is one.
+        threads: CPU threads; 0 takes one for each core.
     """
 
     steps: int = 1000
@@ -63,6 +64,7 @@ class Training:
     top: int = 64
     dtype: str = "auto"
     device: str = "auto"
+    threads: int = 0
 
     def __post_init__(self) -> None:
         lowest = {"rows": 1, "accumulate": 1, "tokens": FEWEST_TOKENS, "prompt_tokens": 1, "evaluate_rows": 1}
