@@ -23,6 +23,7 @@ from forerun.flags import ENGINE, SAMPLING, with_flags
 from forerun.sampling.grammar import Grammar
 from forerun.sampling.params import SamplingParams
 from forerun.server.cli import batch, serve
+from forerun.train.cli import train
 
 if TYPE_CHECKING:
     from forerun.llm import LLM, Completion
@@ -221,6 +222,10 @@ def _as_dict(completion: Completion) -> dict[str, Any]:
 
 
 app.command(epilog="[dim]forerun check        forerun check Qwen/Qwen3-0.6B --draft suffix --json[/dim]")(check)
+app.command(
+    epilog="[dim]forerun train --data library --steps 200 --out drafter        forerun train --data prompts.jsonl"
+    " --target Qwen/Qwen3-0.6B --on-policy 1 --out drafter[/dim]"
+)(train)
 app.command(epilog="[dim]forerun serve Qwen/Qwen3-0.6B --draft suffix --port 8000[/dim]")(serve)
 app.command(epilog="[dim]forerun batch requests.jsonl answers.jsonl --model Qwen/Qwen3-0.6B[/dim]")(batch)
 

@@ -19,7 +19,7 @@ FLOORS = [
     {"draft"},
     {"engine"},
     {"llm", "flags"},
-    {"bench", "check", "doctor", "server"},
+    {"bench", "check", "doctor", "server", "train"},
     {"cli", "__main__", "__init__"},
 ]
 FLOOR = {name: i for i, names in enumerate(FLOORS) for name in names}

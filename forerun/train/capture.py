@@ -1,0 +1,160 @@
+"""The target at work for a drafter: it continues prompts through the engine, and says its laws along texts.
+
+Laws are captured when a batch is needed and go with it: nothing is stored. Continuations depend on prompts, seeds and
+temperature alone, so a run that is taken up again sees the same texts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from forerun.cache.attention import Segment
+from forerun.errors import ConfigError
+from forerun.llm import LLM
+from forerun.load import load_tokenizer, pick_device
+from forerun.models.config import load_config
+from forerun.models.decoder import longest_context
+from forerun.models.hub import find_model
+from forerun.models.text import Tokenizer
+from forerun.runner import Runner
+from forerun.sampling.params import SamplingParams
+from forerun.train.data import Example
+from forerun.train.losses import Law, at_temperature, law_of
+from forerun.train.settings import Training
+
+PAGE = 16
+AT_ONCE = 16  # texts continued together
+LOGITS = 1 << 25  # most logits of one pass
+
+
+@dataclass(slots=True)
+class Batch:
+    """Texts with the target's laws along them. B texts, N positions: position i says what token i + 1 is.
+
+    Attributes:
+        tokens: [B, N + 1] int64, shorter texts filled up with token 0.
+        mask: [B, N] bool, the positions that count: those that say a token behind the context that was given.
+        law: [B, N] laws; anything finite where the mask is false.
+        said: [B, N] log-probability of the token that follows.
+        temperature: which the laws are those of; 0 is greedy.
+        vocab: tokens that the laws are over: the first so many.
+    """
+
+    tokens: Tensor
+    mask: Tensor
+    law: Law
+    said: Tensor
+    temperature: float
+    vocab: int
+
+    @property
+    def positions(self) -> int:
+        """How many positions count."""
+        return int(self.mask.sum())
+
+
+class Target:
+    """The model to draft for."""
+
+    def __init__(self, model: str | None, settings: Training) -> None:
+        """Load it for texts of up to `settings.tokens` tokens. Raises ConfigError where that cannot be."""
+        self.tokens, self.top, tokens = settings.tokens, settings.top, settings.tokens
+        self.directory: Path = find_model(model)
+        longest = longest_context(load_config(self.directory))
+        if tokens > longest:
+            raise ConfigError(f"tokens={tokens} is over what the target can read: give at most {longest}")
+        if load_tokenizer(self.directory) is None:
+            raise ConfigError(f"the target in {self.directory} has no tokenizer: it cannot read texts to learn from")
+        self.llm = LLM(
+            model, draft="suffix", device=settings.device, context=tokens, max_rows=AT_ONCE, page=PAGE,
+            kv_tokens=AT_ONCE * (tokens + 4 * PAGE), threads=settings.threads,
+        )  # fmt: skip
+        self.device = pick_device(settings.device)
+        self.vocab = self.llm.decoder.config.vocab
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The target's tokenizer."""
+        assert self.llm.tokenizer is not None
+        return self.llm.tokenizer
+
+    def runner(self, slots: int) -> Runner:
+        """The target with an empty cache of its own, for `slots` texts."""
+        return Runner(self.llm.decoder, tokens=slots * (self.tokens + 4 * PAGE), page=PAGE, slots=slots)
+
+    def continued(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], temperature: float) -> list[Example]:
+        """What the target says behind each prompt, up to the end of the text or `tokens` tokens in all."""
+        engine, examples = self.llm.engine, []
+        for at in range(0, len(prompts), AT_ONCE):
+            self.llm.forget()  # speculation then depends on these prompts alone
+            group = list(zip(prompts[at : at + AT_ONCE], seeds[at : at + AT_ONCE], strict=True))
+            params = SamplingParams(temperature=temperature)
+            requests = [
+                engine.add(
+                    list(prompt), replace(params, seed=seed, max_tokens=self.tokens - len(prompt)), draft="suffix"
+                )
+                for prompt, seed in group
+            ]
+            while engine.busy:
+                engine.step()
+            examples += [Example(tuple(request.tokens), request.prompt_length) for request in requests]
+        return examples
+
+    @torch.no_grad()
+    def batch(self, examples: Sequence[Example], temperature: float = 1.0, vocab: int | None = None) -> Batch:
+        """The laws along texts, over the first `vocab` tokens (models of one vocabulary may pad it differently)."""
+        width = max(len(example.tokens) for example in examples)
+        tokens = torch.zeros((len(examples), width), dtype=torch.int64)
+        mask = torch.zeros((len(examples), width - 1), dtype=torch.bool)
+        for i, example in enumerate(examples):
+            tokens[i, : len(example.tokens)] = torch.tensor(example.tokens)
+            mask[i, example.given - 1 : len(example.tokens) - 1] = True
+        tokens, mask, vocab = tokens.to(self.device), mask.to(self.device), vocab or self.vocab
+        following = tokens[:, 1:][mask]
+        laws: list[Law] = []
+        said: list[Tensor] = []
+        for logits in self._logits(examples):  # one after the other: all of them may be too many
+            logits = at_temperature(logits[:, :vocab], temperature)
+            start = sum(len(part) for part in said)
+            tokens_said = following[start : start + len(logits), None]
+            said.append(logits.log_softmax(-1).gather(-1, tokens_said)[:, 0])
+            laws.append(law_of(logits, self.top))
+        likeliest = [law.tokens for law in laws if law.tokens is not None]
+        return Batch(
+            tokens,
+            mask,
+            Law(_spread(likeliest, mask) if likeliest else None, _spread([law.logs for law in laws], mask)),
+            _spread(said, mask),
+            temperature,
+            vocab,
+        )
+
+    def _logits(self, examples: Sequence[Example]) -> Iterator[Tensor]:
+        """The target's logits at every position that counts, example by example, some examples a pass. [M, V]"""
+        longest = max(len(example.tokens) for example in examples)
+        at_once = min(max(LOGITS // (longest * self.vocab), 1), len(examples))
+        runner = self.runner(at_once)
+        for at in range(0, len(examples), at_once):
+            segments = []
+            for slot, example in enumerate(examples[at : at + at_once]):
+                read = list(example.tokens[:-1])  # nothing follows the last token
+                runner.cache.open(slot, [])
+                runner.cache.pages.grow(slot, len(read))
+                want = list(range(example.given - 1, len(read)))
+                segments.append(Segment(slot, read, list(range(-1, len(read) - 1)), want))
+            yield runner.forward(segments).logits
+            for segment in segments:
+                runner.cache.close(segment.slot)
+
+
+def _spread(parts: Sequence[Tensor], mask: Tensor) -> Tensor:
+    """Values of the positions that count, in order, put where they belong; zeros elsewhere. [M, ...] -> [B, N, ...]"""
+    values = torch.cat(list(parts))
+    spread = values.new_zeros((*mask.shape, *values.shape[1:]))
+    spread[mask] = values
+    return spread

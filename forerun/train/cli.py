@@ -1,0 +1,118 @@
+"""The verb `forerun train`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from forerun.errors import ConfigError
+from forerun.flags import Group, with_flags
+from forerun.train.settings import SmallLMOptions, Training
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from forerun.train.evaluate import Measured
+
+TRAINING = Group("training", Training, "Training")
+OPTIONS = Group("options", SmallLMOptions, "Recipe small-lm", {"init": str, "layers": int})
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+@with_flags(OPTIONS, TRAINING)
+def train(
+    target: Annotated[
+        str | None, typer.Option(help="The model to draft for, a directory or Hub id; without it, the bundled one.")
+    ] = None,
+    recipe: Annotated[str | None, typer.Option(help="What to train: small-lm.")] = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A text file, .jsonl (prompt, text or messages on each line), a directory of source, or library: the"
+            " running Python's own. May be repeated."
+        ),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="The directory to make.")] = None,
+    go_on: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoint of --out.")] = False,
+    drafter: Annotated[
+        str | None, typer.Option("--eval", help="Train nothing: measure this drafter on the held-out data.")
+    ] = None,
+    as_json: Json = False,
+    *,
+    options: dict[str, Any],
+    training: dict[str, Any],
+) -> None:
+    """Train a drafter for a model, on text that the model itself has written, and measure it.
+
+    Ctrl-C writes a checkpoint beside --out; --resume goes on from it to the same result.
+    """
+    given = {"target": target, "recipe": recipe, "data": data, "options": options, "training": training}
+    given = {name: value for name, value in given.items() if value}
+    if drafter is not None:
+        _evaluate(drafter, given, as_json, out is not None or go_on)
+        return
+    if out is None:
+        raise ConfigError("there is no --out: give the directory to make")
+    Training(**training), SmallLMOptions(**options)  # bad options are cheaper to find before torch is imported
+    from forerun.bench.report import print_json
+    from forerun.train import run
+    from forerun.train.checkpoint import checkpoint_path
+    from forerun.train.watch import watching
+
+    try:
+        with watching(as_json) as watch:
+            report = run.resume(given, out, watch) if go_on else run.train(given, out, watch)
+    except KeyboardInterrupt as interruption:
+        path = checkpoint_path(out)
+        if not path.exists():
+            raise
+        what = f"{interruption}, and " if str(interruption) else ""
+        print(f"forerun: {what}kept in {path}; go on with: forerun train --resume --out {out}", file=sys.stderr)
+        raise typer.Exit(130) from None
+    if as_json:
+        print_json({"directory": str(out), **report.as_dict()})
+        return
+    _print(report.measured)
+    first, best = report.record.evaluations[0], report.record.best or report.record.evaluations[0]
+    print(
+        f"{out}: {report.parameters / 1e6:.1f}M parameters after {best.step} of {report.record.step} steps; accepted"
+        f" length {best.accepted_length:.2f}, {first.accepted_length:.2f} before\n"
+        f"next: forerun generate ... {f'--model {target} ' if target else ''}--draft model:{out}"
+    )
+
+
+def _evaluate(drafter: str, given: dict[str, Any], as_json: bool, trains: bool) -> None:
+    """Measure a drafter that is there."""
+    if trains or "options" in given or "recipe" in given:
+        raise ConfigError("--eval trains nothing: leave out --out, --resume, --recipe and the recipe's options")
+    training = Training(**given.get("training", {}))
+    from forerun.bench.report import print_json
+    from forerun.train.run import measure
+    from forerun.train.watch import watching
+
+    with watching(as_json) as watch:
+        measured = measure(given.get("target"), drafter, tuple(given.get("data", ())), training, watch)
+    if as_json:
+        print_json({"drafter": drafter, "measured": [entry.as_dict() for entry in measured]})
+    else:
+        _print(measured)
+
+
+def _print(measured: Sequence[Measured]) -> None:
+    """Accepted lengths, measured and analytic, and by where in the output a draft began."""
+    from forerun.bench.report import print_table
+
+    spans = sorted({at for entry in measured for at in entry.by_position})
+    print_table(
+        ("temperature", "depth", "accepted length", "analytic", "passes", *(f"from {at}" for at in spans)),
+        [
+            (
+                f"{entry.temperature:g}", str(entry.depth), f"{entry.accepted_length:.3f}", f"{entry.analytic:.3f}",
+                str(entry.passes), *(f"{entry.by_position[at]:.2f}" if at in entry.by_position else "" for at in spans),
+            )
+            for entry in measured
+        ],
+    )  # fmt: skip

@@ -1,0 +1,247 @@
+"""What is learnt from: files to documents, documents to texts of tokens, in an order that follows from the seed.
+
+Documents are told apart by the hash of what they say: the same text is taken once, and whether a document is held out
+depends on its own hash alone, so no part of a held-out document is ever trained on, whatever else is in the data.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from forerun.errors import ConfigError, RequestError
+from forerun.models.text import Message, Tokenizer
+from forerun.train.settings import FEWEST_TOKENS
+
+LIBRARY = "library"
+# what is read of a directory; a file that is named is read whatever it is called
+SUFFIXES = (
+    ".txt", ".md", ".rst", ".tex", ".jsonl", ".py", ".pyi", ".js", ".jsx", ".ts", ".tsx", ".c", ".h", ".cc", ".cpp",
+    ".hpp", ".rs", ".go", ".java", ".kt", ".scala", ".cs", ".swift", ".rb", ".php", ".lua", ".jl", ".r", ".ml", ".hs",
+    ".sh", ".sql", ".html", ".css",
+)  # fmt: skip
+NOT_OF_THE_LIBRARY = ("site-packages/", "test/", "idlelib/", "lib2to3/", "pydoc_data/", "encodings/", "config-")
+WHAT_IS_DATA = "give text files, directories of source, .jsonl of prompts, texts or messages, or the word library"
+
+
+@dataclass(frozen=True, slots=True)
+class Passage:
+    """A prompt and what follows it. Plain text has no prompt; a prompt alone is there to be continued."""
+
+    prompt: str | tuple[Message, ...]
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """Something that was read: where, the hash of what it says, its passages."""
+
+    name: str
+    digest: str
+    passages: tuple[Passage, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """Tokens to learn from. The first `given` (at least 1) are context: what is learnt is the tokens behind them."""
+
+    tokens: tuple[int, ...]
+    given: int
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What became of one path of the data, for the card."""
+
+    name: str
+    documents: int
+    repeated: int  # the same text was there before
+    unreadable: int  # of a directory: not UTF-8, or empty
+
+
+def read_data(names: Sequence[str]) -> tuple[list[Document], list[Source]]:
+    """The documents of all paths, each text once. Raises RequestError for a path without anything to learn from."""
+    if not names:
+        raise ConfigError(f"there is no --data: {WHAT_IS_DATA}")
+    documents: dict[str, Document] = {}
+    sources = []
+    for name in names:
+        found = repeated = unreadable = 0
+        for document in _documents(name):
+            if document is None:
+                unreadable += 1
+            elif document.digest in documents:
+                repeated += 1
+            else:
+                documents[document.digest], found = document, found + 1
+        if not found and not repeated:
+            raise RequestError(f"there is no text in {name}: {WHAT_IS_DATA}")
+        sources.append(Source(name, found, repeated, unreadable))
+    return list(documents.values()), sources
+
+
+def split(documents: Sequence[Document], share: float) -> tuple[list[Document], list[Document]]:
+    """(to train on, held out): those whose hash is in the lowest `share` of all hashes, at least one.
+
+    Raises RequestError for a single document, since one has to be held out.
+    """
+    if len(documents) < 2:
+        raise RequestError(f"there is one document only, {documents[0].name}: give two or more, one is held out")
+    ordered = sorted(documents, key=lambda document: document.digest)
+    count = sum(int(document.digest[:8], 16) < share * (1 << 32) for document in ordered)
+    count = min(max(count, 1), len(ordered) - 1)
+    return ordered[count:], ordered[:count]
+
+
+def digest_of(documents: Sequence[Document]) -> str:
+    """A hash of all documents, whatever their order."""
+    return hashlib.sha256("".join(sorted(document.digest for document in documents)).encode()).hexdigest()
+
+
+class Corpus:
+    """Documents as tokens. `examples` are what the data say, `prompts` what the target may continue."""
+
+    def __init__(self, documents: Sequence[Document], tokenizer: Tokenizer, tokens: int, prompt_tokens: int) -> None:
+        """Texts are cut to windows of `tokens`; the first `prompt_tokens` of each window are a prompt."""
+        self.examples: list[Example] = []
+        self.prompts: list[tuple[int, ...]] = []
+        self.too_long = 0  # passages whose prompt leaves no room
+        for document in documents:
+            for passage in document.passages:
+                if passage.prompt:
+                    self._answer(passage, tokenizer, tokens)
+                else:
+                    self._windows(tokenizer.encode(passage.text), tokens, prompt_tokens)
+
+    def _windows(self, ids: list[int], tokens: int, prompt_tokens: int) -> None:
+        for at in range(0, len(ids), tokens):
+            window = tuple(ids[at : at + tokens])
+            if len(window) >= FEWEST_TOKENS:
+                self.examples.append(Example(window, 1))
+            if len(window) > prompt_tokens:
+                self.prompts.append(window[:prompt_tokens])
+
+    def _answer(self, passage: Passage, tokenizer: Tokenizer, tokens: int) -> None:
+        prompt = passage.prompt
+        ids = tuple(tokenizer.encode(prompt) if isinstance(prompt, str) else tokenizer.chat(prompt))
+        if not ids or len(ids) > tokens - FEWEST_TOKENS:
+            self.too_long += 1
+            return
+        self.prompts.append(ids)
+        answer = tokenizer.encode(passage.text, special=False) if passage.text else ()
+        if answer:
+            self.examples.append(Example((*ids, *answer)[:tokens], len(ids)))
+
+
+class Order:
+    """Numbers below `count` without end, each once before any comes again; the nth follows from the seed and n."""
+
+    def __init__(self, count: int, seed: int) -> None:
+        self.count, self.seed = count, seed
+        self._epoch, self._shuffled = -1, np.zeros(0, dtype=np.int64)
+
+    def __getitem__(self, n: int) -> int:
+        epoch, at = divmod(n, self.count)
+        if epoch != self._epoch:
+            self._epoch, self._shuffled = epoch, np.random.default_rng([self.seed, epoch]).permutation(self.count)
+        return int(self._shuffled[at])
+
+
+def _documents(name: str) -> Iterator[Document | None]:
+    """The documents of one path; None for a file of a directory that cannot be read or is empty."""
+    if name == LIBRARY:
+        root = Path(sysconfig.get_paths()["stdlib"])
+        paths = [p for p in sorted(root.rglob("*.py")) if not _is_left_out(p.relative_to(root).as_posix())]
+        yield from _of_directory(root, paths)
+        return
+    path = Path(name).expanduser()
+    if path.is_dir():
+        paths = [p for p in sorted(path.rglob("*")) if p.suffix.lower() in SUFFIXES and p.is_file()]
+        yield from _of_directory(path, [p for p in paths if not _is_hidden(p.relative_to(path))])
+        return
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise RequestError(f"the data in {name} cannot be read ({error.strerror}): {WHAT_IS_DATA}") from None
+    except UnicodeDecodeError:
+        text = "\0"
+    if "\0" in text:
+        raise RequestError(f"the data in {name} cannot be read (it is not UTF-8 text): {WHAT_IS_DATA}")
+    yield from _of_text(path, text, name)
+
+
+def _of_directory(root: Path, paths: Sequence[Path]) -> Iterator[Document | None]:
+    for path in paths:
+        try:
+            text = path.read_text(encoding="utf-8-sig")
+        except (OSError, UnicodeDecodeError):
+            text = ""
+        if not text.strip() or "\0" in text:
+            yield None
+        else:
+            yield from _of_text(path, text, path.relative_to(root).as_posix())
+
+
+def _of_text(path: Path, text: str, name: str) -> Iterator[Document]:
+    if path.suffix.lower() == ".jsonl":
+        for number, line in enumerate(text.split("\n"), 1):  # not splitlines: a JSON string may hold a U+2028
+            if line.strip():
+                yield _of_line(line, f"{name}, line {number}")
+    elif text.strip():
+        yield _document(name, (Passage("", text),))
+
+
+def _document(name: str, passages: tuple[Passage, ...]) -> Document:
+    said = json.dumps([[passage.prompt, passage.text] for passage in passages], ensure_ascii=True)
+    return Document(name, hashlib.sha256(said.encode()).hexdigest(), passages)
+
+
+def _of_line(line: str, where: str) -> Document:
+    """A line of a .jsonl file. Raises RequestError that names the place."""
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"{where}: this is not JSON ({error}); each line is one object") from None
+    kinds = [key for key in ("prompt", "text", "messages") if key in value] if isinstance(value, dict) else []
+    if len(kinds) != 1:
+        raise RequestError(f"{where}: give an object with one of prompt, text and messages on each line")
+    said = value[kinds[0]]
+    if kinds[0] == "messages":
+        return _document(where, _turns(said, where))
+    if not isinstance(said, str) or not said.strip():
+        raise RequestError(f"{where}: {kinds[0]} must be a text that says something")
+    return _document(where, (Passage(said, "") if kinds[0] == "prompt" else Passage("", said),))
+
+
+def _turns(messages: Any, where: str) -> tuple[Passage, ...]:
+    """Each answer of a conversation with all that stands before it, and a question at the end without one."""
+    if not isinstance(messages, list) or not messages:
+        raise RequestError(f"{where}: messages must be a list with a message or more")
+    for message in messages:
+        if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
+            raise RequestError(f"{where}: each message needs a role and a content, both text")
+    passages = [
+        Passage(tuple(messages[:i]), message["content"])
+        for i, message in enumerate(messages)
+        if message["role"] == "assistant" and i
+    ]
+    if messages[-1]["role"] != "assistant":
+        passages.append(Passage(tuple(messages), ""))
+    if not passages:
+        raise RequestError(f"{where}: no message comes before the assistant's: there is nothing to continue")
+    return tuple(passages)
+
+
+def _is_left_out(name: str) -> bool:
+    return name.startswith(NOT_OF_THE_LIBRARY) or "/test" in name
+
+
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)

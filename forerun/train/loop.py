@@ -1,0 +1,246 @@
+"""The one training loop: any recipe, steps that can be repeated, checkpoints that continue to the same curve.
+
+What a step does follows from the settings and its number; what it changes is the module, the optimiser, torch's
+random numbers and the `Record`. A checkpoint holds these four, so a run that was interrupted and taken up again goes
+on as if nothing had been.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from forerun import doctor
+from forerun.errors import ForerunError
+from forerun.kernels import native
+from forerun.train.capture import Target
+from forerun.train.checkpoint import write_checkpoint
+from forerun.train.evaluate import Evaluation, Judge
+from forerun.train.recipes import Recipe
+from forerun.train.settings import Training
+from forerun.train.stream import Stream
+from forerun.train.watch import Silent, Watch
+
+FLOOR = 0.1  # of the learning rate, at the end of the cosine
+BETAS = (0.9, 0.95)
+Weights = dict[str, Tensor]
+
+
+@dataclass(slots=True)
+class Record:
+    """What a run has come to."""
+
+    step: int = 0
+    losses: list[float] = field(default_factory=list)
+    evaluations: list[Evaluation] = field(default_factory=list)
+
+    @property
+    def best(self) -> Evaluation | None:
+        """The first of the evaluations with the greatest accepted length."""
+        return max(self.evaluations, key=lambda evaluation: evaluation.accepted_length, default=None)
+
+    def without_better(self) -> int:
+        """Evaluations since the best."""
+        best = self.best
+        return 0 if best is None else len(self.evaluations) - 1 - self.evaluations.index(best)
+
+
+class Trainer:
+    """A run of one recipe. `best` are the weights that were evaluated best."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        module: nn.Module,
+        target: Target,
+        stream: Stream,
+        judge: Judge,
+        settings: Training,
+        path: Path,
+        identity: dict[str, Any],
+        watch: Watch | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`path` is the checkpoint's; `identity` is put into it, so that the run can be set up again."""
+        self.recipe, self.module, self.target, self.stream = recipe, module.to(target.device), target, stream
+        self.judge, self.settings, self.path, self.identity = judge, settings, path, identity
+        self.watch, self.clock = watch or Silent(), clock
+        torch.manual_seed(settings.seed)
+        self.optimizer = torch.optim.AdamW(
+            module.parameters(), lr=settings.learning_rate, betas=BETAS, weight_decay=settings.weight_decay, fused=True
+        )
+        self.record = Record()
+        self.best: Weights = {}
+        self.vocab = recipe.vocab(module, target)
+        self.bfloat16 = computes_bfloat16(settings.dtype, target.device)
+
+    def resume(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint."""
+        self.module.load_state_dict(state["module"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        torch.set_rng_state(state["random"])
+        if state["random_cuda"] is not None and self.target.device.type == "cuda":
+            torch.cuda.set_rng_state(state["random_cuda"], self.target.device)
+        self.best = state["best"]
+        self.record = Record(
+            state["step"], list(state["losses"]), [Evaluation(**values) for values in state["evaluations"]]
+        )
+
+    def run(self) -> Record:
+        """Train to the end; the module then has the best weights.
+
+        Raises:
+            KeyboardInterrupt: after Ctrl-C, when a checkpoint has been written.
+            ForerunError: a loss that is not finite, or a checkpoint that cannot be written; the one before is kept.
+        """
+        begun = self.clock()
+        with _asked_to_stop() as asked:
+            while not self._done(begun):
+                self._evaluate_if(self._due(self.settings.evaluate_every))
+                if self._done(begun):
+                    break
+                loss, tokens = self.learn()
+                self.watch.step(self.record.step, self.settings.steps, loss, tokens)
+                if asked():
+                    self.save()
+                    raise KeyboardInterrupt(f"stopped after step {self.record.step}")
+                if self.settings.checkpoint_every and self._due(self.settings.checkpoint_every):
+                    self.save()
+            self._evaluate_if(True)
+            self.save()
+            if asked():
+                raise KeyboardInterrupt(f"stopped after step {self.record.step}, the last")
+        self.module.load_state_dict(self.best)
+        return self.record
+
+    def learn(self) -> tuple[float, int]:
+        """One step; (its loss, tokens it read). Raises ForerunError before anything is changed if it is not finite."""
+        record, module = self.record, self.module.train()
+        self.optimizer.param_groups[0]["lr"] = learning_rate(record.step, self.settings)
+        batches = [self.target.batch(rows, vocab=self.vocab) for rows in self.stream.step(record.step)]
+        positions = sum(batch.positions for batch in batches)
+        total = 0.0
+        with _threads(self.settings.threads):
+            for batch in batches:
+                with self._precision():
+                    loss = self.recipe.loss(module, batch) * (batch.positions / positions)
+                loss.backward()  # type: ignore[no-untyped-call]
+                total += loss.item()
+            norm = nn.utils.clip_grad_norm_(module.parameters(), self.settings.clip).item()
+        if not math.isfinite(total) or not math.isfinite(norm):
+            kept = f"; the last checkpoint, {self.path}, is kept" if self.path.exists() else ""
+            raise ForerunError(
+                f"the loss of step {record.step + 1} is {total} with a gradient of norm {norm}: lower --learning-rate"
+                f" or --clip, or use --dtype float32{kept}"
+            )
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        record.step += 1
+        record.losses.append(total)
+        return total, sum(batch.tokens.numel() for batch in batches)
+
+    def save(self) -> None:
+        """Write a checkpoint. Raises ForerunError."""
+        cuda = self.target.device.type == "cuda"
+        write_checkpoint(
+            self.path,
+            {
+                "identity": self.identity,
+                "step": self.record.step,
+                "losses": self.record.losses,
+                "evaluations": [asdict(evaluation) for evaluation in self.record.evaluations],
+                "module": self.module.state_dict(),
+                "optimizer": self.optimizer.state_dict(),
+                "best": self.best,
+                "random": torch.get_rng_state(),
+                "random_cuda": torch.cuda.get_rng_state(self.target.device) if cuda else None,
+            },
+        )
+
+    def _done(self, begun: float) -> bool:
+        settings = self.settings
+        out_of_time = settings.max_minutes and self.clock() - begun >= 60 * settings.max_minutes
+        no_better = settings.patience and self.record.without_better() >= settings.patience
+        return bool(self.record.step >= settings.steps or out_of_time or no_better)
+
+    def _due(self, every: int) -> bool:
+        """Whether the steps done are a multiple of `every`; of 0 only none at all is."""
+        return self.record.step % every == 0 if every else self.record.step == 0
+
+    def _evaluate_if(self, due: bool) -> None:
+        """Evaluate, once a step, and keep the weights if they are the best so far."""
+        record = self.record
+        if not due or (record.evaluations and record.evaluations[-1].step == record.step):
+            return
+        with _threads(self.settings.threads), self._precision():
+            found = self.judge.evaluate(self.module, record.step)
+        record.evaluations.append(found)
+        if record.best is found:
+            self.best = {name: value.detach().cpu().clone() for name, value in self.module.state_dict().items()}
+        self.watch.tell(
+            f"after {found.step} steps: accepted length {found.accepted_length:.3f} at depth {self.settings.depth},"
+            f" overlap {found.overlap:.3f}, perplexity {found.perplexity:.2f}"
+        )
+
+    def _precision(self) -> torch.autocast:
+        return torch.autocast(self.target.device.type, dtype=torch.bfloat16, enabled=self.bfloat16)
+
+
+def learning_rate(step: int, settings: Training) -> float:
+    """Of a step, counted from 0: up in a line, then down along half a cosine to a tenth."""
+    warm = math.ceil(settings.warmup * settings.steps)
+    if step < warm:
+        return settings.learning_rate * (step + 1) / warm
+    way = (step - warm) / max(settings.steps - warm, 1)
+    return settings.learning_rate * (FLOOR + (1 - FLOOR) * 0.5 * (1 + math.cos(math.pi * way)))
+
+
+def computes_bfloat16(dtype: str, device: torch.device) -> bool:
+    """Whether products are to be in bfloat16; on CPUs that only emulate it, it is many times slower."""
+    if dtype != "auto":
+        return dtype == "bfloat16"
+    if device.type == "cuda":
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    return native.library() is not None and native.instructions() == "avx512"
+
+
+@contextmanager
+def _asked_to_stop() -> Iterator[Callable[[], bool]]:
+    """Let Ctrl-C ask to stop rather than stop at once, so that no step is cut in half. The second one does stop."""
+    asked = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield asked.is_set
+        return
+
+    def ask(number: int, frame: Any) -> None:
+        if asked.is_set():
+            raise KeyboardInterrupt
+        asked.set()
+
+    before = signal.signal(signal.SIGINT, ask)
+    try:
+        yield asked.is_set
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """Give torch's products so many threads, 0 one for each core: beside the native kernels it has a
+    single one, but they sleep while a drafter learns."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or doctor.cores())
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,155 @@
+"""A whole run, from names to a directory: what the verb does, for whoever calls it from Python.
+
+A run is set up from a `Plan` of plain values. Its checkpoint holds the same, so that it can be taken up again without
+saying anything twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from forerun.errors import ConfigError, nearest
+from forerun.models.hub import find_model
+from forerun.train.capture import Target
+from forerun.train.checkpoint import checkpoint_path, read_checkpoint
+from forerun.train.data import Corpus, Document, digest_of, read_data, split
+from forerun.train.evaluate import Judge, Measured
+from forerun.train.export import Facts, Report, check_out, export
+from forerun.train.loop import Trainer
+from forerun.train.recipes import RECIPES, Recipe, SmallLM
+from forerun.train.settings import OPTIONS, SmallLMOptions, Training
+from forerun.train.stream import Stream
+from forerun.train.watch import Watch
+
+MAY_DIFFER = ("max_minutes",)  # between a run and its continuation
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is to be trained.
+
+    Attributes:
+        target: a model directory or Hub id; None is the bundled model.
+        data: files, directories, or "library".
+        recipe: its name.
+        options: of the recipe.
+        training: of the run.
+    """
+
+    target: str | None
+    data: tuple[str, ...]
+    recipe: str
+    options: SmallLMOptions
+    training: Training
+
+    def __post_init__(self) -> None:
+        if self.recipe not in OPTIONS:
+            raise ConfigError(f"there is no recipe {self.recipe!r}: {nearest(self.recipe, OPTIONS)}")
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Plan:
+        """From plain values: as they were given, or as a checkpoint holds them."""
+        name = values.get("recipe", next(iter(OPTIONS)))
+        options = OPTIONS[name](**values.get("options", {})) if name in OPTIONS else SmallLMOptions()
+        training = Training(**values.get("training", {}))
+        return cls(values.get("target"), tuple(values.get("data", ())), name, options, training)
+
+
+def train(values: Mapping[str, Any], out: Path, watch: Watch) -> Report:
+    """Train from the beginning and write `out`. `values` are what `Plan.of` takes.
+
+    Raises:
+        ForerunError: an option, a model, data or a directory that cannot be, or a loss that is not finite.
+        KeyboardInterrupt: Ctrl-C; once steps are taken, after a checkpoint.
+    """
+    plan, path = Plan.of(values), checkpoint_path(out)
+    check_out(out)
+    if path.exists():
+        raise ConfigError(f"there is a checkpoint {path} of a run that has not ended: use --resume, or remove it")
+    return _Run(plan, watch).to_the_end(out, path, None)
+
+
+def resume(given: Mapping[str, Any], out: Path, watch: Watch) -> Report:
+    """Go on from the checkpoint of `out`. What is given beside it must be what it was, but for `max_minutes`."""
+    path = checkpoint_path(out)
+    check_out(out)
+    state = read_checkpoint(path)
+    held = state["identity"]
+    for part, values in given.items():
+        pairs = values.items() if isinstance(values, Mapping) else [(part, values)]
+        for name, value in pairs:
+            before = held[part][name] if isinstance(values, Mapping) else held[part]
+            if name not in MAY_DIFFER and value != before:
+                raise ConfigError(f"the run was begun with {name}={before!r}, not {value!r}: leave it out")
+    plan = Plan.of(held)
+    limit = given.get("training", {}).get("max_minutes", 0.0)  # of the run that ended, it says nothing of this one
+    plan = replace(plan, training=replace(plan.training, max_minutes=limit))
+    return _Run(plan, watch).to_the_end(out, path, state)
+
+
+def measure(
+    target: str | None, drafter: str, data: tuple[str, ...], training: Training, watch: Watch
+) -> list[Measured]:
+    """The accepted lengths of a drafter that is there, on held-out documents of the data."""
+    documents, _ = read_data(data)
+    directory = find_model(drafter)
+    _, held_out = split(documents, training.held_out)
+    watch.tell("loading the target")
+    model = Target(target, training)
+    recipe = SmallLM(SmallLMOptions(init=drafter))
+    module = recipe.build(model).to(model.device)
+    judge = Judge(model, recipe, _corpus(held_out, model, training), training)
+    return judge.measure(module, directory, watch.tell)
+
+
+class _Run:
+    """A plan with its data read and its models loaded."""
+
+    def __init__(self, plan: Plan, watch: Watch) -> None:
+        self.plan, self.watch, settings = plan, watch, plan.training
+        documents, self.sources = read_data(plan.data)
+        self.split = split(documents, settings.held_out)
+        self.digest = digest_of(documents)
+        watch.tell(f"{len(self.split[0])} documents to train on, {len(self.split[1])} held out; loading the target")
+        self.target = Target(plan.target, settings)
+        self.recipe: Recipe = RECIPES[plan.recipe](plan.options)
+        self.module = self.recipe.build(self.target)
+        train_on, held_out = (_corpus(documents, self.target, settings) for documents in self.split)
+        self.stream = Stream(train_on, self.target, settings)
+        watch.tell(f"{len(train_on.examples)} texts of up to {settings.tokens} tokens; the target continues others")
+        self.judge = Judge(self.target, self.recipe, held_out, settings)
+
+    def to_the_end(self, out: Path, path: Path, state: dict[str, Any] | None) -> Report:
+        """Train, from `state` if there is one, write the drafter, and remove the checkpoint."""
+        plan = self.plan
+        identity = {
+            "target": plan.target, "data": list(plan.data), "recipe": plan.recipe, "options": asdict(plan.options),
+            "training": asdict(plan.training), "digest": self.digest,
+        }  # fmt: skip
+        trainer = Trainer(
+            self.recipe, self.module, self.target, self.stream, self.judge, plan.training, path, identity, self.watch
+        )
+        if state is not None:
+            if state["identity"]["digest"] != self.digest:
+                raise ConfigError("the data have changed since the run began: bring them back, or begin anew")
+            trainer.resume(state)
+            self.watch.tell(f"going on after step {trainer.record.step}")
+        record = trainer.run()
+        facts = Facts(
+            plan.target or "bundled",
+            {"name": plan.recipe, **asdict(plan.options)},
+            plan.training,
+            self.sources,
+            (len(self.split[0]), len(self.split[1])),
+            self.digest,
+        )
+        report = export(out, self.recipe, self.module, self.target, self.judge, facts, record, self.watch)
+        path.unlink(missing_ok=True)
+        return report
+
+
+def _corpus(documents: list[Document], target: Target, training: Training) -> Corpus:
+    return Corpus(documents, target.tokenizer, training.tokens, training.prompt_tokens)

@@ -1,0 +1,128 @@
+"""What a training run is made of: every choice, in frozen dataclasses. No torch here: `--help` needs them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from forerun.errors import ConfigError
+
+FEWEST_TOKENS = 16  # of a row: fewer teach nothing
+DTYPES = ("auto", "float32", "bfloat16")
+LARGEST = 1 << 31
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """How any recipe is trained: data, steps, evaluation.
+
+    Args:
+        steps: steps of the optimiser; 0 writes the drafter as it begins.
+        rows: texts of one pass of the drafter.
+        accumulate: passes whose gradients make one step.
+        tokens: most tokens of a text, in training and in evaluation.
+        on_policy: share of the texts that the target continues itself; the rest are the data as they are.
+        temperature: what the target continues texts at, and what acceptance is judged at beside 0.
+        prompt_tokens: tokens of the data before the target goes on.
+        learning_rate: the highest of the schedule, which warms up and then falls along a cosine to a tenth of it.
+        warmup: share of the steps in which the learning rate rises.
+        weight_decay: of AdamW.
+        clip: largest norm of the gradient; larger ones are scaled down to it.
+        seed: of the order of the data and of what the target says; the same seed gives the same run.
+        held_out: share of the documents that are kept for evaluation.
+        evaluate_every: steps between evaluations; 0 evaluates at the beginning and at the end only.
+        evaluate_rows: texts of an evaluation, and of the measurement at the end.
+        depth: tokens drafted ahead in the accepted length that is evaluated and measured.
+        patience: evaluations without a better accepted length before training stops; 0 never stops early.
+        checkpoint_every: steps between checkpoints; 0 leaves it to evaluations, Ctrl-C and the end of the time.
+        max_minutes: stop after that, as if the steps were done; 0 sets no limit.
+        top: likeliest tokens of the target's law that are learnt from, beside what is left for all others; of a
+            vocabulary of up to 8192 tokens the whole law is taken.
+        dtype: float32, bfloat16 (weights stay in float32), or auto: bfloat16 where the processor computes in it.
+        device: auto takes CUDA where there is one.
+        threads: CPU threads; 0 takes one for each core.
+    """
+
+    steps: int = 1000
+    rows: int = 8
+    accumulate: int = 1
+    tokens: int = 256
+    on_policy: float = 0.5
+    temperature: float = 0.8
+    prompt_tokens: int = 64
+    learning_rate: float = 1e-3
+    warmup: float = 0.05
+    weight_decay: float = 0.0
+    clip: float = 1.0
+    seed: int = 0
+    held_out: float = 0.05
+    evaluate_every: int = 100
+    evaluate_rows: int = 16
+    depth: int = 4
+    patience: int = 5
+    checkpoint_every: int = 100
+    max_minutes: float = 0.0
+    top: int = 64
+    dtype: str = "auto"
+    device: str = "auto"
+    threads: int = 0
+
+    def __post_init__(self) -> None:
+        lowest = {"rows": 1, "accumulate": 1, "tokens": FEWEST_TOKENS, "prompt_tokens": 1, "evaluate_rows": 1}
+        _check_numbers(self, lowest | {"depth": 1, "top": 1})
+        for name in ("on_policy", "warmup", "held_out"):
+            if getattr(self, name) > 1:
+                raise ConfigError(f"{name}={getattr(self, name)} is out of range: give a share from 0 to 1")
+        if not 0 < self.temperature <= 100:
+            raise ConfigError(f"temperature={self.temperature} is out of range: give a number over 0, at most 100")
+        if not 0 < self.held_out < 1:
+            raise ConfigError(f"held_out={self.held_out} is out of range: give a share over 0 and under 1")
+        if not self.clip:
+            raise ConfigError("clip=0 would stand still: give a number over 0")
+        if self.prompt_tokens + self.depth + 2 > self.tokens:
+            raise ConfigError(
+                f"prompt_tokens={self.prompt_tokens} leaves no room to draft {self.depth} tokens in"
+                f" tokens={self.tokens}: lower it, or raise tokens"
+            )
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"there is no training in {self.dtype!r}: use {', '.join(DTYPES)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SmallLMOptions:
+    """A small language model that drafts alone. It begins as some of the target's layers, or as a model given.
+
+    Args:
+        init: a model directory or Hub id of the target's vocabulary to begin with.
+        layers: of the target, evenly spaced, its embeddings, norm and head with them; 2 if there is no init.
+        kl: weight of KL(target, drafter).
+        tv: weight of the total variation, which is one minus the acceptance.
+        ce: weight of the cross entropy with the text itself.
+    """
+
+    init: str | None = None
+    layers: int | None = None
+    kl: float = 0.5
+    tv: float = 0.5
+    ce: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_numbers(self, {"layers": 1})
+        if self.init is not None and self.layers is not None:
+            raise ConfigError("init and layers contradict each other: give the one or the other")
+        if not self.kl + self.tv + self.ce:
+            raise ConfigError("kl, tv and ce are all 0, which is nothing to learn: give one of them a weight")
+
+
+def _check_numbers(settings: Training | SmallLMOptions, lowest: dict[str, int]) -> None:
+    """Raise ConfigError for a whole number under its lowest (0 unless it says otherwise), or a number under 0."""
+    for field in fields(settings):
+        value, kind = getattr(settings, field.name), str(field.type)
+        if kind.startswith("int") and value is not None:
+            low = lowest.get(field.name, 0)
+            if not isinstance(value, int) or isinstance(value, bool) or not low <= value < LARGEST:
+                raise ConfigError(f"{field.name}={value!r} is out of range: give a whole number from {low} up")
+        elif kind == "float" and (not isinstance(value, (int, float)) or not 0 <= value < 1e6):
+            raise ConfigError(f"{field.name}={value!r} is out of range: give a number from 0 up")
+
+
+OPTIONS = {"small-lm": SmallLMOptions}  # of each recipe, by its name; the first is taken where none is named

@@ -1,0 +1,188 @@
+"""The verb: from data to a directory that the engine drafts with, interrupted and taken up, one line for bad input."""
+
+import errno
+import json
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from forerun import LLM, SamplingParams
+from forerun.train import export, loop
+from forerun.train.checkpoint import read_checkpoint
+from tests import tiny
+from tests.test_cli import run
+from tests.train.conftest import SMALL
+
+Verb = Callable[..., tuple[int, str, str]]
+FLAGS = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
+
+
+@pytest.fixture
+def train(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], data: Path) -> Verb:
+    """`forerun train` for the tiny target, on its data."""
+    basics = ["--target", str(tiny.worded()), "--data", str(data), "--layers", "1", *FLAGS]
+    return lambda *args: run(monkeypatch, capsys, "train", *basics, *args)
+
+
+@pytest.fixture
+def bare(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Verb:
+    return lambda *args: run(monkeypatch, capsys, "train", *args)
+
+
+def interrupt_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    """Ctrl-C in the middle of a step."""
+    right = loop.Trainer.learn
+
+    def learn(self: loop.Trainer) -> tuple[float, int]:
+        if self.record.step == step - 1:
+            signal.raise_signal(signal.SIGINT)
+        return right(self)
+
+    monkeypatch.setattr(loop.Trainer, "learn", learn)
+
+
+def test_from_data_to_a_drafter(train: Verb, bare: Verb, data: Path, tmp_path: Path) -> None:
+    """A directory with all that belongs to a model and a card that says where it comes from; nothing else is left."""
+    out = tmp_path / "drafter"
+    code, text, err = train("--out", str(out))
+    assert code == 0, err
+    assert "accepted length" in text and f"--draft model:{out}" in text
+    assert "step 6 of 6, loss" in err and "after 3 steps" in err and "\x1b" not in err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data.jsonl", "drafter"]
+    assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "README.md"} <= {
+        path.name for path in out.iterdir()
+    }
+    report, card = json.loads((out / "training.json").read_text()), (out / "README.md").read_text()
+    assert len(report["losses"]) == report["steps"] == 6 and report["recipe"]["layers"] == 1
+    assert [(m["temperature"], m["depth"]) for m in report["measured"]] == [(t, d) for t in (0, 0.8) for d in (1, 2, 3)]
+    for fact in (report["data"]["sha256"], str(data), '"seed": 0', "| 0.8 | 3 |", "1 - TV", "q(x) / p(x)"):
+        assert fact in card
+    llm = LLM(tiny.worded(), draft=f"model:{out}", kv_tokens=1024)
+    assert llm.generate('{"name":', SamplingParams(max_tokens=8))[0].stats.by_source["model"].drafted
+    code, text, _ = bare("--eval", str(out), "--target", str(tiny.worded()), "--data", str(data), "--json", *FLAGS)
+    assert code == 0 and json.loads(text)["measured"] == report["measured"]
+
+
+def test_ctrl_c_and_resume(train: Verb, bare: Verb, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same numbers as without; a plain `--resume --out` knows all that was said before."""
+    code, text, _ = train("--out", str(tmp_path / "whole"), "--json")
+    whole = json.loads(text)
+    assert code == 0
+    out = tmp_path / "halves"
+    with monkeypatch.context() as patched:
+        interrupt_at(patched, 4)
+        code, text, err = train("--out", str(out))
+    assert (code, text, out.exists()) == (130, "", False)
+    assert f"stopped after step 4, and kept in {out}.training; go on with: forerun train --resume --out {out}" in err
+    assert train("--out", str(out))[2].count("use --resume") == 1
+    code, _, err = bare("--resume", "--out", str(out), "--rows", "4")
+    assert code == 2 and "begun with rows=3, not 4" in err
+    code, _, err = bare("--resume", "--out", str(out), "--target", "other")
+    assert code == 2 and "begun with target=" in err
+    code, text, err = bare("--resume", "--out", str(out), "--rows", "3", "--max-minutes", "60", "--json")
+    halves = json.loads(text)
+    assert (code, err) == (0, "")
+    for part in ("losses", "evaluations", "measured", "data"):
+        assert halves[part] == whole[part]
+    assert not (tmp_path / "halves.training").exists()
+
+
+def test_resume_needs_the_same_data(train: Verb, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        interrupt_at(patched, 1)
+        assert train("--out", str(tmp_path / "d"))[0] == 130
+    data.write_text(data.read_text() + '\n{"text": "another one"}')
+    code, _, err = train("--resume", "--out", str(tmp_path / "d"))
+    assert code == 2 and "the data have changed" in err
+    assert read_checkpoint(tmp_path / "d.training")["step"] == 1
+
+
+def test_a_full_disk_at_the_end_loses_nothing(train: Verb, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "d"
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(export.shutil, "copyfile", full)
+        code, _, err = train("--out", str(out))
+    assert code == 1 and "No space left on device" in err.splitlines()[-1] and "--resume" in err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["d.training", "data.jsonl"]
+    monkeypatch.setattr(loop.Trainer, "learn", None)  # no step is taken again
+    code, text, _ = train("--resume", "--out", str(out), "--json")
+    assert code == 0 and json.loads(text)["steps"] == 6 and out.is_dir()
+
+
+def test_no_step_at_all_writes_the_layers_as_they_are(train: Verb, tmp_path: Path) -> None:
+    code, text, _ = train("--out", str(tmp_path / "d"), "--steps", "0", "--json", "--on-policy", "0")
+    report = json.loads(text)
+    assert code == 0 and report["losses"] == [] and [e["step"] for e in report["evaluations"]] == [0]
+    from forerun.models.weights import Checkpoint
+
+    mine, theirs = Checkpoint(tmp_path / "d"), Checkpoint(tiny.worded())
+    assert mine.where and all(torch.equal(mine.read(name), theirs.read(name)) for name in mine.where)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ([], "there is no --out"),
+        (["--out", "{tmp}/d"], "there is no --data"),
+        (["--out", "{tmp}", "--data", "library"], "not empty"),
+        (["--out", "{tmp}/a/b", "--data", "library"], "no directory"),
+        (["--out", "{tmp}/d", "--data", "{tmp}/gone.txt"], "cannot be read"),
+        (["--out", "{tmp}/d", "--data", "{tmp}/full.txt"], "one document only"),
+        (["--out", "{tmp}/d", "--data", "library", "--recipe", "small"], "did you mean 'small-lm'"),
+        (["--out", "{tmp}/d", "--data", "library", "--target", "{tmp}"], "no config.json"),
+        (["--out", "{tmp}/d", "--data", "library", "--tokens", "99999"], "give at most 1024"),
+        (["--out", "{tmp}/d", "--data", "library", "--layers", "6"], "not under the target's 6"),
+        (["--out", "{tmp}/d", "--data", "library", "--init", "bundled", "--layers", "1"], "contradict"),
+        (["--out", "{tmp}/d", "--data", "library", "--on-policy", "1.5"], "share from 0 to 1"),
+        (["--out", "{tmp}/d", "--data", "library", "--temperature", "0"], "over 0"),
+        (["--out", "{tmp}/d", "--data", "library", "--steps", "-1"], "steps=-1"),
+        (["--out", "{tmp}/d", "--data", "library", "--learning-rate", "nan"], "learning_rate=nan"),
+        (["--out", "{tmp}/d", "--data", "library", "--prompt-tokens", "255"], "leaves no room"),
+        (["--out", "{tmp}/d", "--data", "library", "--dtype", "float16"], "float16"),
+        (["--out", "{tmp}/d", "--data", "library", "--kl", "0", "--tv", "0"], "nothing to learn"),
+        (["--out", "{tmp}/d", "--resume"], "begin without --resume"),
+        (["--eval", "{tmp}/d", "--out", "{tmp}/e"], "trains nothing"),
+        (["--eval", "{tmp}/d", "--data", "library"], "there is no directory"),
+        (["--eval", "{tmp}/d"], "there is no --data"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_line(bare: Verb, tmp_path: Path, flags: list[str], says: str) -> None:
+    (tmp_path / "full.txt").write_text("words")
+    code, out, err = bare(*(flag.format(tmp=tmp_path) for flag in flags))
+    assert (code, out) == (2, "") and says in err.splitlines()[-1]
+    assert len([line for line in err.splitlines() if line.startswith("forerun:")]) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["full.txt"]
+
+
+def test_ctrl_c_before_the_first_step_leaves_nothing(
+    train: Verb, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("forerun.train.run.Stream", stop)
+    code, _, err = train("--out", str(tmp_path / "d"))
+    assert code == 130 and "--resume" not in err
+    assert [path.name for path in tmp_path.iterdir()] == ["data.jsonl"]
+
+
+def test_a_model_of_another_vocabulary_is_refused(bare: Verb, data: Path, tmp_path: Path) -> None:
+    """As many tokens, of other texts: what it learnt would mean something else."""
+    other = tmp_path / "other"
+    shutil.copytree(tiny.worded(), other)
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    words = tokenizer["model"]["vocab"]
+    words["a"], words["b"] = words["b"], words["a"]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    basics = ["--target", str(tiny.worded()), "--data", str(data), *FLAGS]
+    for flags in (["--out", str(tmp_path / "d"), "--init", str(other)], ["--eval", str(other)]):
+        code, _, err = bare(*basics, *flags)
+        assert code == 2 and "another vocabulary" in err.splitlines()[-1]

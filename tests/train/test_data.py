@@ -1,0 +1,127 @@
+"""Data: every form, each text once, no part of a held-out document trained on, one line for whatever is no data."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from forerun import ConfigError, ForerunError
+from forerun.models.text import Tokenizer
+from forerun.train.data import Corpus, Document, Order, Passage, digest_of, read_data, split
+from tests import tiny
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer(tiny.worded())
+
+
+def documents(count: int) -> list[Document]:
+    return [Document(f"d{i}", f"{i * 0x9E3779B9 % (1 << 32):08x}", (Passage("", f"text {i}"),)) for i in range(count)]
+
+
+def lines(path: Path, *values: object) -> str:
+    path.write_text("\n".join(v if isinstance(v, str) else json.dumps(v) for v in values))
+    return str(path)
+
+
+def test_files_directories_and_lines(tmp_path: Path) -> None:
+    """What of a directory is text is read; what is hidden, unknown, empty or no UTF-8 is left out and counted."""
+    folder = tmp_path / "source"
+    (folder / "deep").mkdir(parents=True)
+    (folder / ".git").mkdir()
+    for name, content in {"a.py": b"x = 1", "deep/b.PY": b"y = 2", "again.py": b"x = 1", "c.py": b"\xff\xfe\xfa",
+                          "empty.txt": b" \n", "image.png": b"no", ".git/d.py": b"z = 3"}.items():  # fmt: skip
+        (folder / name).write_bytes(content)
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"},
+            {"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}]  # fmt: skip
+    asked = lines(tmp_path / "asked.jsonl", {"prompt": "go on"}, "", {"text": "said\u2028so"}, {"messages": chat},
+                  {"messages": chat[:3]})  # fmt: skip
+    found, sources = read_data([str(folder), asked])
+    assert [d.passages[0].text for d in found[:2]] == ["x = 1", "y = 2"]
+    assert (sources[0].documents, sources[0].repeated, sources[0].unreadable) == (2, 1, 2)
+    assert [[(bool(p.prompt), p.text) for p in d.passages] for d in found[2:]] == [
+        [(True, "")], [(False, "said\u2028so")], [(True, "b"), (True, "d")], [(True, "b"), (True, "")],
+    ]  # fmt: skip
+    assert len(found[4].passages[1].prompt) == 3
+    again, _ = read_data([asked, str(folder), asked])
+    assert digest_of(again) == digest_of(found)
+
+
+def test_the_library() -> None:
+    found, _ = read_data(["library"])
+    names = {document.name for document in found}
+    assert {"json/decoder.py", "argparse.py"} <= names and not any("/test" in name for name in names)
+
+
+def test_what_is_held_out_depends_on_the_document_alone() -> None:
+    everything = documents(200)
+    train, held = split(everything, 0.1)
+    assert len(train) + len(held) == 200 and 10 < len(held) < 30
+    assert not {d.digest for d in train} & {d.digest for d in held}
+    fewer_train, fewer_held = split(everything[::2], 0.1)
+    assert {d.digest for d in fewer_held} <= {d.digest for d in held}
+    assert {d.digest for d in fewer_train} <= {d.digest for d in train}
+    assert [len(part) for part in split(documents(2), 0.0001)] == [1, 1] == [len(p) for p in split(documents(2), 0.99)]
+    with pytest.raises(ForerunError, match="one document only"):
+        split(documents(1), 0.5)
+
+
+def test_texts_are_cut_to_windows(tokenizer: Tokenizer) -> None:
+    """Nothing lost but ends too short to teach; only windows longer than a prompt can be continued."""
+    text = "alpha green " * 40
+    ids = tuple(tokenizer.encode(text))
+    corpus = Corpus([Document("d", "0", (Passage("", text),))], tokenizer, 50, 20)
+    assert sum((e.tokens for e in corpus.examples), ()) == ids[: sum(len(e.tokens) for e in corpus.examples)]
+    assert len(ids) - sum(len(e.tokens) for e in corpus.examples) < 16
+    assert all(e.given == 1 and len(e.tokens) <= 50 for e in corpus.examples)
+    assert corpus.prompts[0] == ids[:20] and len(corpus.prompts) >= len(ids) // 50
+
+
+def test_answers_are_learnt_and_questions_are_not(tokenizer: Tokenizer) -> None:
+    messages = ({"role": "user", "content": "true"},)
+    passages = (Passage(messages, "false null"), Passage(messages, ""), Passage("grey " * 200, "x"))
+    corpus = Corpus([Document("d", "0", passages)], tokenizer, 60, 20)
+    (example,) = corpus.examples
+    assert tokenizer.decode(example.tokens[: example.given]) == "user: true\nassistant:"
+    assert tokenizer.decode(example.tokens[example.given :]) == "false null"
+    assert corpus.prompts == [example.tokens[: example.given]] * 2 and corpus.too_long == 1
+
+
+def test_the_order_is_every_number_once_an_epoch_and_follows_from_the_seed() -> None:
+    order = Order(7, 3)
+    numbers = [order[n] for n in range(21)]
+    assert all(sorted(numbers[i : i + 7]) == list(range(7)) for i in (0, 7, 14)) and numbers[:7] != numbers[7:14]
+    assert [Order(7, 3)[n] for n in reversed(range(21))] == numbers[::-1]
+    assert [Order(7, 4)[n] for n in range(21)] != numbers
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("{", "line 1: this is not JSON"),
+        ('{"text": "x"}\n[1]', "line 2: give an object"),
+        ('{"text": "x", "prompt": "y"}', "one of prompt, text and messages"),
+        ('{"text": 3}', "text must be a text"),
+        ('{"prompt": " "}', "prompt must be a text"),
+        ('{"messages": "x"}', "must be a list"),
+        ('{"messages": [{"role": "user"}]}', "needs a role and a content"),
+        ('{"messages": [{"role": "assistant", "content": "x"}]}', "nothing to continue"),
+        ("\n\n", "there is no text in"),
+    ],
+)
+def test_lines_that_are_no_data(tmp_path: Path, content: str, says: str) -> None:
+    with pytest.raises(ForerunError, match=says) as error:
+        read_data([lines(tmp_path / "bad.jsonl", content)])
+    assert "\n" not in str(error.value)
+
+
+def test_paths_that_are_no_data(tmp_path: Path) -> None:
+    (tmp_path / "no.txt").write_bytes(b"\xff\xfe\xfa")
+    (tmp_path / "binary.txt").write_bytes(b"a\0b")
+    (tmp_path / "empty").mkdir()
+    for name, says in (("no.txt", "not UTF-8"), ("binary.txt", "not UTF-8"), ("empty", "no text in"), ("gone", "No")):
+        with pytest.raises(ForerunError, match=says):
+            read_data([str(tmp_path / name)])
+    with pytest.raises(ConfigError, match="no --data"):
+        read_data([])

@@ -1,0 +1,196 @@
+"""The loop: a run that is taken up again is the run itself; what goes wrong leaves the last checkpoint whole."""
+
+import errno
+import math
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from forerun import ForerunError, LoadError
+from forerun.train import checkpoint
+from forerun.train.checkpoint import read_checkpoint, write_checkpoint
+from forerun.train.evaluate import Evaluation
+from forerun.train.loop import Trainer, computes_bfloat16, learning_rate
+from forerun.train.settings import Training
+from forerun.train.watch import Silent
+from tests.train.conftest import Make
+
+
+class Interrupting(Silent):
+    """Ctrl-C while step `at` is shown."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def step(self, step: int, steps: int, loss: float, tokens: int) -> None:
+        if step == self.at:
+            signal.raise_signal(signal.SIGINT)
+
+
+class Scripted:
+    """A judge that says what it was told to."""
+
+    def __init__(self, *lengths: float) -> None:
+        self.lengths = list(lengths)
+
+    def evaluate(self, module: torch.nn.Module, step: int) -> Evaluation:
+        return Evaluation(step, 1.0, 1.0, 1.0, self.lengths.pop(0))
+
+
+def with_dropout(trainer: Trainer) -> Trainer:
+    """So that torch's random numbers count."""
+    for module in trainer.module.modules():
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.2
+    return trainer
+
+
+def interrupted(make: Make, at: int, **settings: object) -> Trainer:
+    trainer = with_dropout(make(watch=Interrupting(at), **settings))
+    with pytest.raises(KeyboardInterrupt, match=f"after step {at}"):
+        trainer.run()
+    return trainer
+
+
+@pytest.mark.parametrize("at", [1, 3, 5])
+def test_an_interrupted_run_goes_on_to_the_very_same_curve(make: Make, at: int) -> None:
+    """Losses, evaluations and weights bit by bit, whether or not the step is one of evaluation or checkpoint."""
+    whole = with_dropout(make())
+    record = whole.run()
+    assert record.step == len(record.losses) == 6 and [e.step for e in record.evaluations] == [0, 3, 6]
+    first = interrupted(make, at)
+    assert first.record.losses == record.losses[:at]
+    second = with_dropout(make())
+    second.resume(read_checkpoint(first.path))
+    assert second.record.step == at
+    assert second.run() == record
+    assert all(torch.equal(a, b) for a, b in zip(whole.module.parameters(), second.module.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("part", ["random", "optimizer", "module", "step"])
+def test_each_part_of_a_checkpoint_counts(make: Make, part: str) -> None:
+    """Without it the curve is another: the test above can fail."""
+    record = with_dropout(make()).run()
+    state = read_checkpoint(interrupted(make, 3).path)
+    second = with_dropout(make())
+    fresh = {
+        "random": torch.get_rng_state(), "optimizer": second.optimizer.state_dict(),
+        "module": second.module.state_dict(), "step": 2,
+    }  # fmt: skip
+    second.resume(state | {part: fresh[part]})
+    assert second.run().losses[-3:] != record.losses[-3:]
+
+
+def test_it_learns(make: Make) -> None:
+    trainer = make(steps=30, on_policy=0.0, evaluate_every=0, learning_rate=3e-3, patience=0)
+    record = trainer.run()
+    assert sum(record.losses[-5:]) < 0.8 * sum(record.losses[:5])
+    assert record.evaluations[-1].overlap > record.evaluations[0].overlap
+
+
+def test_accumulated_passes_are_one_step(make: Make) -> None:
+    """The same texts in one pass or in three give the same gradient."""
+    one, three = make(steps=2, rows=6), make(steps=2, rows=2, accumulate=3)
+    assert one.learn()[0] == pytest.approx(three.learn()[0], rel=1e-5)
+    for a, b in zip(one.optimizer.state.values(), three.optimizer.state.values(), strict=True):
+        assert torch.allclose(a["exp_avg"], b["exp_avg"], atol=1e-6)
+
+
+def test_the_best_is_kept_and_patience_ends(make: Make) -> None:
+    trainer = make(steps=50, evaluate_every=1, patience=2, checkpoint_every=0)
+    trainer.judge = Scripted(1.0, 1.5, 1.4, 1.5, 9.0)  # type: ignore[assignment]
+    seen: list[torch.Tensor] = []
+    trainer.watch.step = lambda *_: seen.append(next(trainer.module.parameters()).detach().clone())  # type: ignore[method-assign]
+    record = trainer.run()
+    assert record.step == 3 and record.best is record.evaluations[1] and len(record.evaluations) == 4
+    assert torch.equal(next(trainer.module.parameters()), seen[0]) and not torch.equal(seen[0], seen[2])
+
+
+def test_the_time_ends(make: Make) -> None:
+    ticks = iter(range(0, 6000, 30))
+    record = make(steps=50, max_minutes=2.0, evaluate_every=0, clock=lambda: float(next(ticks))).run()
+    assert 0 < record.step < 5 and record.evaluations[-1].step == record.step
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_ends_with_the_last_checkpoint(
+    make: Make, value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make()
+    recipe = type(trainer.recipe)
+    right = recipe.loss
+    monkeypatch.setattr(recipe, "loss", lambda self, *a: right(self, *a) * (value if trainer.record.step == 3 else 1.0))
+    with pytest.raises(ForerunError, match=r"loss of step 4 is (nan|inf).*lower --learning-rate.*is kept") as error:
+        trainer.run()
+    assert "\n" not in str(error.value)
+    state = read_checkpoint(trainer.path)
+    assert state["step"] == 2 and all(torch.isfinite(value).all() for value in state["module"].values())
+    assert all(torch.isfinite(p).all() for p in trainer.module.parameters())
+
+
+def test_a_full_disk_keeps_the_last_checkpoint(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make()
+    calls = []
+
+    def full(_: int) -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checkpoint.os, "fsync", full)
+    with pytest.raises(ForerunError, match=r"No space left on device.*go on with --resume"):
+        trainer.run()
+    assert read_checkpoint(trainer.path)["step"] == 2
+    assert [path.name for path in trainer.path.parent.iterdir()] == [trainer.path.name]
+
+
+def test_a_disk_that_is_full_within_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch says so in its own words, several lines of them."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("[enforce fail at inline_container.cc:668] . unexpected pos 64 vs 0\nframe #0")
+
+    monkeypatch.setattr(torch, "save", fail)
+    with pytest.raises(ForerunError, match="cannot be written") as error:
+        write_checkpoint(tmp_path / "x", {})
+    assert "\n" not in str(error.value) and not list(tmp_path.iterdir())
+
+
+def test_files_that_are_no_checkpoint(tmp_path: Path) -> None:
+    for name, content, says in (
+        ("gone", None, "begin without --resume"),
+        ("empty", b"", "cannot be read"),
+        ("text", b"hello", "cannot be read"),
+    ):
+        if content is not None:
+            (tmp_path / name).write_bytes(content)
+        with pytest.raises(LoadError, match=says) as error:
+            read_checkpoint(tmp_path / name)
+        assert "\n" not in str(error.value)
+    torch.save([1], tmp_path / "list")
+    with pytest.raises(LoadError, match="another version"):
+        read_checkpoint(tmp_path / "list")
+
+
+def test_the_learning_rate() -> None:
+    settings = Training(steps=100, warmup=0.1, learning_rate=1.0)
+    rates = [learning_rate(step, settings) for step in range(100)]
+    assert rates[0] == 0.1 and max(rates) == rates[9] == rates[10] == 1.0
+    assert rates[10:] == sorted(rates[10:], reverse=True) and 0.1 < rates[-1] < 0.11
+    assert learning_rate(0, Training(steps=1, warmup=0.0)) == Training().learning_rate
+
+
+def test_precision() -> None:
+    assert computes_bfloat16("bfloat16", torch.device("cpu")) and not computes_bfloat16("float32", torch.device("cpu"))
+
+
+def test_bfloat16_trains_float32_weights(make: Make) -> None:
+    trainer = make(steps=2, dtype="bfloat16")
+    before = trainer.judge.evaluate(trainer.module, 0)
+    record = trainer.run()
+    assert all(p.dtype == torch.float32 for p in trainer.module.parameters())
+    assert all(math.isfinite(loss) for loss in record.losses)
+    assert record.evaluations[0].overlap != before.overlap
+    assert record.evaluations[0].overlap == pytest.approx(before.overlap, abs=0.02)
