@@ -1,7 +1,8 @@
 """The target at work for a drafter: it continues prompts through the engine, and says its laws along texts.
 
 Laws are captured when a batch is needed and go with it: nothing is stored. Continuations depend on prompts, seeds and
-temperature alone, so a run that is taken up again sees the same texts.
+temperature alone (bit by bit where a pass is exact, as on the native kernels), so a run that is taken up again sees the
+same texts.
 """
 
 from __future__ import annotations

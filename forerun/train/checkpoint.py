@@ -15,7 +15,8 @@ VERSION = 1
 
 def checkpoint_path(out: Path) -> Path:
     """Where the checkpoint of a run that makes `out` is kept."""
-    return out.absolute().parent / f"{out.name}.training"
+    out = Path(os.path.abspath(out))  # "." has a name too
+    return out.with_name(f"{out.name}.training")
 
 
 def write_checkpoint(path: Path, state: dict[str, Any]) -> None:

@@ -42,7 +42,8 @@ class Evaluation:
     Attributes:
         step: after how many steps.
         perplexity: of the held-out data as they are, or of the target's own texts where there are only prompts.
-        overlap: mean of 1 - TV along texts of the target, at the temperature of training.
+        overlap: mean of 1 - TV along texts of the target, at the temperature of training; of a large vocabulary, that
+            of the coarser laws (`losses`), which is at least that of the whole ones.
         from_any: mean length of a draft that begins at any token, 1 + sum over k of the product of (1 - TV).
         accepted_length: tokens a target pass under rule token, rounds beginning where they do (`lengths`).
     """

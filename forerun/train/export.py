@@ -7,6 +7,7 @@ which is renamed at the end.
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import shutil
 from collections.abc import Iterator, Sequence
@@ -174,8 +175,8 @@ def _row(e: Evaluation) -> str:
 @contextmanager
 def _whole_or_nothing(out: Path) -> Iterator[Path]:
     """A directory beside `out` that becomes `out` at the end, and goes if anything is raised before."""
-    out = out.absolute()
-    work = out.parent / f".{out.name}-{secrets.token_hex(4)}"
+    out = Path(os.path.abspath(out))
+    work = out.with_name(f".{out.name}-{secrets.token_hex(4)}")
     work.mkdir()
     try:
         yield work

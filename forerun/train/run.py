@@ -139,7 +139,7 @@ class _Run:
             self.watch.tell(f"going on after step {trainer.record.step}")
         record = trainer.run()
         facts = Facts(
-            plan.target or "bundled",
+            plan.target or "the bundled model",
             {"name": plan.recipe, **asdict(plan.options)},
             plan.training,
             self.sources,

@@ -33,7 +33,7 @@ class Training:
         evaluate_rows: texts of an evaluation, and of the measurement at the end.
         depth: tokens drafted ahead in the accepted length that is evaluated and measured.
         patience: evaluations without a better accepted length before training stops; 0 never stops early.
-        checkpoint_every: steps between checkpoints; 0 leaves it to evaluations, Ctrl-C and the end of the time.
+        checkpoint_every: steps between checkpoints; 0 writes them at Ctrl-C and at the end only.
         max_minutes: stop after that, as if the steps were done; 0 sets no limit.
         top: likeliest tokens of the target's law that are learnt from, beside what is left for all others; of a
             vocabulary of up to 8192 tokens the whole law is taken.
