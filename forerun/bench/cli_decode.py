@@ -55,7 +55,7 @@ def decode(
     prompts: Prompts = None,
     tokens: Tokens = 256,
     requests: Annotated[int, typer.Option(help="Prompts that run at once.")] = 1,
-    repeats: Repeats = 5,
+    repeats: Repeats = 9,
     batches: Batches = 5,
     price: Price = None,
     out: Out = None,
