@@ -170,7 +170,7 @@ class Judge:
             params = SamplingParams(
                 temperature=temperature,
                 max_tokens=self.settings.tokens - len(prompt),
-                seed=seed_of(depth, HELD_OUT + i),
+                seed=seed_of(depth, HELD_OUT + i),  # whatever the seed of the run, so that runs can be compared
             )
             requests.append(engine.add(list(prompt), params, draft="model", depth=depth))
         while engine.busy:

@@ -132,34 +132,34 @@ def test_no_step_at_all_writes_the_layers_as_they_are(train: Verb, tmp_path: Pat
     [
         ([], "there is no --out"),
         (["--out", "{tmp}/d"], "there is no --data"),
-        (["--out", "{tmp}", "--data", "library"], "not empty"),
-        (["--out", "{tmp}/a/b", "--data", "library"], "no directory"),
+        (["--out", "{tmp}", "--data", "{tmp}/data.jsonl"], "not empty"),
+        (["--out", "{tmp}/a/b", "--data", "{tmp}/data.jsonl"], "no directory"),
         (["--out", "{tmp}/d", "--data", "{tmp}/gone.txt"], "cannot be read"),
         (["--out", "{tmp}/d", "--data", "{tmp}/full.txt"], "one document only"),
-        (["--out", "{tmp}/d", "--data", "library", "--recipe", "small"], "did you mean 'small-lm'"),
-        (["--out", "{tmp}/d", "--data", "library", "--target", "{tmp}"], "no config.json"),
-        (["--out", "{tmp}/d", "--data", "library", "--tokens", "99999"], "give at most 1024"),
-        (["--out", "{tmp}/d", "--data", "library", "--layers", "6"], "not under the target's 6"),
-        (["--out", "{tmp}/d", "--data", "library", "--init", "bundled", "--layers", "1"], "contradict"),
-        (["--out", "{tmp}/d", "--data", "library", "--on-policy", "1.5"], "share from 0 to 1"),
-        (["--out", "{tmp}/d", "--data", "library", "--temperature", "0"], "over 0"),
-        (["--out", "{tmp}/d", "--data", "library", "--steps", "-1"], "steps=-1"),
-        (["--out", "{tmp}/d", "--data", "library", "--learning-rate", "nan"], "learning_rate=nan"),
-        (["--out", "{tmp}/d", "--data", "library", "--prompt-tokens", "255"], "leaves no room"),
-        (["--out", "{tmp}/d", "--data", "library", "--dtype", "float16"], "float16"),
-        (["--out", "{tmp}/d", "--data", "library", "--kl", "0", "--tv", "0"], "nothing to learn"),
+        (["--out", "{tmp}/d", "--data", "{tmp}/data.jsonl", "--recipe", "small"], "did you mean 'small-lm'"),
+        (["--out", "{tmp}/d", "--data", "{tmp}/data.jsonl", "--target", "{tmp}"], "no config.json"),
+        (["--out", "{tmp}/d", "--data", "{tmp}/data.jsonl", "--tokens", "99999"], "give at most 1024"),
+        (["--out", "{tmp}/d", "--data", "{tmp}/data.jsonl", "--layers", "6"], "not under the target's 6"),
+        (["--out", "{tmp}/d", "--data", "{tmp}/data.jsonl", "--init", "bundled", "--layers", "1"], "contradict"),
+        (["--out", "{tmp}/d", "--data", "{tmp}/data.jsonl", "--on-policy", "1.5"], "share from 0 to 1"),
+        (["--out", "{tmp}/d", "--data", "{tmp}/data.jsonl", "--temperature", "0"], "over 0"),
+        (["--out", "{tmp}/d", "--data", "{tmp}/data.jsonl", "--steps", "-1"], "steps=-1"),
+        (["--out", "{tmp}/d", "--data", "{tmp}/data.jsonl", "--learning-rate", "nan"], "learning_rate=nan"),
+        (["--out", "{tmp}/d", "--data", "{tmp}/data.jsonl", "--prompt-tokens", "255"], "leaves no room"),
+        (["--out", "{tmp}/d", "--data", "{tmp}/data.jsonl", "--dtype", "float16"], "float16"),
+        (["--out", "{tmp}/d", "--data", "{tmp}/data.jsonl", "--kl", "0", "--tv", "0"], "nothing to learn"),
         (["--out", "{tmp}/d", "--resume"], "begin without --resume"),
         (["--eval", "{tmp}/d", "--out", "{tmp}/e"], "trains nothing"),
-        (["--eval", "{tmp}/d", "--data", "library"], "there is no directory"),
+        (["--eval", "{tmp}/d", "--data", "{tmp}/data.jsonl"], "there is no directory"),
         (["--eval", "{tmp}/d"], "there is no --data"),
     ],
 )  # fmt: skip
-def test_bad_input_is_one_line(bare: Verb, tmp_path: Path, flags: list[str], says: str) -> None:
+def test_bad_input_is_one_line(bare: Verb, data: Path, tmp_path: Path, flags: list[str], says: str) -> None:
     (tmp_path / "full.txt").write_text("words")
     code, out, err = bare(*(flag.format(tmp=tmp_path) for flag in flags))
     assert (code, out) == (2, "") and says in err.splitlines()[-1]
     assert len([line for line in err.splitlines() if line.startswith("forerun:")]) == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["full.txt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data.jsonl", "full.txt"]
 
 
 def test_ctrl_c_before_the_first_step_leaves_nothing(
