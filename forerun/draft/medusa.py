@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from forerun.draft.base import Proposer, Reference, Row
@@ -56,9 +56,14 @@ class MedusaHeads(nn.Module):
             for name, weight in self.named_parameters():
                 weight.copy_(head if name.startswith("lm_heads") else torch.zeros(()))
 
+    def say(self, head: int, state: Tensor) -> Tensor:
+        """One head. [.., H] -> logits [.., V]"""
+        logits: Tensor = self.lm_heads[head](self.blocks[head](state))
+        return logits
+
     def forward(self, state: Tensor) -> Tensor:
         """[.., H] -> logits [.., heads, V]"""
-        return torch.stack([head(block(state)) for block, head in zip(self.blocks, self.lm_heads, strict=True)], -2)
+        return torch.stack([self.say(head, state) for head in range(self.heads)], -2)
 
     def config(self) -> dict[str, object]:
         """config.json, as other engines read it."""
@@ -67,6 +72,13 @@ class MedusaHeads(nn.Module):
             "num_hidden_layers": self.layers, "hidden_size": self.hidden, "vocab_size": self.vocab,
             "truncated_vocab_size": self.vocab, "medusa_fc_bias": False,
         }  # fmt: skip
+
+
+def save_heads(heads: MedusaHeads, directory: Path, dtype: torch.dtype) -> None:
+    """Write the heads into a directory that exists. Raises OSError."""
+    (directory / "config.json").write_text(json.dumps(heads.config() | {"dtype": str(dtype).removeprefix("torch.")}))
+    tensors = {name: tensor.detach().to(dtype).cpu().contiguous() for name, tensor in heads.state_dict().items()}
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
 
 def load_heads(directory: Path) -> MedusaHeads:

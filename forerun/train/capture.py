@@ -7,14 +7,15 @@ same texts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from forerun.cache.attention import Segment
+from forerun.draft.view import view_of
 from forerun.errors import ConfigError
 from forerun.llm import LLM
 from forerun.load import load_tokenizer, pick_device
@@ -44,6 +45,8 @@ class Batch:
         said: [B, N] log-probability of the token that follows.
         temperature: which the laws are those of; 0 is greedy.
         vocab: tokens that the laws are over: the first so many.
+        states: {boundary: [B, N, H]} hidden states of the target with token i read, where a recipe wants them.
+        normalise: the norm before the target's head.
     """
 
     tokens: Tensor
@@ -52,6 +55,8 @@ class Batch:
     said: Tensor
     temperature: float
     vocab: int
+    states: dict[int, Tensor] = field(default_factory=dict)
+    normalise: Callable[[Tensor], Tensor] = torch.clone
 
     @property
     def positions(self) -> int:
@@ -60,7 +65,9 @@ class Batch:
 
 
 class Target:
-    """The model to draft for."""
+    """The model to draft for. `boundaries` are the hidden states that its batches bring along (see `Forward`)."""
+
+    boundaries: tuple[int, ...] = ()
 
     def __init__(self, model: str | None, settings: Training) -> None:
         """Load it for texts of up to `settings.tokens` tokens. Raises ConfigError where that cannot be."""
@@ -119,7 +126,13 @@ class Target:
         following = tokens[:, 1:][mask]
         laws: list[Law] = []
         said: list[Tensor] = []
-        for logits in self._logits(examples):  # one after the other: all of them may be too many
+        states: dict[int, list[Tensor]] = {boundary: [] for boundary in self.boundaries}
+        read = torch.zeros_like(mask)
+        for i, example in enumerate(examples):
+            read[i, : len(example.tokens) - 1] = True
+        for logits, features in self._passes(examples):  # one after the other: all of them may be too many
+            for boundary, parts in states.items():
+                parts.append(features[boundary].float())
             logits = at_temperature(logits[:, :vocab], temperature)
             start = sum(len(part) for part in said)
             tokens_said = following[start : start + len(logits), None]
@@ -133,10 +146,13 @@ class Target:
             _spread(said, mask),
             temperature,
             vocab,
+            {boundary: _spread(parts, read) for boundary, parts in states.items()},
+            view_of(self.llm.decoder).normalise,
         )
 
-    def _logits(self, examples: Sequence[Example]) -> Iterator[Tensor]:
-        """The target's logits at every position that counts, example by example, some examples a pass. [M, V]"""
+    def _passes(self, examples: Sequence[Example]) -> Iterator[tuple[Tensor, dict[int, Tensor]]]:
+        """The target's logits [M, V] at every position that counts, and hidden states {boundary: [T, H]} of all that is
+        read, example by example, some examples a pass."""
         longest = max(len(example.tokens) for example in examples)
         at_once = min(max(LOGITS // (longest * self.vocab), 1), len(examples))
         runner = self.runner(at_once)
@@ -148,7 +164,8 @@ class Target:
                 runner.cache.pages.grow(slot, len(read))
                 want = list(range(example.given - 1, len(read)))
                 segments.append(Segment(slot, read, list(range(-1, len(read) - 1)), want))
-            yield runner.forward(segments).logits
+            forward = runner.forward(segments, self.boundaries)
+            yield forward.logits, forward.features
             for segment in segments:
                 runner.cache.close(segment.slot)
 

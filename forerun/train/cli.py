@@ -10,7 +10,7 @@ import typer
 
 from forerun.errors import ConfigError
 from forerun.flags import Group, with_flags
-from forerun.train.settings import SmallLMOptions, Training
+from forerun.train.settings import OPTIONS, MedusaOptions, SmallLMOptions, Training, options_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,16 +18,17 @@ if TYPE_CHECKING:
     from forerun.train.evaluate import Measured
 
 TRAINING = Group("training", Training, "Training")
-OPTIONS = Group("options", SmallLMOptions, "Recipe small-lm", {"init": str, "layers": int})
+SMALL_LM = Group("options", SmallLMOptions, "Recipe small-lm, and losses", {"init": str, "layers": int})
+MEDUSA = Group("heads", MedusaOptions, "Recipe medusa").without("kl", "tv", "ce")
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
-@with_flags(OPTIONS, TRAINING)
+@with_flags(SMALL_LM, MEDUSA, TRAINING)
 def train(
     target: Annotated[
         str | None, typer.Option(help="The model to draft for, a directory or Hub id; without it, the bundled one.")
     ] = None,
-    recipe: Annotated[str | None, typer.Option(help="What to train: small-lm.")] = None,
+    recipe: Annotated[str | None, typer.Option(help=f"What to train: {' or '.join(OPTIONS)}.")] = None,
     data: Annotated[
         list[str] | None,
         typer.Option(
@@ -43,20 +44,24 @@ def train(
     as_json: Json = False,
     *,
     options: dict[str, Any],
+    heads: dict[str, Any],
     training: dict[str, Any],
 ) -> None:
     """Train a drafter for a model, on text that the model itself has written, and measure it.
 
     Ctrl-C writes a checkpoint beside --out; --resume goes on from it to the same result.
     """
-    given = {"target": target, "recipe": recipe, "data": data, "options": options, "training": training}
+    given = {"target": target, "recipe": recipe, "data": data, "options": options | heads, "training": training}
     given = {name: value for name, value in given.items() if value}
     if drafter is not None:
         _evaluate(drafter, given, as_json, out is not None or go_on)
         return
     if out is None:
         raise ConfigError("there is no --out: give the directory to make")
-    Training(**training), SmallLMOptions(**options)  # bad options are cheaper to find before torch is imported
+    (
+        Training(**training),
+        options_of(recipe or next(iter(OPTIONS)), options | heads),
+    )  # bad options are cheaper to find before torch is imported
     from forerun.bench.report import print_json
     from forerun.train import run
     from forerun.train.checkpoint import checkpoint_path
@@ -80,7 +85,7 @@ def train(
     print(
         f"{out}: {report.parameters / 1e6:.1f}M parameters after {best.step} of {report.record.step} steps; accepted"
         f" length {best.accepted_length:.2f}, {first.accepted_length:.2f} before\n"
-        f"next: forerun generate ... {f'--model {target} ' if target else ''}--draft model:{out}"
+        f"next: forerun generate ... {f'--model {target} ' if target else ''}--draft {report.draft}:{out}"
     )
 
 

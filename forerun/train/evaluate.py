@@ -17,11 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from forerun.bench.report import Tell, nothing
-from forerun.draft.model import DraftModel
 from forerun.engine.engine import Engine
 from forerun.engine.request import Request
 from forerun.errors import RequestError
-from forerun.load import check_vocabulary, make_runner
 from forerun.sampling.params import SamplingParams
 from forerun.train.capture import AT_ONCE, Target
 from forerun.train.data import Corpus, Example
@@ -156,12 +154,10 @@ class Judge:
         return [Stretch(text.given, len(text.tokens) - 1, self.settings.tokens - 1) for text in texts]
 
     def _engine(self, directory: Path) -> Engine:
-        """An engine on the target's weights that drafts with the model in `directory`, as `--draft model:` does."""
-        target = self.target
-        check_vocabulary(target.tokenizer, directory, target.vocab)
-        runner = target.runner(AT_ONCE)
-        drafter = make_runner(target.llm.config, directory, target.device, runner)
-        return Engine(runner, {"model": DraftModel(drafter, target.vocab)}, rule="token", tokenizer=target.tokenizer)
+        """An engine on the target's weights that drafts with what is in `directory`, as `--draft` does."""
+        runner = self.target.runner(AT_ONCE)
+        proposer = self.recipe.proposer(directory, self.target, runner)
+        return Engine(runner, {self.recipe.draft: proposer}, rule="token", tokenizer=self.target.tokenizer)
 
     def _run(self, engine: Engine, temperature: float, depth: int) -> list[Request]:
         """The held-out prompts, continued with drafts of one depth."""
@@ -172,7 +168,7 @@ class Judge:
                 max_tokens=self.settings.tokens - len(prompt),
                 seed=seed_of(depth, HELD_OUT + i),  # whatever the seed of the run, so that runs can be compared
             )
-            requests.append(engine.add(list(prompt), params, draft="model", depth=depth))
+            requests.append(engine.add(list(prompt), params, draft=self.recipe.draft, depth=depth))
         while engine.busy:
             engine.step()
         return requests

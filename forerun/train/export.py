@@ -63,6 +63,7 @@ class Report:
     record: Record
     parameters: int
     measured: Sequence[Measured]
+    draft: str
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, as in training.json."""
@@ -108,7 +109,7 @@ def export(
                 if (target.directory / name).is_file():
                     shutil.copyfile(target.directory / name, work / name)
             measured = judge.measure(module, work, watch.tell)
-            report = Report(facts, record, sum(p.numel() for p in module.parameters()), measured)
+            report = Report(facts, record, sum(p.numel() for p in module.parameters()), measured, recipe.draft)
             (work / "training.json").write_text(json.dumps(report.as_dict(), indent=1))
             (work / "README.md").write_text(card(report), encoding="utf-8")
             for path in work.glob("*.safetensors"):
@@ -129,8 +130,8 @@ def card(report: Report) -> str:
         f"# Drafter for {facts.target}",
         "",
         f"{report.parameters:,} parameters, made by `forerun train --recipe {facts.recipe['name']}` (forerun"
-        f" {__version__}). Use it with `forerun generate --draft model:DIRECTORY`: it changes how soon the target's"
-        " tokens come, never which.",
+        f" {__version__}). Use it with `forerun generate --draft {report.draft}:DIRECTORY`: it changes how soon the"
+        " target's tokens come, never which.",
         "",
         "## Accepted length",
         "",

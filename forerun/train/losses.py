@@ -28,6 +28,10 @@ class Law:
     tokens: Tensor | None
     logs: Tensor
 
+    def behind(self, first: int) -> Law:
+        """The laws from position `first` on. [B, N] -> [B, N - first]"""
+        return Law(None if self.tokens is None else self.tokens[:, first:], self.logs[:, first:])
+
     def of(self, logits: Tensor) -> Tensor:
         """The log-law over these outcomes that `logits` [..., V] say, float32; it passes gradients."""
         logits = logits.float()

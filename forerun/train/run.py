@@ -11,6 +11,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
+from forerun.draft.medusa import load_heads
 from forerun.errors import ConfigError, nearest
 from forerun.models.hub import find_model
 from forerun.train.capture import Target
@@ -19,8 +22,8 @@ from forerun.train.data import Corpus, Document, digest_of, read_data, split
 from forerun.train.evaluate import Judge, Measured
 from forerun.train.export import Facts, Report, check_out, export
 from forerun.train.loop import Trainer
-from forerun.train.recipes import RECIPES, Recipe, SmallLM
-from forerun.train.settings import OPTIONS, SmallLMOptions, Training
+from forerun.train.recipes import RECIPES, Medusa, Recipe, SmallLM
+from forerun.train.settings import OPTIONS, MedusaOptions, Options, SmallLMOptions, Training, options_of
 from forerun.train.stream import Stream
 from forerun.train.watch import Watch
 
@@ -42,7 +45,7 @@ class Plan:
     target: str | None
     data: tuple[str, ...]
     recipe: str
-    options: SmallLMOptions
+    options: Options
     training: Training
 
     def __post_init__(self) -> None:
@@ -53,7 +56,7 @@ class Plan:
     def of(cls, values: Mapping[str, Any]) -> Plan:
         """From plain values: as they were given, or as a checkpoint holds them."""
         name = values.get("recipe", next(iter(OPTIONS)))
-        options = OPTIONS[name](**values.get("options", {})) if name in OPTIONS else SmallLMOptions()
+        options = options_of(name, values.get("options", {}))
         training = Training(**values.get("training", {}))
         return cls(values.get("target"), tuple(values.get("data", ())), name, options, training)
 
@@ -99,10 +102,19 @@ def measure(
     _, held_out = split(documents, training.held_out)
     watch.tell("loading the target")
     model = Target(target, training)
-    recipe = SmallLM(SmallLMOptions(init=drafter))
-    module = recipe.build(model).to(model.device)
+    recipe, module = _trained(directory, drafter, model)
+    model.boundaries = recipe.boundaries(model)
+    module = module.to(model.device)
     judge = Judge(model, recipe, _corpus(held_out, model, training), training)
     return judge.measure(module, directory, watch.tell)
+
+
+def _trained(directory: Path, drafter: str, target: Target) -> tuple[Recipe, nn.Module]:
+    """The recipe that makes such a directory, and its module as it is there."""
+    if (directory / "config.json").is_file() and '"medusa"' in (directory / "config.json").read_text():
+        return Medusa(MedusaOptions()), load_heads(directory)
+    recipe = SmallLM(SmallLMOptions(init=drafter))
+    return recipe, recipe.build(target)
 
 
 class _Run:
@@ -116,6 +128,7 @@ class _Run:
         watch.tell(f"{len(self.split[0])} documents to train on, {len(self.split[1])} held out; loading the target")
         self.target = Target(plan.target, settings)
         self.recipe: Recipe = RECIPES[plan.recipe](plan.options)
+        self.target.boundaries = self.recipe.boundaries(self.target)
         self.module = self.recipe.build(self.target)
         train_on, held_out = (_corpus(documents, self.target, settings) for documents in self.split)
         self.stream = Stream(train_on, self.target, settings)
