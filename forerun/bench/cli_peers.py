@@ -86,7 +86,7 @@ def _show(report: Any) -> None:
 
     columns = (
         "engine", "version", "format", "requests", "plain tokens/s", "speculative", "depth", "times plain",
-        "accepted length", "text", "as ours", "ours/plain", "ours/speculative", "ours/best",
+        "accepted length", "text", "shared with ours", "ours/plain", "ours/speculative", "ours/best",
     )  # fmt: skip
     print_table(columns, [_row(result) for result in report.results])
     for line in dict.fromkeys(map(str, report.failures)):
@@ -115,6 +115,6 @@ def _row(r: Any) -> tuple[str, ...]:
         r.engine, r.version, "its own" if r.engine.endswith("server") else r.format, str(r.requests),
         number(r.plain, 1), number(r.speculative, 1), "" if r.depth is None else str(r.depth),
         number(r.times_plain), number(r.accepted_length), text(r.first_difference),
-        text(r.first_difference_from_ours), number(r.ours_over_plain), number(r.ours_over_speculative),
-        number(r.ours_over_best),
+        "" if r.shared_with_ours is None else f"{r.shared_with_ours:.0%}", number(r.ours_over_plain),
+        number(r.ours_over_speculative), number(r.ours_over_best),
     )  # fmt: skip

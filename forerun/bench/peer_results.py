@@ -51,6 +51,8 @@ class PeerResult:
         accepted_length: tokens a pass of the target and request, at that depth.
         first_difference: the earliest output position where its speculative text is not its plain text, -1 if none.
         first_difference_from_ours: the same of its text and ours, both plain where it decodes plainly.
+        shared_with_ours: of those texts, the mean share that comes before their first difference. Engines round
+            differently, so two tokens that are about as likely part them anywhere; a wrong conversion shares nothing.
         ours_over_plain, ours_over_speculative: our speed over its, each at its own best depth.
         ours_over_best: the same, each in the way that it is faster in.
     """
@@ -68,6 +70,7 @@ class PeerResult:
     accepted_length: float | None
     first_difference: int | None
     first_difference_from_ours: int | None
+    shared_with_ours: float | None
     ours_over_plain: float | None
     ours_over_speculative: float | None
     ours_over_best: float | None
@@ -133,6 +136,7 @@ def _result(form: str, requests: int, player: Named, best: Best, ours: Best, run
     is_ours = player.name == OURS
     ratios = _ratios(best.speculative, best.plain)
     lengths = [outcome.accepted_length for outcome in best.speculative if outcome.accepted_length is not None]
+    from_ours = _apart(best.plain or best.speculative, ours.plain)
     by_depth = {str(d): _speed(outcomes) for (who, d), outcomes in runs.items() if who == player.name and d != 0}
     return PeerResult(
         engine=player.name,
@@ -146,8 +150,9 @@ def _result(form: str, requests: int, player: Named, best: Best, ours: Best, run
         times_plain=median(ratios) if ratios else None,
         interval=bootstrap_interval(ratios),
         accepted_length=median(lengths) if lengths else None,
-        first_difference=_apart(best.speculative, best.plain),
-        first_difference_from_ours=None if is_ours else _apart(best.plain or best.speculative, ours.plain),
+        first_difference=_earliest(_apart(best.speculative, best.plain)),
+        first_difference_from_ours=None if is_ours else _earliest(from_ours),
+        shared_with_ours=None if is_ours else _shared(from_ours),
         ours_over_plain=None if is_ours else _ratio(ours.plain, best.plain),
         ours_over_speculative=None if is_ours else _ratio(ours.speculative, best.speculative),
         ours_over_best=None if is_ours else _ratio(ours.fastest, best.fastest),
@@ -166,14 +171,21 @@ def _ratio(some: Sequence[Outcome], others: Sequence[Outcome]) -> float | None:
     return median(ratios) if ratios else None
 
 
-def _apart(some: Sequence[Outcome], others: Sequence[Outcome]) -> int | None:
-    """The earliest position where any output differs, -1 if none does; None where outputs are not known."""
-    if not some or not others:
-        return None
-    found: list[int] = []
-    for one, other in zip(some, others, strict=True):
+def _apart(some: Sequence[Outcome], others: Sequence[Outcome]) -> list[tuple[int | None, int]]:
+    """Where each pair of outputs first differs (None: nowhere), and their length; empty where outputs are not known."""
+    found: list[tuple[int | None, int]] = []
+    for one, other in zip(some, others, strict=bool(some and others)):
         if one.outputs is None or other.outputs is None:
-            return None
-        pairs = zip(one.outputs, other.outputs, strict=True)
-        found += [at for at in (first_difference(mine, theirs) for mine, theirs in pairs) if at is not None]
-    return min(found, default=-1)
+            return []
+        found += [(first_difference(a, b), len(a)) for a, b in zip(one.outputs, other.outputs, strict=True)]
+    return found
+
+
+def _earliest(apart: Sequence[tuple[int | None, int]]) -> int | None:
+    """The earliest difference of all, -1 if there is none; None where nothing was compared."""
+    return min((at for at, _ in apart if at is not None), default=-1) if apart else None
+
+
+def _shared(apart: Sequence[tuple[int | None, int]]) -> float | None:
+    """The mean share of a text before its first difference."""
+    return sum(1.0 if at is None else at / length for at, length in apart) / len(apart) if apart else None

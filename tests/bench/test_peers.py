@@ -275,10 +275,11 @@ def test_ratios_are_made_within_rounds_and_texts_compared() -> None:
     assert (ours.times_plain, ours.depth, ours.first_difference) == (3.0, "auto", -1)
     assert (a.plain, a.speculative, a.depth, a.times_plain) == (5.0, 4.0, 2, 0.8)
     assert (a.first_difference, a.first_difference_from_ours) == (2, 2)
+    assert a.shared_with_ours == pytest.approx((1 + 1 + 2 / 3) / 3) and ours.shared_with_ours is None
     assert (a.ours_over_plain, a.ours_over_speculative, a.ours_over_best) == (2.0, 7.5, 6.0)
     assert (server.plain, server.speculative, server.depth, server.by_depth) == (None, 15.0, None, {})
     assert (server.ours_over_plain, server.ours_over_speculative, server.ours_over_best) == (None, 2.0, 2.0)
-    assert server.first_difference_from_ours is server.times_plain is None
+    assert server.first_difference_from_ours is server.shared_with_ours is server.times_plain is None
 
 
 @pytest.fixture
