@@ -13,11 +13,12 @@ import torch
 
 from forerun import rng
 from forerun.check import oracle
+from forerun.check.faults import FAULTS
 from forerun.errors import ForerunError
 from forerun.sampling.filters import SamplingState, filter_logits
 from forerun.sampling.params import SamplingParams
-from forerun.types import Draft, Law, Verdict
-from forerun.verify import RULES, Noise, base, block, token, tree
+from forerun.types import Draft, Law
+from forerun.verify import RULES, Noise, block, token, tree
 from tests import test_rng
 
 VOCAB, PAIRS = 5, 60
@@ -52,17 +53,10 @@ def one(chosen, q, chance, law=Law.SAMPLED):
     return draft, chance
 
 
-# Faults of the proposal: what was drawn is not what q says.
-
-
-def drawn_from(law, stored):
-    """Every token, drawn from one law and stored with another."""
-    return [one(t, stored, law[t]) for t in np.flatnonzero(law > 0)]
-
-
 def honest(scores):
+    """Every token, drawn from q and stored with it."""
     q = oracle.softmax(scores)
-    return drawn_from(q, q)
+    return [one(t, q, q[t]) for t in np.flatnonzero(q > 0)]
 
 
 def honest_greedy(scores):
@@ -71,77 +65,6 @@ def honest_greedy(scores):
 
 def greedy_called_sampled(scores):
     return [one(scores.argmax(), oracle.softmax(scores), 1)]
-
-
-def unlikely_dropped(scores):
-    return [(d if d.probs[0][d.tokens[1]] >= 0.3 else Draft.root(0), chance) for d, chance in honest(scores)]
-
-
-def colder_than_stored(scores):
-    return drawn_from(oracle.softmax(scores / 0.8), oracle.softmax(scores))
-
-
-def drawn_in_bfloat16(scores):
-    rounded = torch.tensor(scores).bfloat16().double().numpy()
-    return drawn_from(oracle.softmax(rounded), oracle.softmax(scores))
-
-
-def stored_as_top2(scores):
-    q = oracle.softmax(scores)
-    top = np.where(q >= np.sort(q)[-2], q, 0)
-    return drawn_from(q, top / top.sum())
-
-
-@pytest.mark.parametrize("drafts", [honest, honest_greedy])
-@pytest.mark.parametrize("rule", RULES_OF_CHAINS)
-def test_without_a_fault_there_is_no_bias(rule, drafts):
-    assert mean_bias(RULES_OF_CHAINS[rule], drafts) < 1e-12
-
-
-@pytest.mark.parametrize(
-    "drafts, low, high",
-    [
-        (greedy_called_sampled, 0.2, 0.33),
-        (unlikely_dropped, 0.09, 0.16),
-        (colder_than_stored, 0.03, 0.06),
-        (drawn_in_bfloat16, 1e-5, 2e-3),
-    ],
-)
-@pytest.mark.parametrize("rule", RULES_OF_CHAINS)
-def test_a_faulty_proposal_is_found_out(rule, drafts, low, high):
-    assert low < mean_bias(RULES_OF_CHAINS[rule], drafts) < high
-
-
-@pytest.mark.parametrize("rule", RULES_OF_CHAINS)
-def test_a_truncated_law_is_refused(rule):
-    """A token its own stored law forbids is a bug of the drafter, and stops the round."""
-    with pytest.raises(AssertionError, match="forbids"):
-        mean_bias(RULES_OF_CHAINS[rule], stored_as_top2)
-
-
-def test_a_truncated_law_is_found_out_without_the_assertion(monkeypatch):
-    monkeypatch.setattr(token, "law_of", lambda draft, node: draft.probs[draft.parents[node]])
-    assert 0.08 < mean_bias(token.verify_chain, stored_as_top2) < 0.15
-
-
-# Faults of the rule.
-
-
-def equal_or_residual(draft, p, coins):
-    """Accept iff an independent draw of the target is the drafted token, else draw from the residual."""
-    chosen, q = draft.tokens[1], draft.probs[0]
-    if coins.draw(p[0], 0) == chosen:
-        return Verdict([chosen, coins.draw(p[1], 1)], [0, 1])
-    return Verdict([coins.draw(base.residual(p[0], q), 0)], [0])
-
-
-def same_residual_for_both(draft, p, coins):
-    """Two drafts tested against the first law: the residual is not carried to the second."""
-    for node in (1, 2):
-        chosen, q = draft.tokens[node], draft.probs[0]
-        if coins.accept(p[0][chosen], q[chosen], node):
-            return Verdict([chosen, coins.draw(p[node], node)], [0, node])
-    return Verdict([coins.draw(base.residual(p[0], draft.probs[0]), 0)], [0])
 
 
 def two_drafts(scores):
@@ -154,57 +77,59 @@ def two_drafts(scores):
             yield draft, q[a] * q[b]
 
 
-class Lenient:
-    """Coins that accept a token `factor` times too unlikely."""
-
-    def __init__(self, coins, factor=0.8):
-        self.draw, self._accept, self.factor = coins.draw, coins.accept, factor
-
-    def accept(self, p, q, node):
-        return self._accept(p, self.factor * q, node)
+@pytest.mark.parametrize("drafts", [honest, honest_greedy])
+@pytest.mark.parametrize("rule", RULES_OF_CHAINS)
+def test_without_a_fault_there_is_no_bias(rule, drafts):
+    assert mean_bias(RULES_OF_CHAINS[rule], drafts) < 1e-12
 
 
 @pytest.mark.parametrize("rule", RULES_OF_CHAINS)
-def test_lenience_is_found_out(rule):
-    lenient = mean_bias(lambda draft, p, coins: RULES_OF_CHAINS[rule](draft, p, Lenient(coins)), honest)
-    assert 0.05 < lenient < 0.11
+def test_a_likeliest_token_called_sampled_is_found_out(rule):
+    assert 0.2 < mean_bias(RULES_OF_CHAINS[rule], greedy_called_sampled) < 0.33
+
+
+@pytest.mark.parametrize(
+    "name, low, high",
+    [
+        ("dropped", 0.09, 0.16),
+        ("other-temperature", 0.02, 0.06),
+        ("bfloat16-draw", 1e-5, 2e-3),
+        ("lenient", 0.05, 0.11),
+        ("no-residual", 0.06, 0.14),
+    ],
+)
+@pytest.mark.parametrize("rule", RULES_OF_CHAINS)
+def test_a_fault_has_the_size_it_is_known_to_have(rule, name, low, high):
+    """On random laws; `forerun check` shows that each is found, this that each is the fault it says it is."""
+    assert low < mean_bias(FAULTS[name].code(rule), honest) < high
+
+
+@pytest.mark.parametrize("rule", RULES_OF_CHAINS)
+def test_a_truncated_law_is_refused(rule):
+    """A token its own stored law forbids is a bug of the drafter, and stops the round."""
+    with pytest.raises(AssertionError, match="forbids"):
+        mean_bias(FAULTS["truncated-law"].code(rule), honest)
+
+
+def test_a_truncated_law_is_found_out_without_the_assertion(monkeypatch):
+    monkeypatch.setattr(token, "law_of", lambda draft, node: draft.probs[draft.parents[node]])
+    assert 0.08 < mean_bias(FAULTS["truncated-law"].code("token"), honest) < 0.15
 
 
 def test_comparing_with_an_independent_draw_is_found_out():
-    assert 0.16 < mean_bias(equal_or_residual, honest) < 0.27
+    assert 0.16 < mean_bias(FAULTS["independent-match"].code("token"), honest) < 0.27
 
 
 def test_two_drafts_against_one_law_are_found_out():
     assert mean_bias(tree.verify_tree, two_drafts) < 1e-12
-    assert 0.06 < mean_bias(same_residual_for_both, two_drafts) < 0.14
+    assert 0.06 < mean_bias(FAULTS["siblings"].code("tree"), two_drafts) < 0.14
 
 
-@pytest.mark.parametrize("module", [token, block])
-def test_drawing_from_p_after_a_rejection_is_found_out(module, monkeypatch):
-    monkeypatch.setattr(module, "residual", lambda p, q: p)
-    assert 0.06 < mean_bias(module.verify_chain, honest) < 0.14
-
-
-class SharedRecovery(Noise):
-    """Gumbel noise of the draft used again for the token after a rejection."""
-
-    def draw(self, weights, node):
-        with np.errstate(divide="ignore"):
-            return int(rng.gumbel_argmax(torch.tensor(np.log(weights))[None], [self.draft(node)]))
-
-
-class SharedCoins(Noise):
-    """The draft's stream used again for its coin."""
-
-    def accept(self, p, q, node):
-        return rng.uniform(self.draft(node - 1)) * q < p
-
-
-@pytest.mark.parametrize("noise_class", [SharedRecovery, SharedCoins])
+@pytest.mark.parametrize("name", ["shared-recovery", "shared-coins"])
 @pytest.mark.parametrize("rule", RULES_OF_CHAINS)
-def test_shared_noise_is_found_out(rule, noise_class):
+def test_shared_noise_is_found_out(rule, name):
     """The rule is right and the oracle has nothing to say: only a test of the real noise can see this one."""
-    assert test_rng.first_token_p_value(rule, [noise_class(i, 7) for i in range(5000)]) < 1e-7
+    assert test_rng.first_token_p_value(rule, [FAULTS[name].noise(i, 7) for i in range(5000)]) < 1e-7
 
 
 # Faults that only longer drafts show.
@@ -215,56 +140,18 @@ def chain_bias(rule, seed=0):
     return oracle.bias(rule, oracle.proposals(oracle.sampled, drafter, 3), target, 3)
 
 
-def block_with_residual_of_token(draft, p, coins):
-    """Block acceptance, but the token after it drawn as token-level rejection would."""
-    verdict = block.verify_chain(draft, p, coins)
-    last = len(verdict.path) - 1
-    if last == len(draft) - 1:
-        return verdict
-    return Verdict([*verdict.tokens[:-1], coins.draw(base.residual(p[last], draft.probs[last]), last)], verdict.path)
-
-
-def block_without_cap(draft, p, coins):
-    """The final acceptance by the plain product of ratios, not capped at 1 on the way."""
-    steps = range(1, len(draft))
-    product = np.prod([p[i - 1][draft.tokens[i]] / draft.probs[i - 1][draft.tokens[i]] for i in steps])
-
-    class Uncapped(Lenient):
-        def accept(self, mass, whole, node):
-            return self._accept(product if node == len(draft) - 1 else mass, whole, node)
-
-    return block.verify_chain(draft, p, Uncapped(coins))
-
-
-def token_that_skips_a_rejection(draft, p, coins):
-    """Accept the deepest token that passes its own test, whatever came before it."""
-    passed = [
-        i
-        for i in range(1, len(draft))
-        if coins.accept(p[i - 1][draft.tokens[i]], draft.probs[i - 1][draft.tokens[i]], i)
-    ]
-    last = max(passed, default=0)
-    law = p[last] if last == len(draft) - 1 else base.residual(p[last], draft.probs[last])
-    return Verdict([*draft.tokens[1 : last + 1], coins.draw(law, last)], list(range(last + 1)))
-
-
-def rows_one_late(draft, p, coins):
-    """Each token tested with the law after it, not before it."""
-    return token.verify_chain(draft, np.concatenate([p[1:], p[-1:]]), coins)
-
-
 @pytest.mark.parametrize(
-    "rule, size",
+    "name, rule, size",
     [
-        (block_with_residual_of_token, 3e-3),
-        (block_without_cap, 3e-2),
-        (token_that_skips_a_rejection, 1e-1),
-        (rows_one_late, 1e-1),
+        ("token-residual", "block", 3e-3),
+        ("uncapped", "block", 3e-2),
+        ("skipped-rejection", "token", 1e-1),
+        ("rows-late", "token", 1e-1),
     ],
 )
-def test_a_faulty_chain_rule_is_found_out(rule, size):
-    assert chain_bias(token.verify_chain) < 1e-12 > chain_bias(block.verify_chain)
-    assert max(chain_bias(rule, seed) for seed in range(8)) > size
+def test_a_faulty_chain_rule_is_found_out(name, rule, size):
+    assert chain_bias(RULES_OF_CHAINS[rule]) < 1e-12
+    assert max(chain_bias(FAULTS[name].code(rule), seed) for seed in range(8)) > size
 
 
 # Numerical edges.
