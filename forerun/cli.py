@@ -18,7 +18,7 @@ import typer
 from forerun.bench.cli import app as bench
 from forerun.check.cli import check
 from forerun.config import Config
-from forerun.errors import ForerunError, RequestError
+from forerun.errors import ForerunError, Interrupted, RequestError
 from forerun.flags import ENGINE, SAMPLING, with_flags
 from forerun.sampling.grammar import Grammar
 from forerun.sampling.params import SamplingParams
@@ -253,6 +253,10 @@ def main() -> None:
         sys.argv.append("--help")
     try:
         code = app(standalone_mode=False)
+        if code == 130:  # what typer makes of Ctrl-C
+            code = _say("interrupted", 130)
+    except Interrupted as error:
+        code = _say(str(error), 130)
     except ForerunError as error:
         code = _say(str(error), 1 if type(error) is ForerunError else 2)
     except USAGE_ERROR as error:

@@ -4,7 +4,8 @@ ForerunError
 ├── ConfigError     an option, or a combination of options, that cannot be
 ├── LoadError       a model directory, checkpoint or tokenizer that cannot be read
 ├── CapacityError   more than this engine can ever hold (context, KV pool)
-└── RequestError    a prompt or sampling parameters that make no sense
+├── RequestError    a prompt or sampling parameters that make no sense
+└── Interrupted     Ctrl-C, where there is something to say of what is left
 """
 
 import difflib
@@ -29,6 +30,10 @@ class CapacityError(ForerunError):
 
 class RequestError(ForerunError):
     """A prompt or sampling parameters that make no sense."""
+
+
+class Interrupted(ForerunError):
+    """Ctrl-C, where there is something to say of what is left."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,7 +11,7 @@ import typer
 
 from forerun.bench.lists import listed, whole
 from forerun.config import parse_depth
-from forerun.errors import ConfigError, ForerunError
+from forerun.errors import ConfigError, ForerunError, Interrupted
 
 if TYPE_CHECKING:
     from forerun.bench.endpoint import Prompt
@@ -89,10 +88,7 @@ def serve(
     if report.stopped is None:
         return
     ended = f"{report.stopped}; the figures are of what was measured until then"
-    if report.stopped != INTERRUPTED:
-        raise ForerunError(ended)
-    print(f"forerun: {ended}", file=sys.stderr)
-    raise typer.Exit(130)
+    raise Interrupted(ended) if report.stopped == INTERRUPTED else ForerunError(ended)
 
 
 def _prompts(path: Path | None, category: str | None) -> list[Prompt]:

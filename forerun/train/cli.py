@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from forerun.errors import ConfigError
+from forerun.errors import ConfigError, Interrupted
 from forerun.flags import Group, with_flags
 from forerun.train.settings import OPTIONS, MedusaOptions, SmallLMOptions, Training, options_of
 
@@ -75,8 +74,7 @@ def train(
         if not path.exists():
             raise
         what = f"{interruption}, and " if str(interruption) else ""
-        print(f"forerun: {what}kept in {path}; go on with: forerun train --resume --out {out}", file=sys.stderr)
-        raise typer.Exit(130) from None
+        raise Interrupted(f"{what}kept in {path}; go on with: forerun train --resume --out {out}") from None
     if as_json:
         print_json({"directory": str(out), **report.as_dict()})
         return
