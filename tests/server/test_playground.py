@@ -138,7 +138,7 @@ def shown_tokens(page: Page) -> list[list[str]]:
 
 
 def mixed_round(rounds: list[dict[str, Any]]) -> int:
-    """The first round that kept a drafted token and lost another."""
+    """The first round that kept a drafted token and lost another: certain to be there at a fixed depth only."""
     return next(i for i, r in enumerate(rounds) if {n["accepted"] for n in r["draft"]} == {True, False})
 
 
@@ -166,7 +166,7 @@ def test_tokens_are_those_of_the_stream_marked_by_source(open_page, page_url) ->
 
 def test_ghosts_stand_where_they_were_rejected(open_page, page_url) -> None:
     page = open_page(page_url)
-    rounds = traces(run(page, beside=False)[0])
+    rounds = traces(run(page, beside=False, depth=8)[0])
     rejected = [n["text"].replace("\n", "↵") for r in rounds for n in r["draft"] if not n["accepted"]]
     ghosts = page.locator("#tokens .ghost")
     assert ghosts.all_text_contents() == rejected
@@ -187,7 +187,7 @@ def test_ghosts_stand_where_they_were_rejected(open_page, page_url) -> None:
 
 def test_a_token_tells_its_numbers_on_hover_and_focus(open_page, page_url) -> None:
     page = open_page(page_url)
-    rounds = traces(run(page, beside=False)[0])
+    rounds = traces(run(page, beside=False, depth=8)[0])
     i = mixed_round(rounds)
     node = rounds[i]["draft"][0]
     token = page.locator(f"#tokens .t[data-round='{i}']")
@@ -282,7 +282,7 @@ def test_stepping_by_buttons_and_keys(open_page, page_url) -> None:
 
 def test_a_round_says_what_became_of_each_node_and_why_so_deep(open_page, page_url) -> None:
     page = open_page(page_url)
-    rounds = traces(run(page, beside=False)[0])
+    rounds = traces(run(page, beside=False, depth=8)[0])
     i = mixed_round(rounds)
     page.click("#round-first")
     for _ in range(i):
@@ -295,6 +295,11 @@ def test_a_round_says_what_became_of_each_node_and_why_so_deep(open_page, page_u
     assert [t.strip() for t in rows.locator(".verdict").all_text_contents()] == [*expected, "+ said instead"]
     first = rounds[i]["draft"][0]
     assert rows.first.locator(".number").all_text_contents()[:2] == [f"{first['p']:.2f}", NONE]
+    rounds = traces(run(page, beside=False, depth="auto")[0])
+    i = next(i for i, r in enumerate(rounds) if r["draft"])
+    page.click("#round-first")
+    for _ in range(i):
+        page.click("#round-next")
     why = page.text_content("#round-why")
     a, k = rounds[i]["rate"], rounds[i]["depth"]
     assert f"At {round(100 * a)} % expected acceptance, depth {k} gives {expected_tokens(a, k):.2f} tokens" in why
