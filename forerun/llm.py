@@ -90,7 +90,8 @@ class LLM:
             check_vocabulary(self.tokenizer, drafter, vocab)
             return make_runner(self.config, drafter, device, target)
 
-        proposers = make_proposers(name, argument, load_draft, view_of(target.decoder), self.config.width)
+        view = view_of(target.decoder)
+        proposers = make_proposers(name, argument, load_draft, view, target.cache, self.config.width)
         self.draft = name
         self.engine = Engine(
             target, proposers, rule=self.config.rule, chunk=self.config.chunk, tokenizer=self.tokenizer

@@ -16,8 +16,9 @@ import transformers as hf
 from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers import models as tokenizer_models
 
+from forerun.draft.eagle_head import EagleConfig, EagleHead
 from forerun.draft.medusa import MedusaHeads
-from forerun.models.config import load_config
+from forerun.models.config import load_config, make_config
 from forerun.models.decoder import Decoder, load_decoder
 
 VOCAB = 64
@@ -143,6 +144,30 @@ def medusa(name: str, heads: int = 3) -> MedusaHeads:
     made = MedusaHeads(heads, 1, config.hidden, config.vocab)
     made.begin(torch.randn(config.vocab, config.hidden))
     return made
+
+
+def eagle_config(name: str, layer: dict[str, Any] | None = None, **changes: Any) -> EagleConfig:
+    """The shape of a head for `family(name)` that reads boundaries out of order; `layer` changes its layer's fields."""
+    target = load_config(family(name))
+    fields = dict(
+        model_type="llama", hidden_size=target.hidden, intermediate_size=48, num_hidden_layers=1,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128, vocab_size=target.vocab,
+    )  # fmt: skip
+    boundaries = changes.pop("boundaries", (2, 0, target.layers))
+    settings = dict(target_hidden=target.hidden, boundaries=boundaries, draft_vocab=target.vocab) | changes
+    return EagleConfig(layer=make_config(fields | (layer or {}), Path("config.json")), **settings)
+
+
+def eagle(config: EagleConfig, seed: int = 6) -> EagleHead:
+    """A head of that shape: what it says is anything, and depends on everything it is given."""
+    torch.manual_seed(seed)
+    head = EagleHead(config)
+    with torch.no_grad():
+        for value in head.parameters():
+            value.normal_(0.0, 0.5 if value.ndim > 1 else 0.1).add_(1.0 if value.ndim == 1 else 0.0)
+    if head.d2t is not None:
+        head.say_only(torch.randperm(config.layer.vocab)[: config.draft_vocab].sort().values)
+    return head.requires_grad_(False)
 
 
 @functools.cache

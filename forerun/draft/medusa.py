@@ -128,7 +128,7 @@ class Medusa(Proposer):
     def propose(self, rows: Sequence[Row]) -> list[Draft]:
         trees = [Tree(row) for row in rows]
         # the state must be that of the token before the root
-        active = [tree for tree in trees if self._states.get(tree.row.slot, (-1,))[0] == len(tree.row.tokens) - 2]
+        active = [tree for tree in trees if self._states.get(tree.row.slot, (None,))[0] == len(tree.row.tokens) - 2]
         if not active:
             return [tree.draft for tree in trees]
         state = self.target.normalise(torch.stack([self._states[tree.row.slot][1] for tree in active]))

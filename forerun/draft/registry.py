@@ -1,11 +1,14 @@
-"""Draft names to proposers: off, auto, ngram, suffix, model:DIR_OR_HUB_ID, model:bundled, medusa:DIR_OR_HUB_ID."""
+"""Draft names to proposers: off, auto, ngram, suffix, model:bundled, and model:, medusa: or eagle3:DIR_OR_HUB_ID."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+from forerun.cache.kv import KVCache
 from forerun.draft.base import Proposer
 from forerun.draft.compose import Cascade
+from forerun.draft.eagle import Eagle
+from forerun.draft.eagle_format import load_head
 from forerun.draft.medusa import Medusa, load_heads
 from forerun.draft.model import DraftModel
 from forerun.draft.ngram import NGram
@@ -17,7 +20,7 @@ from forerun.models.hub import BUNDLED, find_model
 from forerun.runner import Runner
 
 SIMPLE = ("off", "auto", "ngram", "suffix")
-LOADED = ("model", "medusa")
+LOADED = ("model", "medusa", "eagle3")
 
 
 def parse_draft(spec: str) -> tuple[str, str]:
@@ -37,14 +40,21 @@ def parse_draft(spec: str) -> tuple[str, str]:
 
 
 def make_proposers(
-    name: str, argument: str, load: Callable[[str], Runner], target: TargetView, width: int
+    name: str, argument: str, load: Callable[[str], Runner], target: TargetView, cache: KVCache, width: int
 ) -> dict[str, Proposer]:
-    """The proposers of an engine: those that need no weights, and the one with weights that is asked for."""
+    """The proposers of an engine: those that need no weights, and the one with weights that is asked for. One with a
+    cache of its own gets as much room as the target's `cache` has."""
     proposers: dict[str, Proposer] = {"ngram": NGram(), "suffix": Suffix()}
     if name == "model":
         proposers["model"] = DraftModel(load(argument), target.vocab, width)
     if name == "medusa":
         proposers["medusa"] = Medusa(load_heads(find_model(argument)), target, width)
+    if name == "eagle3":
+        head = load_head(find_model(argument, pickled=True), target)
+        pages, slots = cache.pages, len(cache.length)
+        proposers["eagle3"] = Eagle(
+            head, target, tokens=pages.count * pages.size, page=pages.size, slots=slots, width=width
+        )
     references = References()
     cascades = [Cascade((references, proposer)) for proposer in proposers.values()]
     return proposers | {p.name: p for p in (references, *cascades)}

@@ -1,4 +1,4 @@
-"""What a drafter may know of its target besides hidden states: sizes, the last norm, how to compute."""
+"""What a drafter may know of its target besides hidden states: sizes, embedding, last norm, how to compute."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ class TargetView:
 
     Attributes:
         hidden, layers, vocab: its sizes.
+        context: most tokens of one request.
+        embed: what enters its first layer for a token, position apart: ids [T] -> float32 [T, H], scaled as it does.
         normalise: the norm before its head, [T, H] -> float32 [T, H].
         device: where states come from.
         form: in which its drafters compute natively (their precision never changes the text); None is torch.
@@ -27,6 +29,8 @@ class TargetView:
     hidden: int
     layers: int
     vocab: int
+    context: int
+    embed: Callable[[Tensor], Tensor]
     normalise: Callable[[Tensor], Tensor]
     device: torch.device
     form: str | None
@@ -34,14 +38,23 @@ class TargetView:
 
 def view_of(decoder: Decoder | NativeDecoder, form: str | None = "int8") -> TargetView:
     """The view of a loaded target; `form` for its drafters where the native kernels run."""
-    config, norm = decoder.config, decoder.weights.norm
+    config, norm, table = decoder.config, decoder.weights.norm, decoder.weights.embed
+
+    def embed(ids: Tensor) -> Tensor:
+        return table[ids].float() * config.embed_scale
 
     def normalise(x: Tensor) -> Tensor:
         if norm.bias is not None:
             return kernels.layer_norm(x.float(), norm.weight, norm.bias, config.norm_eps)
         return kernels.rms_norm(x.float(), norm.weight, config.norm_eps)
 
-    is_native = isinstance(decoder, NativeDecoder)
     return TargetView(
-        config.hidden, config.layers, config.vocab, normalise, decoder.device, form if is_native else None
+        hidden=config.hidden,
+        layers=config.layers,
+        vocab=config.vocab,
+        context=decoder.context,
+        embed=embed,
+        normalise=normalise,
+        device=decoder.device,
+        form=form if isinstance(decoder, NativeDecoder) else None,
     )

@@ -76,13 +76,17 @@ def load_config(directory: Path) -> ModelConfig:
         ) from None
     except (OSError, ValueError) as error:
         raise LoadError(f"{path} cannot be read: {error}") from None
+    return make_config(raw, path, lambda: _end_ids(directory, raw))
+
+
+def make_config(raw: object, path: Path, end_ids: Callable[[], tuple[int, ...]] = tuple) -> ModelConfig:
+    """The ModelConfig of what a config.json holds; `path` is named in errors. Raises LoadError."""
     family = raw.get("model_type") if isinstance(raw, dict) else None
-    if not isinstance(family, str) or family not in FAMILIES:
+    if not isinstance(raw, dict) or not isinstance(family, str) or family not in FAMILIES:
         hint = nearest(family if isinstance(family, str) else "", FAMILIES)
         raise LoadError(f"{path}: model_type {family!r} is not supported; {hint}")
     try:
-        fields = FAMILIES[family](raw)
-        config = ModelConfig(family=family, raw=raw, end_ids=_end_ids(directory, raw), **fields)
+        config = ModelConfig(family=family, raw=raw, end_ids=end_ids(), **FAMILIES[family](raw))
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise LoadError(f"{path}: the {family} configuration lacks or misstates {error}") from None
     return _checked(config, path)

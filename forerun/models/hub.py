@@ -10,8 +10,11 @@ BUNDLED = Path(__file__).parent.parent / "bundled"
 WANTED = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "tokenizer.model", "*.txt"]
 
 
-def find_model(name: str | None) -> Path:
-    """The directory of a model: None is the bundled one; anything that is no directory is asked of the Hub."""
+def find_model(name: str | None, pickled: bool = False) -> Path:
+    """The directory of a model: None is the bundled one; anything that is no directory is asked of the Hub.
+
+    `pickled`: whoever reads it can also read pytorch_model*.bin.
+    """
     if name is None:
         return BUNDLED / "target"
     path = Path(name).expanduser()
@@ -21,15 +24,15 @@ def find_model(name: str | None) -> Path:
         raise LoadError(f"{name} is a file: give the directory that holds config.json and the weights")
     if name.startswith((".", "/", "~")) or name.count("/") != 1 or not all(name.split("/")):
         raise LoadError(f"there is no directory {name}: give a model directory, or a Hub id such as Qwen/Qwen3-0.6B")
-    return _download(name)
+    return _download(name, [*WANTED, "pytorch_model*.bin"] if pickled else WANTED)
 
 
-def _download(repository: str) -> Path:
+def _download(repository: str, wanted: list[str]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(repository, allow_patterns=WANTED, ignore_patterns=["original/*", "onnx/*"]))
+        return Path(snapshot_download(repository, allow_patterns=wanted, ignore_patterns=["original/*", "onnx/*"]))
     except LocalEntryNotFoundError:
         reason = "it is not in the local cache and the Hub cannot be reached"
     except HFValidationError:

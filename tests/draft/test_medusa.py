@@ -13,12 +13,14 @@ from safetensors.torch import save_file
 
 from forerun import LLM, LoadError, SamplingParams
 from forerun.cache.attention import Segment
+from forerun.draft.base import Row
 from forerun.draft.medusa import Medusa, MedusaHeads, load_heads
 from forerun.draft.view import view_of
 from forerun.engine.engine import Engine
 from forerun.kernels import native
 from forerun.linear import Linear
 from forerun.runner import Runner
+from forerun.verify import Noise
 from tests import tiny
 from tests.engine import build
 
@@ -131,3 +133,10 @@ def test_heads_that_do_not_fit(change, tmp_path) -> None:
     with pytest.raises(LoadError, match="Medusa heads") as error:
         LLM(tiny.family("llama"), draft=f"medusa:{directory}", kv_tokens=512)
     assert "\n" not in str(error.value).split(":")[0]
+
+
+def test_a_prompt_of_one_token_has_no_state_before_its_root() -> None:
+    decoder = tiny.decoder(tiny.family("llama"))
+    medusa = Medusa(tiny.medusa("llama"), view_of(decoder))
+    medusa.open(0, [5])
+    assert len(medusa.propose([Row(0, [5], SamplingParams(), Noise(1, 0), depth=3)])[0]) == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from forerun.draft.eagle import Eagle
 from forerun.draft.medusa import Medusa
 from forerun.draft.model import DraftModel
 from forerun.draft.ngram import NGram
@@ -15,7 +16,7 @@ from forerun.runner import Runner
 from forerun.sampling.params import SamplingParams
 from tests import tiny
 
-PROPOSERS = ("ngram", "suffix", "model", "tree", "medusa")
+PROPOSERS = ("ngram", "suffix", "model", "tree", "medusa", "eagle")
 
 
 def engine(
@@ -29,19 +30,23 @@ def engine(
     dtype: torch.dtype = torch.float64,
     device: str = "cpu",
 ) -> Engine:
-    """A target, and proposers that often agree with it: ngram, suffix, model (chains), tree (of width 3), medusa."""
+    """A target, and proposers: ngram, suffix, model (chains), tree (of width 3) often agree with it, medusa and eagle
+    (of width 2) now and then."""
     target = tiny.decoder(tiny.family(family), dtype, device)
     small = tiny.decoder(tiny.drafter(family), dtype, device)
 
     def runner(decoder: object) -> Runner:
         return Runner(decoder, tokens=tokens, page=page, slots=slots)  # type: ignore[arg-type]
 
+    wide = rule not in ("token", "block")
+    head, view = tiny.eagle(tiny.eagle_config(family)), view_of(target)
     proposers = {
         "ngram": NGram(longest=3, shortest=1),
         "suffix": Suffix(shortest=1),
         "model": DraftModel(runner(small), tiny.VOCAB),
-        "tree": DraftModel(runner(small), tiny.VOCAB, width=1 if rule in ("token", "block") else 3),
-        "medusa": Medusa(tiny.medusa(family), view_of(target), width=1 if rule in ("token", "block") else 2),
+        "tree": DraftModel(runner(small), tiny.VOCAB, width=3 if wide else 1),
+        "medusa": Medusa(tiny.medusa(family), view, width=2 if wide else 1),
+        "eagle": Eagle(head, view, tokens=tokens, page=page, slots=slots, width=2 if wide else 1),
     }
     return Engine(runner(target), proposers, rule=rule, chunk=chunk)
 
@@ -72,6 +77,7 @@ def finish(engine: Engine) -> None:
 def check_idle(engine: Engine) -> None:
     """Every page and slot is back, in the target's pool and in the drafters'."""
     caches = [engine.target.cache, *(p.runner.cache for p in engine.proposers.values() if isinstance(p, DraftModel))]
+    caches += [p.cache for p in engine.proposers.values() if isinstance(p, Eagle)]
     for cache in caches:
         cache.pages.check()
         assert cache.pages.available == cache.pages.count

@@ -1,0 +1,214 @@
+"""The EAGLE-3 head as a torch module: what is trained, stored, and computed with while drafting.
+
+It computes flat pairs of embeddings and states: whoever calls it brings the rotations and the attention, and so decides
+what pairs see. It never sees slots, caches or drafts.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from forerun.draft.view import TargetView
+from forerun.errors import LoadError
+from forerun.kernels import reference as kernels
+from forerun.linear import Linear
+from forerun.models.config import ModelConfig
+from forerun.models.decoder import Attend
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EagleConfig:
+    """The shape of a head.
+
+    Attributes:
+        layer: its decoder layer, of a family like Llama; `vocab` is the target's.
+        target_hidden: size of the target's hidden states.
+        boundaries: which of them it reads, in the order in which they stand in g.
+        draft_vocab: tokens it can say; fewer than `vocab` with a map, see `EagleHead.d2t`.
+        own_embedding: it has an embedding of its own; otherwise the target's is used.
+        norm_before_fc: g is normed as a whole before it is fused.
+        fc_norm: each state in g is normed by itself before it is fused.
+        norm_before_residual: the residual stream starts with the normed state.
+        norm_output: drafted tokens are paired with the state after the last norm, not before it.
+    """
+
+    layer: ModelConfig
+    target_hidden: int
+    boundaries: tuple[int, ...]
+    draft_vocab: int
+    own_embedding: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_before_residual: bool = False
+    norm_output: bool = False
+
+
+class _SelfAttention(nn.Module):
+    """Attention whose input is an embedding and a state, side by side."""
+
+    def __init__(self, c: ModelConfig) -> None:
+        super().__init__()
+        queries, keys = c.heads * c.head_dim, c.kv_heads * c.head_dim
+        self.head_dim = c.head_dim
+        self.q_proj = nn.Linear(2 * c.hidden, queries, bias=False)
+        self.k_proj = nn.Linear(2 * c.hidden, keys, bias=False)
+        self.v_proj = nn.Linear(2 * c.hidden, keys, bias=False)
+        self.o_proj = nn.Linear(queries, c.hidden, bias=False)
+        self.q_norm = nn.RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else nn.Identity()
+
+    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        heads = (*x.shape[:-1], -1, self.head_dim)
+        q, k, v = (product(x).view(heads) for product in (self.q_proj, self.k_proj, self.v_proj))
+        q, k = kernels.rotate(self.q_norm(q), *rotation), kernels.rotate(self.k_norm(k), *rotation)
+        out: Tensor = self.o_proj(attend(0, q, k, v).flatten(-2))
+        return out
+
+
+class _Mlp(nn.Module):
+    def __init__(self, c: ModelConfig) -> None:
+        super().__init__()
+        self.activation = c.activation
+        self.gate_proj = nn.Linear(c.hidden, c.intermediate, bias=False)
+        self.up_proj = nn.Linear(c.hidden, c.intermediate, bias=False)
+        self.down_proj = nn.Linear(c.intermediate, c.hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(kernels.activate(self.gate_proj(x), self.activation) * self.up_proj(x))
+        return out
+
+
+class _Layer(nn.Module):
+    """The decoder layer: the embedding comes first beside the state, and only the state is carried on."""
+
+    def __init__(self, config: EagleConfig) -> None:
+        super().__init__()
+        c = config.layer
+        self.norm_before_residual = config.norm_before_residual
+        self.hidden_norm = nn.RMSNorm(c.hidden, c.norm_eps)
+        self.input_layernorm = nn.RMSNorm(c.hidden, c.norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(c.hidden, c.norm_eps)
+        self.self_attn = _SelfAttention(c)
+        self.mlp = _Mlp(c)
+
+    def forward(self, embedded: Tensor, state: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        normed = self.hidden_norm(state)
+        residual = normed if self.norm_before_residual else state
+        x = torch.cat((self.input_layernorm(embedded), normed), dim=-1)
+        x = residual + self.self_attn(x, rotation, attend)
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
+
+
+class EagleHead(nn.Module):
+    """The head as it is trained and stored; tensors are called as in the speculators format.
+
+    `d2t` [Vd] int64 is there where the head says fewer tokens than the target has: its token i is the target's token
+    i + d2t[i]; `t2d` [V] bool marks those tokens. Letters: n boundaries, H the target's hidden size, Hd the head's.
+    """
+
+    d2t: Tensor | None
+    t2d: Tensor | None
+
+    def __init__(self, config: EagleConfig) -> None:
+        super().__init__()
+        c, width = config.layer, len(config.boundaries) * config.target_hidden
+        self.config = config
+        self.fc = nn.Linear(width, c.hidden, bias=False)
+        if config.norm_before_fc:
+            self.input_norm = nn.RMSNorm(width, c.norm_eps)
+        if config.fc_norm:
+            self.fc_norm = nn.ModuleList(nn.RMSNorm(config.target_hidden, c.norm_eps) for _ in config.boundaries)
+        self.layers = nn.ModuleList([_Layer(config)])
+        self.norm = nn.RMSNorm(c.hidden, c.norm_eps)
+        self.lm_head = nn.Linear(c.hidden, config.draft_vocab, bias=False)
+        if config.own_embedding:
+            self.embed_tokens = nn.Embedding(c.vocab, c.hidden)
+        reduced = config.draft_vocab < c.vocab
+        self.register_buffer("d2t", torch.zeros(config.draft_vocab, dtype=torch.int64) if reduced else None)
+        self.register_buffer("t2d", torch.arange(c.vocab) < config.draft_vocab if reduced else None)
+
+    def say_only(self, ids: Tensor) -> None:
+        """Which of the target's tokens the head says: `draft_vocab` of them, ascending."""
+        assert self.d2t is not None and self.t2d is not None
+        self.d2t.copy_(ids - torch.arange(len(ids), device=ids.device))
+        self.t2d.zero_()[ids] = True
+
+    def tokens(self) -> Tensor:
+        """The target's token ids the head says, in the order of its logits. [Vd] int64"""
+        ids = torch.arange(self.config.draft_vocab, device=self.lm_head.weight.device)
+        return ids if self.d2t is None else ids + self.d2t
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """The target's states side by side, [.., n * H], to a state of the head, [.., Hd]."""
+        if self.config.norm_before_fc:
+            features = self.input_norm(features)
+        if self.config.fc_norm:
+            parts = torch.split(features, self.config.target_hidden, dim=-1)
+            features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
+        out: Tensor = self.fc(features)
+        return out
+
+    def forward(self, embedded: Tensor, state: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        """Pairs of embeddings and states, [T, Hd] each, to what the head makes of them [T, Hd]; `logits` reads that.
+
+        rotation: cos and sin of the pairs' positions, [T, 1, D / 2]. attend: as in `models.decoder`, of layer 0.
+        """
+        out: Tensor = self.layers[0](embedded, state, rotation, attend)
+        return out
+
+    def logits(self, made: Tensor) -> Tensor:
+        """[.., Hd] -> logits of the tokens it says, [.., Vd]"""
+        out: Tensor = self.lm_head(self.norm(made))
+        return out
+
+    def state(self, made: Tensor) -> Tensor:
+        """What a drafted token is paired with, from what the head made of its parent. [.., Hd] -> [.., Hd]"""
+        out: Tensor = self.norm(made) if self.config.norm_output else made
+        return out
+
+
+class _Native(nn.Module):
+    """A linear layer on the native kernels."""
+
+    def __init__(self, linear: nn.Linear, form: str) -> None:
+        super().__init__()
+        self.product = Linear(linear.weight.detach(), form)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.product(x)
+
+
+def with_native_products(head: EagleHead, form: str) -> EagleHead:
+    """The same head, its norms shared, its products in `form` on the native kernels: for drafting, not for training."""
+    fast = copy.deepcopy(head, {id(tensor): tensor for tensor in head.parameters()})  # copies the structure only
+    for module in list(fast.modules()):
+        for name, child in module.named_children():
+            if isinstance(child, nn.Linear):
+                setattr(module, name, _Native(child, form))
+    return fast
+
+
+def check_fit(config: EagleConfig, target: TargetView) -> None:
+    """Raise LoadError unless the head is made for a target of these sizes."""
+    c = config.layer
+    if (config.target_hidden, c.vocab <= target.vocab) != (target.hidden, True):
+        raise LoadError(
+            f"this EAGLE-3 head is for a target with states of {config.target_hidden} and {c.vocab} tokens, this one"
+            f" has {target.hidden} and {target.vocab}: use a head that was trained for it"
+        )
+    if not config.own_embedding and c.hidden != target.hidden:
+        raise LoadError(
+            f"this EAGLE-3 head has states of {c.hidden}, its target of {target.hidden}, so the target's embedding does"
+            " not fit, and the head has none of its own: its checkpoint is incomplete"
+        )
+    ids = config.boundaries
+    if not ids or len(set(ids)) < len(ids) or not all(0 <= i <= target.layers for i in ids):
+        raise LoadError(
+            f"this EAGLE-3 head reads the hidden states {list(ids)}, which must be different numbers from 0 to"
+            f" {target.layers}, the layers of this target: use a head that was trained for it"
+        )

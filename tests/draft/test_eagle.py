@@ -1,0 +1,415 @@
+"""The EAGLE-3 proposer computes what a naive, uncached head does over the whole text, from the right states.
+
+A head that is fed the states of the wrong position or boundary, or keeps keys of drafted tokens, still drafts, only
+worse, so its logits are compared round by round, and a head that knows a text must be right about all of it.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from forerun import LLM, LoadError, SamplingParams
+from forerun.cache.attention import Segment
+from forerun.draft import eagle
+from forerun.draft.base import Row
+from forerun.draft.eagle import Eagle
+from forerun.draft.eagle_format import save_head
+from forerun.draft.eagle_head import EagleHead
+from forerun.draft.view import TargetView, view_of
+from forerun.engine.engine import Engine
+from forerun.kernels import native
+from forerun.models.config import load_config
+from forerun.models.rope import rope_tables
+from forerun.native import NativeDecoder
+from forerun.runner import Runner
+from forerun.types import Law
+from forerun.verify import Noise
+from tests import tiny
+from tests.engine import build
+
+ROOM = {"tokens": 1024, "page": 4, "slots": 8}
+
+
+def target() -> TargetView:
+    return view_of(tiny.decoder(tiny.family("llama")))
+
+
+@functools.cache
+def states_of(tokens: tuple[int, ...], boundaries: tuple[int, ...]) -> Tensor:
+    """The target's states of each token, side by side, from one pass over the whole text. [T, n * H]"""
+    runner = Runner(tiny.decoder(tiny.family("llama")), tokens=256, page=256, slots=1)
+    runner.cache.pages.grow(0, len(tokens))
+    segment = Segment(0, list(tokens), list(range(-1, len(tokens) - 1)), [])
+    features = runner.forward([segment], boundaries).features
+    return torch.cat([features[boundary] for boundary in boundaries], -1)
+
+
+def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight
+
+
+class Naive:
+    """The head written out again: no cache, no chunks, no trees; everything anew for each path."""
+
+    def __init__(self, head: EagleHead, view: TargetView) -> None:
+        self.config, self.w, self.view = head.config, head.double().state_dict(), view
+        layer = self.config.layer
+        self.cos, self.sin = rope_tables(layer, layer.ropes[0], 256, torch.float64)
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        return norm(x, self.w[f"{name}.weight"], self.config.layer.norm_eps)
+
+    def fuse(self, features: Tensor) -> Tensor:
+        c = self.config
+        if c.norm_before_fc:
+            features = self.norm(features, "input_norm")
+        if c.fc_norm:
+            parts = features.split(c.target_hidden, -1)
+            features = torch.cat([self.norm(part, f"fc_norm.{i}") for i, part in enumerate(parts)], -1)
+        return features @ self.w["fc.weight"].T
+
+    def rotate(self, x: Tensor) -> Tensor:
+        """One head at positions 0, 1, .. [T, D]"""
+        a, b = x.chunk(2, -1)
+        cos, sin = self.cos[: len(x), 0], self.sin[: len(x), 0]
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Each position over itself and those before it, head by head. [T, heads, D]"""
+        c, window = self.config.layer, self.config.layer.windows[0] or len(q)
+        unseen = torch.tensor([[not t - window < s <= t for s in range(len(q))] for t in range(len(q))])
+        heads = []
+        for h in range(c.heads):
+            shared = h // (c.heads // c.kv_heads)
+            scores = self.rotate(q[:, h]) @ self.rotate(k[:, shared]).T / c.head_dim**0.5
+            heads.append(scores.masked_fill(unseen, -torch.inf).softmax(-1) @ v[:, shared])
+        return torch.stack(heads, 1)
+
+    def layer(self, embedded: Tensor, state: Tensor) -> Tensor:
+        c, at = self.config.layer, "layers.0."
+        normed = self.norm(state, f"{at}hidden_norm")
+        x = torch.cat((self.norm(embedded, f"{at}input_layernorm"), normed), -1)
+        q, k, v = ((x @ self.w[f"{at}self_attn.{n}_proj.weight"].T).view(len(x), -1, c.head_dim) for n in "qkv")
+        if c.qk_norm:
+            q, k = self.norm(q, f"{at}self_attn.q_norm"), self.norm(k, f"{at}self_attn.k_norm")
+        out = self.attend(q, k, v).flatten(1) @ self.w[f"{at}self_attn.o_proj.weight"].T
+        x = (normed if self.config.norm_before_residual else state) + out
+        y = self.norm(x, f"{at}post_attention_layernorm")
+        gate, up = (y @ self.w[f"{at}mlp.{n}_proj.weight"].T for n in ("gate", "up"))
+        return x + (gate / (1 + (-gate).exp()) * up) @ self.w[f"{at}mlp.down_proj.weight"].T
+
+    def made(self, tokens: tuple[int, ...], path: tuple[int, ...], first: int = 0) -> Tensor:
+        """What it makes of every pair: those of the committed tokens from `first` on, then those of the path."""
+        states = self.fuse(states_of(tokens[:-1], self.config.boundaries))[first:]
+        ids = [*tokens[first + 1 :]]
+        for token in (None, *path):
+            if token is not None:
+                last = made[-1]  # noqa: F821
+                states = torch.cat((states, (self.norm(last, "norm") if self.config.norm_output else last)[None]))
+                ids.append(token)
+            if self.config.own_embedding:
+                embedded = self.w["embed_tokens.weight"][ids]
+            else:
+                embedded = self.view.embed(torch.tensor(ids)).double()
+            made = self.layer(embedded, states)
+        return made
+
+    def logits(self, tokens: tuple[int, ...], path: tuple[int, ...], first: int = 0) -> Tensor:
+        """Over the target's vocabulary, after the last token of the path."""
+        said = self.norm(self.made(tokens, path, first)[-1], "norm") @ self.w["lm_head.weight"].T
+        ids = [i + int(offset) for i, offset in enumerate(self.w.get("d2t", torch.zeros(len(said))))]
+        full = torch.full((self.view.vocab,), -torch.inf, dtype=torch.float64)
+        full[ids] = said
+        return full
+
+
+@dataclass
+class Watch:
+    """What was seen while engines ran: every node's logits, and where the pairs of its slot begin."""
+
+    seen: list[tuple[tuple[int, ...], tuple[int, ...], int, Tensor]] = field(default_factory=list)
+    first: dict[int, int] = field(default_factory=dict)
+
+
+@pytest.fixture
+def watch(monkeypatch) -> Watch:
+    watch, grow, observe, opened = Watch(), eagle.grow, Eagle.observe, Eagle.open
+
+    def seeing(trees, logits, width, source):
+        nodes = [(tree, node) for tree in trees for node in tree.frontier]
+        for (tree, node), row in zip(nodes, logits, strict=True):
+            path = tuple(tree.draft.tokens[i] for i in tree.draft.path_to(node)[1:])
+            watch.seen.append((tuple(tree.row.tokens), path, watch.first[tree.row.slot], row.clone()))
+        grow(trees, logits, width, source)
+
+    def observing(self, slot, start, features):
+        watch.first.setdefault(slot, start)
+        observe(self, slot, start, features)
+
+    def opening(self, slot, tokens, references=()):
+        watch.first.pop(slot, None)
+        opened(self, slot, tokens, references)
+
+    monkeypatch.setattr(eagle, "grow", seeing)
+    monkeypatch.setattr(Eagle, "observe", observing)
+    monkeypatch.setattr(Eagle, "open", opening)
+    return watch
+
+
+def same_as_naive(watch: Watch, head: EagleHead, every: int = 1) -> None:
+    """The logits of every so-manieth node seen."""
+    naive = Naive(head, target())
+    assert len(watch.seen) > 10
+    for tokens, path, first, row in watch.seen[::every]:
+        expected = naive.logits(tokens, path, first)
+        assert torch.equal(row.isinf(), expected.isinf())
+        assert torch.allclose(row, expected, rtol=1e-9, atol=1e-9), (len(tokens), path, first)
+
+
+def engine_of(head: EagleHead, width: int = 1, *, chunk: int = 64, rule: str = "match", **room: int) -> Engine:
+    decoder, shape = tiny.decoder(tiny.family("llama")), ROOM | room
+    return Engine(
+        Runner(decoder, **shape), {"eagle": Eagle(head.double(), view_of(decoder), **shape, width=width)},
+        chunk=chunk, rule=rule,
+    )  # fmt: skip
+
+
+def run(engine: Engine, count: int = 4, temperature: float = 0.8, depth: int = 3, length: int = 12) -> list:
+    prompts = build.prompts()
+    requests = [
+        engine.add(prompts[i], build.params(i, temperature, length), draft="eagle", depth=depth) for i in range(count)
+    ]
+    build.finish(engine)
+    return requests
+
+
+# ---------------------------------------------------------------- what it computes
+
+
+SHAPES = {
+    "plain": {},
+    "norm before residual": {"norm_before_residual": True},
+    "norm before fc": {"norm_before_fc": True, "norm_output": True},
+    "norm of each state": {"fc_norm": True, "norm_before_residual": True, "norm_output": True},
+    "norm of the output": {"norm_output": True},
+    "reduced vocabulary": {"draft_vocab": 40},
+    "one state": {"boundaries": (1,)},
+    "own embedding, narrower": {"own_embedding": True, "layer": {"hidden_size": 24, "head_dim": 8}},
+    "qwen3, other rope": {"layer": {"model_type": "qwen3", "head_dim": 16, "rope_theta": 500.0}},
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("width", [1, 3])
+def test_every_node_has_the_logits_of_the_naive_head(shape: str, width: int, watch: Watch) -> None:
+    """Chains and trees, several requests at once, whatever was accepted before."""
+    head = tiny.eagle(tiny.eagle_config("llama", **SHAPES[shape]))
+    run(engine_of(head, width), count=2, length=6)
+    same_as_naive(watch, head, every=width)
+
+
+def test_small_chunks_and_preemption(watch: Watch, monkeypatch) -> None:
+    """Pairs come in pieces, wait fused, and begin anew, some behind a prefix that nobody showed."""
+    monkeypatch.setattr(eagle, "CHUNK", 5)
+    head = tiny.eagle(tiny.eagle_config("llama"))
+    requests = run(engine_of(head, 2, chunk=3, tokens=112), count=8)
+    assert sum(r.stats.preemptions for r in requests) > 0
+    assert {first > 0 for *_, first, _ in watch.seen} == {False, True}
+    same_as_naive(watch, head, every=5)
+
+
+def test_a_sliding_window(watch: Watch) -> None:
+    config = tiny.eagle_config("llama")
+    head = tiny.eagle(replace(config, layer=replace(config.layer, windows=(4,))))
+    run(engine_of(head), count=2, length=6)
+    same_as_naive(watch, head)
+
+
+def test_a_long_lag_is_read_when_it_is_asked_again(watch: Watch) -> None:
+    """Rounds without a draft leave pairs behind."""
+    head = tiny.eagle(tiny.eagle_config("llama"))
+    engine = engine_of(head)
+    request = engine.add(build.prompts()[2], build.params(2, 0.8, 40), draft="eagle", depth=0)
+    for _ in range(15):
+        engine.step()
+    request.depth = 3
+    build.finish(engine)
+    assert len(watch.seen[0][0]) > 20
+    same_as_naive(watch, head)
+
+
+def test_ratio_rules_sample_from_the_law_of_the_head(watch: Watch) -> None:
+    head = tiny.eagle(tiny.eagle_config("llama"))
+    run(engine_of(head, 3, rule="tree"), count=2, length=6)
+    same_as_naive(watch, head, every=2)
+
+
+def test_q_is_the_law_of_the_logits() -> None:
+    """And proposing twice changes nothing."""
+    head, tokens = tiny.eagle(tiny.eagle_config("llama", draft_vocab=40)), (5, 6, 7, 8, 9)
+    drafter = Eagle(head.double(), target(), **ROOM)
+    show(drafter, 0, tokens)
+    row = Row(0, tokens, SamplingParams(temperature=1.0), Noise(3, 4), 3, coupled=False, branching=False)
+    first, again = drafter.propose([row])[0], drafter.propose([row])[0]
+    assert first.tokens == again.tokens and len(first) == 4 and set(first.laws[1:]) == {Law.SAMPLED}
+    law = Naive(head, target()).logits(tokens, (first.tokens[1],)).softmax(-1)
+    assert torch.allclose(torch.from_numpy(first.probs[1]), law, atol=1e-9)
+
+
+def show(drafter: Eagle, slot: int, tokens: tuple[int, ...], first: int = 0) -> None:
+    """Open a slot and show it the states of all but the last token."""
+    drafter.open(slot, tokens)
+    if len(tokens) > 1:
+        parts = states_of(tokens[:-1], drafter.boundaries)[first:].split(drafter.target.hidden, -1)
+        drafter.observe(slot, first, dict(zip(drafter.boundaries, parts, strict=True)))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
+@pytest.mark.parametrize("form", [None, "float32"])
+def test_the_embedding_is_what_enters_the_target_s_first_layer(family: str, form: str | None) -> None:
+    """Scaled where the target scales it, without learned positions."""
+    if form and native.library() is None:
+        pytest.skip("the native kernels were not compiled")
+    directory = tiny.family(family)
+    native.start(2) if form else None
+    decoder = NativeDecoder(load_config(directory), directory, form, 256) if form else tiny.decoder(directory)
+    runner = Runner(decoder, tokens=16, page=16, slots=1)
+    runner.cache.pages.grow(0, 3)
+    entering = runner.forward([Segment(0, [5, 6, 7], [-1, 0, 1], [])], (0,)).features[0].double()
+    if decoder.weights.positions is not None:
+        entering = entering - decoder.weights.positions[:3]
+    embedded = view_of(decoder).embed(torch.tensor([5, 6, 7]))
+    assert embedded.dtype == torch.float32
+    assert torch.allclose(embedded.double(), entering, rtol=1e-5, atol=1e-6)
+
+
+# ---------------------------------------------------------------- alignment
+
+
+PROMPT, LENGTH, DEPTH = 6, 30, 3
+PARAMS = SamplingParams(max_tokens=LENGTH, temperature=1.5, seed=3, ignore_eos=True)
+
+
+def knowing() -> tuple[EagleHead, list[int]]:
+    """A head that knows a text, and the text: wherever in it a chain of drafts begins, it names what comes next."""
+    plain = engine_of(tiny.eagle(tiny.eagle_config("llama")))
+    request = plain.add(build.prompts()[2][:PROMPT], PARAMS)
+    build.finish(plain)
+    text = tuple(request.tokens)
+    config = tiny.eagle_config("llama", own_embedding=True, layer={"hidden_size": 128}, norm_output=True)
+    head = tiny.eagle(config).double()
+    naive, made, wanted = Naive(head, target()), [], []
+    for root in range(PROMPT, len(text) - 1):
+        path = text[root + 1 : root + DEPTH]
+        after = text[root + 1 : root + 1 + DEPTH]
+        made += naive.made(text[: root + 1], path)[-1 - len(path) :][: len(after)]
+        wanted += after
+    states = naive.norm(torch.stack(made), "norm")
+    assert len(states) <= 128, "more than a linear head of this width can know"
+    answers = torch.nn.functional.one_hot(torch.tensor(wanted), tiny.VOCAB).double()
+    head.lm_head.weight.copy_(100 * torch.linalg.lstsq(states, answers).solution.T)
+    return head, list(text)
+
+
+def test_a_head_that_knows_the_text_is_right_about_all_of_it() -> None:
+    """The pair of a token and the state before it says the next token: off by one it would know nothing."""
+    head, text = knowing()
+    engine = engine_of(head)
+    again = engine.add(text[:PROMPT], PARAMS, draft="eagle", depth=DEPTH)
+    build.finish(engine)
+    assert again.tokens == text
+    assert again.stats.accepted == again.stats.drafted > 15
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_nothing_of_a_draft_stays_whether_it_was_accepted_or_not(width: int, watch: Watch) -> None:
+    """A head that half knows the text has all, some or none of a draft accepted."""
+    head, text = knowing()
+    torch.manual_seed(1)
+    head.lm_head.weight.add_(torch.randn_like(head.lm_head.weight) * head.lm_head.weight.std())
+    engine = engine_of(head, width)
+    again = engine.add(text[:PROMPT], PARAMS, draft="eagle", depth=DEPTH)
+    build.finish(engine)
+    assert again.tokens == text
+    assert {accepted for drafted, accepted in again.stats.rounds if drafted} >= {1, DEPTH}
+    assert again.stats.accepted < again.stats.drafted
+    same_as_naive(watch, head, every=width)
+
+
+# ---------------------------------------------------------------- when it cannot draft
+
+
+def test_without_states_room_or_tokens_there_is_no_draft() -> None:
+    head = tiny.eagle(tiny.eagle_config("llama", own_embedding=True, draft_vocab=40, layer={"vocab_size": 50})).double()
+    drafter = Eagle(head, target(), tokens=16, page=4, slots=4)
+
+    def drafted(slot: int, tokens: tuple[int, ...], depth: int = 2) -> int:
+        row = Row(slot, tokens, SamplingParams(), Noise(1, len(tokens) - 1), depth)
+        return len(drafter.propose([row])[0]) - 1
+
+    assert drafted(0, (5, 6, 7)) == 0, "never opened"
+    show(drafter, 0, (5,))
+    assert drafted(0, (5,)) == 0, "one token has no pair"
+    show(drafter, 0, (5, 6, 7))
+    assert drafted(0, (5, 6, 7, 8)) == 0, "the state before the root was not shown"
+    assert drafted(0, (5, 6, 7)) == 2
+    assert drafted(0, (5, 6, 7), depth=15) == 0, "no room in the pool"
+    show(drafter, 1, (5, 60, 7))
+    assert drafted(1, (5, 60, 7)) == 0, "token 60 is not in its embedding"
+    show(drafter, 2, (5, 6, 7, 8, 9), first=3)
+    assert drafted(2, (5, 6, 7, 8, 9)) == 2, "a cached prefix was not shown"
+    drafter.reset()
+    assert drafted(0, (5, 6, 7)) == 0, "reset drops everything"
+    assert drafter.cache.pages.available == drafter.cache.pages.count
+
+
+@pytest.mark.parametrize("form", ["float32", "int8"])
+def test_the_native_products_compute_what_is_trained(form: str) -> None:
+    if native.library() is None:
+        pytest.skip("the native kernels were not compiled")
+    native.start(2)
+    head, tokens = tiny.eagle(tiny.eagle_config("llama")), (5, 6, 7, 8, 9)
+    made = []
+    for view in (target(), replace(target(), form=form)):
+        drafter = Eagle(head, view, **ROOM)
+        show(drafter, 0, tokens)
+        row = Row(0, tokens, SamplingParams(), Noise(1, 4), 1)
+        drafter.propose([row])
+        made.append(drafter._logits(drafter._slots[0].last[None]))
+    apart = (made[1] - made[0]).norm() / made[0].norm()
+    assert 0 < apart < (0.1 if form == "int8" else 1e-4)
+    assert isinstance(head.lm_head, torch.nn.Linear), "the trained head is left as it was"
+
+
+@pytest.mark.parametrize("kernels", ["torch", "auto"])
+def test_a_user_s_head(kernels: str, tmp_path) -> None:
+    """From a directory, beside plain decoding."""
+    save_head(tiny.eagle(tiny.eagle_config("llama", draft_vocab=50)), tmp_path / "head")
+    llm = LLM(tiny.family("llama"), draft=f"eagle3:{tmp_path / 'head'}", kv_tokens=512, kernels=kernels, width=2)
+    params = SamplingParams(max_tokens=30, temperature=0.8, seed=1, ignore_eos=True)
+    drafted = llm.generate([5, 6, 7, 8], params, depth=3)[0]
+    assert drafted.token_ids == llm.generate([5, 6, 7, 8], params, draft="off")[0].token_ids
+    assert drafted.stats.by_source["eagle3"].drafted > 20
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"target_hidden": 16}, "states of 16"),
+        ({"layer": {"vocab_size": 65}, "draft_vocab": 65}, "65 tokens"),
+        ({"layer": {"hidden_size": 16}}, "none of its own"),
+        ({"boundaries": (0, 1, 4)}, "from 0 to 3"),
+        ({"boundaries": (-1, 1, 2)}, "from 0 to 3"),
+        ({"boundaries": (2, 1, 2)}, "different"),
+    ],
+)
+def test_a_head_for_another_target(changes: dict, says: str) -> None:
+    head = tiny.eagle(tiny.eagle_config("llama", **changes))
+    with pytest.raises(LoadError, match=says) as error:
+        Eagle(head, target(), **ROOM)
+    assert "\n" not in str(error.value)
