@@ -16,15 +16,26 @@ class Linear:
 
     def __init__(self, weight: Tensor, form: str | None) -> None:
         """`form` is float32, bfloat16, int8 or int4 on the native kernels; None computes on torch in float32."""
-        self.inputs, self.outputs, self.form = weight.shape[1], weight.shape[0], form
+        self.outputs, self.form = weight.shape[0], form
         if form is None:
             self.weight = weight.float()
-            return
-        self._packed = Packed(weight, None, form, gated=False)
-        self._widths = np.array([self.inputs, self.outputs], dtype=np.int32)
-        self._op = (native.COp * 1)(native.COp(kind=native.LINEAR, input=0, output=1, matrix=self._packed.matrix))
+        else:
+            self._multiply_with(Packed(weight, None, form, gated=False))
+
+    @classmethod
+    def of(cls, packed: Packed) -> Linear:
+        """A layer that is packed already; its memory is shared."""
+        linear = cls.__new__(cls)
+        linear.outputs, linear.form = packed.matrix.outputs, packed.form
+        linear._multiply_with(packed)
+        return linear
+
+    def _multiply_with(self, packed: Packed) -> None:
+        self._packed, inputs = packed, packed.matrix.inputs
+        self._widths = np.array([inputs, self.outputs], dtype=np.int32)
+        self._op = (native.COp * 1)(native.COp(kind=native.LINEAR, input=0, output=1, matrix=packed.matrix))
         self._program = native.CProgram(ops=self._op, count=1, buffers=2, widths=self._widths.ctypes.data)
-        self._row_bytes = int(native.loaded().forerun_scratch_row_bytes(self.inputs))
+        self._row_bytes = int(native.loaded().forerun_scratch_row_bytes(inputs))
 
     def __call__(self, x: Tensor) -> Tensor:
         """float32 [T, in] -> float32 [T, out]"""

@@ -14,25 +14,13 @@ sizes apart, which are in the tensors.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
 
-from torch import Tensor
-
+from forerun.draft.stored import Json
 from forerun.draft.view import TargetView
 from forerun.errors import LoadError
-from forerun.models.config import ModelConfig, make_config
 
-Json = dict[str, Any]
-
-LAYER = "layers.0."
 PARALLEL = ("pard_token", "ptd_token_id", "mask_token_id", "parallel_drafting")  # P-EAGLE: another way to draft
-DEFAULTS: dict[str, Json] = {  # what transformers takes for fields that are not there
-    "llama": {"num_attention_heads": 32, "max_position_embeddings": 2048},
-    "qwen3": {"num_attention_heads": 32, "max_position_embeddings": 32768, "head_dim": 128},
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,40 +95,3 @@ def read_flag(raw: Json, name: str, default: bool) -> bool:
     if not isinstance(value, bool):
         raise LoadError(f"{name} in config.json is {value!r}, not true or false")
     return value
-
-
-def read_layer(raw: Json, tensors: Mapping[str, Tensor], vocab: int) -> ModelConfig:
-    """The decoder layer, from what `Said.layer` says; sizes that it leaves out are those of the tensors, and `vocab`
-    that of the target. Raises LoadError."""
-    family = raw.get("model_type") or ("qwen3" if "Qwen3" in str(raw.get("architectures")) else "llama")
-    if not isinstance(family, str) or family not in DEFAULTS:
-        raise LoadError(f"its layer is of the family {family!r}: only {' and '.join(DEFAULTS)} are supported")
-    shapes = {
-        "hidden_size": size_of(tensors, "norm.weight", 0),
-        "intermediate_size": size_of(tensors, f"{LAYER}mlp.gate_proj.weight", 0),
-        "vocab_size": size_of(tensors, "embed_tokens.weight", 0) if "embed_tokens.weight" in tensors else vocab,
-    }
-    given = {name: value for name, value in raw.items() if value is not None}
-    fields = DEFAULTS[family] | shapes | given | {"model_type": family}
-    if fields.get("num_hidden_layers", 1) != 1:
-        raise LoadError(f"it has {fields['num_hidden_layers']!r} layers: only heads of one layer are supported")
-    fields |= {"num_hidden_layers": 1, "layer_types": None, "use_sliding_window": False}
-    config = make_config(fields, Path("config.json"))
-    if "num_key_value_heads" not in given:
-        fields["num_key_value_heads"] = size_of(tensors, f"{LAYER}self_attn.k_proj.weight", 0) // config.head_dim or 1
-        config = make_config(fields, Path("config.json"))
-    if config.qkv_bias or config.mlp_bias:
-        raise LoadError("its layer has biases, which is not supported")
-    types, window = raw.get("layer_types"), raw.get("sliding_window")
-    if types != ["sliding_attention"]:
-        return config
-    if not isinstance(window, int) or isinstance(window, bool) or window < 1:
-        raise LoadError(f"the sliding window in config.json is {window!r}, not a positive whole number")
-    return replace(config, windows=(window,))
-
-
-def size_of(tensors: Mapping[str, Tensor], name: str, axis: int) -> int:
-    """How long a tensor is. Raises LoadError where it is not there or is empty."""
-    if name not in tensors or axis >= tensors[name].ndim or not tensors[name].numel():
-        raise LoadError(f"its checkpoint has no {name}: it is incomplete, or of another kind")
-    return tensors[name].shape[axis]

@@ -6,16 +6,15 @@ what pairs see. It never sees slots, caches or drafts.
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from forerun.draft.layers import Mlp, SelfAttention
+from forerun.draft.pair_head import PairHead
 from forerun.draft.view import TargetView
 from forerun.errors import LoadError
-from forerun.kernels import reference as kernels
-from forerun.linear import Linear
 from forerun.models.config import ModelConfig
 from forerun.models.decoder import Attend
 
@@ -47,41 +46,6 @@ class EagleConfig:
     norm_output: bool = False
 
 
-class _SelfAttention(nn.Module):
-    """Attention whose input is an embedding and a state, side by side."""
-
-    def __init__(self, c: ModelConfig) -> None:
-        super().__init__()
-        queries, keys = c.heads * c.head_dim, c.kv_heads * c.head_dim
-        self.head_dim = c.head_dim
-        self.q_proj = nn.Linear(2 * c.hidden, queries, bias=False)
-        self.k_proj = nn.Linear(2 * c.hidden, keys, bias=False)
-        self.v_proj = nn.Linear(2 * c.hidden, keys, bias=False)
-        self.o_proj = nn.Linear(queries, c.hidden, bias=False)
-        self.q_norm = nn.RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else nn.Identity()
-        self.k_norm = nn.RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else nn.Identity()
-
-    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        heads = (*x.shape[:-1], -1, self.head_dim)
-        q, k, v = (product(x).view(heads) for product in (self.q_proj, self.k_proj, self.v_proj))
-        q, k = kernels.rotate(self.q_norm(q), *rotation), kernels.rotate(self.k_norm(k), *rotation)
-        out: Tensor = self.o_proj(attend(0, q, k, v).flatten(-2))
-        return out
-
-
-class _Mlp(nn.Module):
-    def __init__(self, c: ModelConfig) -> None:
-        super().__init__()
-        self.activation = c.activation
-        self.gate_proj = nn.Linear(c.hidden, c.intermediate, bias=False)
-        self.up_proj = nn.Linear(c.hidden, c.intermediate, bias=False)
-        self.down_proj = nn.Linear(c.intermediate, c.hidden, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(kernels.activate(self.gate_proj(x), self.activation) * self.up_proj(x))
-        return out
-
-
 class _Layer(nn.Module):
     """The decoder layer: the embedding comes first beside the state, and only the state is carried on."""
 
@@ -92,8 +56,8 @@ class _Layer(nn.Module):
         self.hidden_norm = nn.RMSNorm(c.hidden, c.norm_eps)
         self.input_layernorm = nn.RMSNorm(c.hidden, c.norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(c.hidden, c.norm_eps)
-        self.self_attn = _SelfAttention(c)
-        self.mlp = _Mlp(c)
+        self.self_attn = SelfAttention(c, 2 * c.hidden)
+        self.mlp = Mlp(c)
 
     def forward(self, embedded: Tensor, state: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
         normed = self.hidden_norm(state)
@@ -104,7 +68,7 @@ class _Layer(nn.Module):
         return out
 
 
-class EagleHead(nn.Module):
+class EagleHead(PairHead):
     """The head as it is trained and stored; tensors are called as in the speculators format.
 
     `d2t` [Vd] int64 is there where the head says fewer tokens than the target has: its token i is the target's token
@@ -117,7 +81,7 @@ class EagleHead(nn.Module):
     def __init__(self, config: EagleConfig) -> None:
         super().__init__()
         c, width = config.layer, len(config.boundaries) * config.target_hidden
-        self.config = config
+        self.config, self.layer, self.boundaries = config, c, config.boundaries
         self.fc = nn.Linear(width, c.hidden, bias=False)
         if config.norm_before_fc:
             self.input_norm = nn.RMSNorm(width, c.norm_eps)
@@ -138,13 +102,21 @@ class EagleHead(nn.Module):
         self.d2t.copy_(ids - torch.arange(len(ids), device=ids.device))
         self.t2d.zero_()[ids] = True
 
-    def tokens(self) -> Tensor:
-        """The target's token ids the head says, in the order of its logits. [Vd] int64"""
-        ids = torch.arange(self.config.draft_vocab, device=self.lm_head.weight.device)
-        return ids if self.d2t is None else ids + self.d2t
+    def attach(self, target: TargetView) -> None:
+        check_fit(self.config, target)
+        self.target = target
+
+    def tokens(self) -> Tensor | None:
+        return None if self.d2t is None else self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
+    def can_read(self, token: int) -> bool:
+        return not self.config.own_embedding or token < self.layer.vocab
+
+    def embed(self, ids: Tensor) -> Tensor:
+        out: Tensor = self.embed_tokens(ids) if self.config.own_embedding else self.target.embed(ids)
+        return out
 
     def fuse(self, features: Tensor) -> Tensor:
-        """The target's states side by side, [.., n * H], to a state of the head, [.., Hd]."""
         if self.config.norm_before_fc:
             features = self.input_norm(features)
         if self.config.fc_norm:
@@ -154,43 +126,16 @@ class EagleHead(nn.Module):
         return out
 
     def forward(self, embedded: Tensor, state: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        """Pairs of embeddings and states, [T, Hd] each, to what the head makes of them [T, Hd]; `logits` reads that.
-
-        rotation: cos and sin of the pairs' positions, [T, 1, D / 2]. attend: as in `models.decoder`, of layer 0.
-        """
         out: Tensor = self.layers[0](embedded, state, rotation, attend)
         return out
 
     def logits(self, made: Tensor) -> Tensor:
-        """[.., Hd] -> logits of the tokens it says, [.., Vd]"""
         out: Tensor = self.lm_head(self.norm(made))
         return out
 
     def state(self, made: Tensor) -> Tensor:
-        """What a drafted token is paired with, from what the head made of its parent. [.., Hd] -> [.., Hd]"""
         out: Tensor = self.norm(made) if self.config.norm_output else made
         return out
-
-
-class _Native(nn.Module):
-    """A linear layer on the native kernels."""
-
-    def __init__(self, linear: nn.Linear, form: str) -> None:
-        super().__init__()
-        self.product = Linear(linear.weight.detach(), form)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.product(x)
-
-
-def with_native_products(head: EagleHead, form: str) -> EagleHead:
-    """The same head, its norms shared, its products in `form` on the native kernels: for drafting, not for training."""
-    fast = copy.deepcopy(head, {id(tensor): tensor for tensor in head.parameters()})  # copies the structure only
-    for module in list(fast.modules()):
-        for name, child in module.named_children():
-            if isinstance(child, nn.Linear):
-                setattr(module, name, _Native(child, form))
-    return fast
 
 
 def check_fit(config: EagleConfig, target: TargetView) -> None:

@@ -1,17 +1,21 @@
-"""Draft names to proposers: off, auto, ngram, suffix, model:bundled, and model:, medusa: or eagle3:DIR_OR_HUB_ID."""
+"""Draft names to proposers: off, auto, ngram, suffix, model:bundled, and KIND:DIR_OR_HUB_ID for those with weights."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 
 from forerun.cache.kv import KVCache
 from forerun.draft.base import Proposer
 from forerun.draft.compose import Cascade
-from forerun.draft.eagle import Eagle
 from forerun.draft.eagle_format import load_head
 from forerun.draft.medusa import Medusa, load_heads
 from forerun.draft.model import DraftModel
+from forerun.draft.mtp import load_module
 from forerun.draft.ngram import NGram
+from forerun.draft.pair_head import PairHead
+from forerun.draft.pairs import Pairs
 from forerun.draft.reference import References
 from forerun.draft.suffix import Suffix
 from forerun.draft.view import TargetView
@@ -20,6 +24,7 @@ from forerun.models.hub import BUNDLED, find_model
 from forerun.runner import Runner
 
 SIMPLE = ("off", "auto", "ngram", "suffix")
+PAIRS: dict[str, Callable[[Path, TargetView], PairHead]] = {"eagle3": load_head, "mtp": load_module}
 LOADED = ("model", "medusa", "eagle3")
 
 
@@ -39,6 +44,16 @@ def parse_draft(spec: str) -> tuple[str, str]:
     return name, argument
 
 
+def kind_of(directory: Path) -> str:
+    """What a directory holds: eagle3 and mtp in the layout of speculators, medusa, or else a model."""
+    try:
+        raw = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return "model"  # whoever reads it says what is wrong
+    kind = raw.get("speculators_model_type", raw.get("model_type")) if isinstance(raw, dict) else None
+    return kind if kind in LOADED else "model"
+
+
 def make_proposers(
     name: str, argument: str, load: Callable[[str], Runner], target: TargetView, cache: KVCache, width: int
 ) -> dict[str, Proposer]:
@@ -49,12 +64,10 @@ def make_proposers(
         proposers["model"] = DraftModel(load(argument), target.vocab, width)
     if name == "medusa":
         proposers["medusa"] = Medusa(load_heads(find_model(argument)), target, width)
-    if name == "eagle3":
-        head = load_head(find_model(argument, pickled=True), target)
-        pages, slots = cache.pages, len(cache.length)
-        proposers["eagle3"] = Eagle(
-            head, target, tokens=pages.count * pages.size, page=pages.size, slots=slots, width=width
-        )
+    if name in PAIRS:
+        head, pages = PAIRS[name](find_model(argument, pickled=True), target), cache.pages
+        room = {"tokens": pages.count * pages.size, "page": pages.size, "slots": len(cache.length)}
+        proposers[name] = Pairs(name, head, target, **room, width=width)
     references = References()
     cascades = [Cascade((references, proposer)) for proposer in proposers.values()]
     return proposers | {p.name: p for p in (references, *cascades)}

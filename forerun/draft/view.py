@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from forerun.kernels import reference as kernels
+from forerun.linear import Linear
 from forerun.models.decoder import Decoder
 from forerun.native import NativeDecoder
 
@@ -22,6 +24,7 @@ class TargetView:
         context: most tokens of one request.
         embed: what enters its first layer for a token, position apart: ids [T] -> float32 [T, H], scaled as it does.
         normalise: the norm before its head, [T, H] -> float32 [T, H].
+        head: its head: states that are normalised, [T, H] -> float32 logits [T, V].
         device: where states come from.
         form: in which its drafters compute natively (their precision never changes the text); None is torch.
     """
@@ -32,6 +35,7 @@ class TargetView:
     context: int
     embed: Callable[[Tensor], Tensor]
     normalise: Callable[[Tensor], Tensor]
+    head: Callable[[Tensor], Tensor]
     device: torch.device
     form: str | None
 
@@ -48,6 +52,12 @@ def view_of(decoder: Decoder | NativeDecoder, form: str | None = "int8") -> Targ
             return kernels.layer_norm(x.float(), norm.weight, norm.bias, config.norm_eps)
         return kernels.rms_norm(x.float(), norm.weight, config.norm_eps)
 
+    multiply = _product(decoder)
+
+    def head(x: Tensor) -> Tensor:
+        logits, cap = multiply(x), config.logit_softcap
+        return torch.tanh(logits / cap) * cap if cap else logits
+
     return TargetView(
         hidden=config.hidden,
         layers=config.layers,
@@ -55,6 +65,16 @@ def view_of(decoder: Decoder | NativeDecoder, form: str | None = "int8") -> Targ
         context=decoder.context,
         embed=embed,
         normalise=normalise,
+        head=head,
         device=decoder.device,
         form=form if isinstance(decoder, NativeDecoder) else None,
     )
+
+
+def _product(decoder: Decoder | NativeDecoder) -> Callable[[Tensor], Tensor]:
+    """The product with the target's own head, its weights shared."""
+    if isinstance(decoder, NativeDecoder):
+        packed: Any = decoder.weights.head
+        return Linear.of(packed)
+    weight = decoder.weights.head.weight
+    return lambda x: kernels.linear(x.to(weight.dtype), weight).float()

@@ -7,15 +7,17 @@ same texts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.cache.attention import Segment
-from forerun.draft.view import view_of
+from forerun.draft.view import TargetView, view_of
 from forerun.errors import ConfigError
 from forerun.llm import LLM
 from forerun.load import load_tokenizer, pick_device
@@ -27,6 +29,7 @@ from forerun.runner import Runner
 from forerun.sampling.params import SamplingParams
 from forerun.train.data import Example
 from forerun.train.losses import Law, at_temperature, law_of
+from forerun.train.prune import load_module
 from forerun.train.settings import Training
 
 PAGE = 16
@@ -46,7 +49,7 @@ class Batch:
         temperature: which the laws are those of; 0 is greedy.
         vocab: tokens that the laws are over: the first so many.
         states: {boundary: [B, N, H]} hidden states of the target with token i read, where a recipe wants them.
-        normalise: the norm before the target's head.
+        view: the target's embedding, norm and head; the head is dense and passes gradients.
     """
 
     tokens: Tensor
@@ -55,8 +58,8 @@ class Batch:
     said: Tensor
     temperature: float
     vocab: int
-    states: dict[int, Tensor] = field(default_factory=dict)
-    normalise: Callable[[Tensor], Tensor] = torch.clone
+    states: dict[int, Tensor]
+    view: TargetView
 
     @property
     def positions(self) -> int:
@@ -90,6 +93,22 @@ class Target:
         """The target's tokenizer."""
         assert self.llm.tokenizer is not None
         return self.llm.tokenizer
+
+    @cached_property
+    def head(self) -> Tensor:
+        """The weight of its head, as it is stored. float32 [V, H]"""
+        weight: Tensor = load_module(self.directory).get_output_embeddings().weight  # type: ignore[operator]
+        return weight.detach().clone().to(self.device)
+
+    @cached_property
+    def view(self) -> TargetView:
+        """What modules that are trained may borrow. Its head is the dense one, which passes gradients."""
+
+        def head(x: Tensor) -> Tensor:
+            logits, cap = F.linear(x, self.head), self.llm.decoder.config.logit_softcap
+            return torch.tanh(logits / cap) * cap if cap else logits
+
+        return replace(view_of(self.llm.decoder), head=head)
 
     def runner(self, slots: int) -> Runner:
         """The target with an empty cache of its own, for `slots` texts."""
@@ -147,7 +166,7 @@ class Target:
             temperature,
             vocab,
             {boundary: _spread(parts, read) for boundary, parts in states.items()},
-            view_of(self.llm.decoder).normalise,
+            self.view,
         )
 
     def _passes(self, examples: Sequence[Example]) -> Iterator[tuple[Tensor, dict[int, Tensor]]]:

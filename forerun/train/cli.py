@@ -9,7 +9,8 @@ import typer
 
 from forerun.errors import ConfigError, Interrupted
 from forerun.flags import Group, with_flags
-from forerun.train.settings import OPTIONS, MedusaOptions, SmallLMOptions, Training, options_of
+from forerun.train.options import OPTIONS, MedusaOptions, SmallLMOptions, options_of
+from forerun.train.settings import Training
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

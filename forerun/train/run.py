@@ -11,9 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
-from forerun.draft.medusa import load_heads
+from forerun.draft.registry import LOADED, kind_of, parse_draft
 from forerun.errors import ConfigError, nearest
 from forerun.models.hub import find_model
 from forerun.train.capture import Target
@@ -22,8 +20,9 @@ from forerun.train.data import Corpus, Document, digest_of, read_data, split
 from forerun.train.evaluate import Judge, Measured
 from forerun.train.export import Facts, Report, check_out, export
 from forerun.train.loop import Trainer
-from forerun.train.recipes import RECIPES, Medusa, Recipe, SmallLM
-from forerun.train.settings import OPTIONS, MedusaOptions, Options, SmallLMOptions, Training, options_of
+from forerun.train.options import OPTIONS, Options, options_of
+from forerun.train.recipes import RECIPES, Recipe, recipe_of
+from forerun.train.settings import Training
 from forerun.train.stream import Stream
 from forerun.train.watch import Watch
 
@@ -98,23 +97,23 @@ def measure(
 ) -> list[Measured]:
     """The accepted lengths of a drafter that is there, on held-out documents of the data."""
     documents, _ = read_data(data)
-    directory = find_model(drafter)
+    kind, directory = _kind_and_directory(drafter)
     _, held_out = split(documents, training.held_out)
     watch.tell("loading the target")
-    model = Target(target, training)
-    recipe, module = _trained(directory, drafter, model)
-    model.boundaries = recipe.boundaries(model)
-    module = module.to(model.device)
+    model, recipe = Target(target, training), recipe_of(kind)
+    module = recipe.load(directory, model).to(model.device)
+    model.boundaries = recipe.boundaries(module, model)
     judge = Judge(model, recipe, _corpus(held_out, model, training), training)
     return judge.measure(module, directory, watch.tell)
 
 
-def _trained(directory: Path, drafter: str, target: Target) -> tuple[Recipe, nn.Module]:
-    """The recipe that makes such a directory, and its module as it is there."""
-    if (directory / "config.json").is_file() and '"medusa"' in (directory / "config.json").read_text():
-        return Medusa(MedusaOptions()), load_heads(directory)
-    recipe = SmallLM(SmallLMOptions(init=drafter))
-    return recipe, recipe.build(target)
+def _kind_and_directory(drafter: str) -> tuple[str, Path]:
+    """What a drafter is and where: KIND:DIRECTORY as a draft option has it, or a directory that says it."""
+    if ":" in drafter and drafter.partition(":")[0] in LOADED:
+        kind, argument = parse_draft(drafter)
+        return kind, find_model(argument, pickled=True)
+    directory = find_model(drafter, pickled=True)
+    return kind_of(directory), directory
 
 
 class _Run:
@@ -128,9 +127,9 @@ class _Run:
         watch.tell(f"{len(self.split[0])} documents to train on, {len(self.split[1])} held out; loading the target")
         self.target = Target(plan.target, settings)
         self.recipe: Recipe = RECIPES[plan.recipe](plan.options)
-        self.target.boundaries = self.recipe.boundaries(self.target)
-        self.module = self.recipe.build(self.target)
         train_on, held_out = (_corpus(documents, self.target, settings) for documents in self.split)
+        self.module = self.recipe.build(self.target, train_on)
+        self.target.boundaries = self.recipe.boundaries(self.module, self.target)
         self.stream = Stream(train_on, self.target, settings)
         watch.tell(f"{len(train_on.examples)} texts of up to {settings.tokens} tokens; the target continues others")
         self.judge = Judge(self.target, self.recipe, held_out, settings)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -70,7 +69,7 @@ class Training:
 
     def __post_init__(self) -> None:
         lowest = {"rows": 1, "accumulate": 1, "tokens": FEWEST_TOKENS, "prompt_tokens": 1, "evaluate_rows": 1}
-        _check_numbers(self, lowest | {"depth": 1, "top": 1})
+        check_numbers(self, lowest | {"depth": 1, "top": 1})
         for name in ("on_policy", "warmup", "held_out"):
             if getattr(self, name) > 1:
                 raise ConfigError(f"{name}={getattr(self, name)} is out of range: give a share from 0 to 1")
@@ -89,64 +88,7 @@ class Training:
             raise ConfigError(f"there is no training in {self.dtype!r}: use {', '.join(DTYPES)}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SmallLMOptions:
-    """A small language model that drafts alone. It begins as some of the target's layers, or as a model given.
-
-    Args:
-        init: a model directory or Hub id of the target's vocabulary to begin with.
-        layers: of the target, evenly spaced, its embeddings, norm and head with them; 2 if there is no init.
-        kl: weight of KL(target, drafter).
-        tv: weight of the total variation, which is one minus the acceptance.
-        ce: weight of the cross entropy with the text itself.
-    """
-
-    init: str | None = None
-    layers: int | None = None
-    kl: float = 0.5
-    tv: float = 0.5
-    ce: float = 0.0
-
-    def __post_init__(self) -> None:
-        _check_numbers(self, {"layers": 1})
-        if self.init is not None and self.layers is not None:
-            raise ConfigError("init and layers contradict each other: give the one or the other")
-        if not self.kl + self.tv + self.ce:
-            raise ConfigError("kl, tv and ce are all 0, which is nothing to learn: give one of them a weight")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MedusaOptions:
-    """Heads on the target's last hidden state, each of which guesses one token further.
-
-    Args:
-        heads: how many, and so how many tokens are drafted ahead at most.
-        blocks: residual layers below each head.
-        decay: head k counts decay**k times as much as the first: it is asked only if all before it were right.
-        kl: weight of KL(target, head).
-        tv: weight of the total variation, which is one minus the acceptance.
-        ce: weight of the cross entropy with the text itself.
-    """
-
-    heads: int = 4
-    blocks: int = 1
-    decay: float = 0.8
-    kl: float = 0.5
-    tv: float = 0.5
-    ce: float = 0.0
-
-    def __post_init__(self) -> None:
-        _check_numbers(self, {"heads": 1, "blocks": 1})
-        if not self.kl + self.tv + self.ce:
-            raise ConfigError("kl, tv and ce are all 0, which is nothing to learn: give one of them a weight")
-        if not 0 < self.decay <= 1:
-            raise ConfigError(f"decay={self.decay} is out of range: give a number over 0, at most 1")
-
-
-Options = SmallLMOptions | MedusaOptions
-
-
-def _check_numbers(settings: Training | Options, lowest: dict[str, int]) -> None:
+def check_numbers(settings: Any, lowest: dict[str, int]) -> None:
     """Raise ConfigError for a whole number under its lowest (0 unless it says otherwise), or a number under 0."""
     for field in fields(settings):
         value, kind = getattr(settings, field.name), str(field.type)
@@ -156,19 +98,3 @@ def _check_numbers(settings: Training | Options, lowest: dict[str, int]) -> None
                 raise ConfigError(f"{field.name}={value!r} is out of range: give a whole number from {low} up")
         elif kind == "float" and (not isinstance(value, (int, float)) or not 0 <= value < 1e6):
             raise ConfigError(f"{field.name}={value!r} is out of range: give a number from 0 up")
-
-
-OPTIONS: dict[str, type[Options]] = {
-    "small-lm": SmallLMOptions,
-    "medusa": MedusaOptions,
-}  # of each recipe, by its name; the first is taken where none is named
-
-
-def options_of(recipe: str, values: Mapping[str, Any]) -> Options:
-    """The options of a recipe from those that were given. Raises ConfigError for one of another recipe."""
-    cls = OPTIONS.get(recipe, SmallLMOptions)  # an unknown recipe is refused where it is named
-    known = [f.name for f in fields(cls)]
-    for name in values:
-        if name not in known:
-            raise ConfigError(f"recipe {recipe} has no {name}: it takes {', '.join(known)}")
-    return cls(**values)

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from forerun import LLM, LoadError, SamplingParams
 from forerun.cache.attention import Segment
-from forerun.draft import eagle
+from forerun.draft import pairs
 from forerun.draft.base import Row
-from forerun.draft.eagle import Eagle
 from forerun.draft.eagle_format import save_head
 from forerun.draft.eagle_head import EagleHead
+from forerun.draft.pairs import Pairs
 from forerun.draft.view import TargetView, view_of
 from forerun.engine.engine import Engine
 from forerun.kernels import native
@@ -138,7 +138,7 @@ class Watch:
 
 @pytest.fixture
 def watch(monkeypatch) -> Watch:
-    watch, grow, observe, opened = Watch(), eagle.grow, Eagle.observe, Eagle.open
+    watch, grow, observe, opened = Watch(), pairs.grow, Pairs.observe, Pairs.open
 
     def seeing(trees, logits, width, source):
         nodes = [(tree, node) for tree in trees for node in tree.frontier]
@@ -155,9 +155,9 @@ def watch(monkeypatch) -> Watch:
         watch.first.pop(slot, None)
         opened(self, slot, tokens, references)
 
-    monkeypatch.setattr(eagle, "grow", seeing)
-    monkeypatch.setattr(Eagle, "observe", observing)
-    monkeypatch.setattr(Eagle, "open", opening)
+    monkeypatch.setattr(pairs, "grow", seeing)
+    monkeypatch.setattr(Pairs, "observe", observing)
+    monkeypatch.setattr(Pairs, "open", opening)
     return watch
 
 
@@ -174,7 +174,7 @@ def same_as_naive(watch: Watch, head: EagleHead, every: int = 1) -> None:
 def engine_of(head: EagleHead, width: int = 1, *, chunk: int = 64, rule: str = "match", **room: int) -> Engine:
     decoder, shape = tiny.decoder(tiny.family("llama")), ROOM | room
     return Engine(
-        Runner(decoder, **shape), {"eagle": Eagle(head.double(), view_of(decoder), **shape, width=width)},
+        Runner(decoder, **shape), {"eagle": Pairs("eagle3", head.double(), view_of(decoder), **shape, width=width)},
         chunk=chunk, rule=rule,
     )  # fmt: skip
 
@@ -215,7 +215,7 @@ def test_every_node_has_the_logits_of_the_naive_head(shape: str, width: int, wat
 
 def test_small_chunks_and_preemption(watch: Watch, monkeypatch) -> None:
     """Pairs come in pieces, wait fused, and begin anew, some behind a prefix that nobody showed."""
-    monkeypatch.setattr(eagle, "CHUNK", 5)
+    monkeypatch.setattr(pairs, "CHUNK", 5)
     head = tiny.eagle(tiny.eagle_config("llama"))
     requests = run(engine_of(head, 2, chunk=3, tokens=112), count=8)
     assert sum(r.stats.preemptions for r in requests) > 0
@@ -252,7 +252,7 @@ def test_ratio_rules_sample_from_the_law_of_the_head(watch: Watch) -> None:
 def test_q_is_the_law_of_the_logits() -> None:
     """And proposing twice changes nothing."""
     head, tokens = tiny.eagle(tiny.eagle_config("llama", draft_vocab=40)), (5, 6, 7, 8, 9)
-    drafter = Eagle(head.double(), target(), **ROOM)
+    drafter = Pairs("eagle3", head.double(), target(), **ROOM)
     show(drafter, 0, tokens)
     row = Row(0, tokens, SamplingParams(temperature=1.0), Noise(3, 4), 3, coupled=False, branching=False)
     first, again = drafter.propose([row])[0], drafter.propose([row])[0]
@@ -261,7 +261,7 @@ def test_q_is_the_law_of_the_logits() -> None:
     assert torch.allclose(torch.from_numpy(first.probs[1]), law, atol=1e-9)
 
 
-def show(drafter: Eagle, slot: int, tokens: tuple[int, ...], first: int = 0) -> None:
+def show(drafter: Pairs, slot: int, tokens: tuple[int, ...], first: int = 0) -> None:
     """Open a slot and show it the states of all but the last token."""
     drafter.open(slot, tokens)
     if len(tokens) > 1:
@@ -346,7 +346,7 @@ def test_nothing_of_a_draft_stays_whether_it_was_accepted_or_not(width: int, wat
 
 def test_without_states_room_or_tokens_there_is_no_draft() -> None:
     head = tiny.eagle(tiny.eagle_config("llama", own_embedding=True, draft_vocab=40, layer={"vocab_size": 50})).double()
-    drafter = Eagle(head, target(), tokens=16, page=4, slots=4)
+    drafter = Pairs("eagle3", head, target(), tokens=16, page=4, slots=4)
 
     def drafted(slot: int, tokens: tuple[int, ...], depth: int = 2) -> int:
         row = Row(slot, tokens, SamplingParams(), Noise(1, len(tokens) - 1), depth)
@@ -376,7 +376,7 @@ def test_the_native_products_compute_what_is_trained(form: str) -> None:
     head, tokens = tiny.eagle(tiny.eagle_config("llama")), (5, 6, 7, 8, 9)
     made = []
     for view in (target(), replace(target(), form=form)):
-        drafter = Eagle(head, view, **ROOM)
+        drafter = Pairs("eagle3", head, view, **ROOM)
         show(drafter, 0, tokens)
         row = Row(0, tokens, SamplingParams(), Noise(1, 4), 1)
         drafter.propose([row])
@@ -411,5 +411,5 @@ def test_a_user_s_head(kernels: str, tmp_path) -> None:
 def test_a_head_for_another_target(changes: dict, says: str) -> None:
     head = tiny.eagle(tiny.eagle_config("llama", **changes))
     with pytest.raises(LoadError, match=says) as error:
-        Eagle(head, target(), **ROOM)
+        Pairs("eagle3", head, target(), **ROOM)
     assert "\n" not in str(error.value)

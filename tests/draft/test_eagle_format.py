@@ -17,11 +17,11 @@ import torch
 from safetensors.torch import save_file
 
 from forerun import LLM, ForerunError, LoadError, SamplingParams
-from forerun.draft import eagle_format
+from forerun.draft import stored
 from forerun.draft.base import Row
-from forerun.draft.eagle import Eagle
 from forerun.draft.eagle_format import load_head, save_head
 from forerun.draft.eagle_head import EagleHead
+from forerun.draft.pairs import Pairs
 from forerun.draft.view import TargetView, view_of
 from forerun.verify import Noise
 from tests import tiny
@@ -58,7 +58,7 @@ def write(directory: Path, raw: dict, tensors: dict[str, torch.Tensor], name: st
 def drafts(head: EagleHead) -> list[int]:
     """What it drafts of some states that nobody ever had."""
     view = target()
-    drafter = Eagle(head, view, tokens=64, page=4, slots=1, width=3)
+    drafter = Pairs("eagle3", head, view, tokens=64, page=4, slots=1, width=3)
     generator = torch.Generator().manual_seed(3)
     features = {b: torch.randn(6, view.hidden, generator=generator) for b in range(view.layers + 1)}
     drafter.open(0, range(7))
@@ -123,7 +123,7 @@ def test_a_save_that_fails_leaves_what_was_there(tmp_path, monkeypatch) -> None:
         Path(path).write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(eagle_format, "save_file", full)
+    monkeypatch.setattr(stored, "save_file", full)
     with pytest.raises(ForerunError, match="No space left"):
         save_head(head_of(norm_output=True), place)
     assert sorted(os.listdir(place)) == ["config.json", "model.safetensors"]
@@ -252,7 +252,7 @@ BROKEN = {
     "other vocabulary size": (say(draft_vocab_size=32), "lm_head.weight has 40 rows"),
     "more than the target's": (say(vocab_size=65), "65 tokens"),
     "less than it says": (say(vocab_size=39), "more than the 39"),
-    "two layers": (say(num_hidden_layers=2), "heads of one layer"),
+    "two layers": (say(num_hidden_layers=2), "drafters of 1 layer"),
     "another family": (say(model_type="deepseek_v2"), "family 'deepseek_v2'"),
     "a family that is none": (say(model_type=[1]), "family"),
     "biases": (say(attention_bias=True), "biases"),

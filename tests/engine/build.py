@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from forerun.draft.eagle import Eagle
 from forerun.draft.medusa import Medusa
 from forerun.draft.model import DraftModel
 from forerun.draft.ngram import NGram
+from forerun.draft.pairs import Pairs
 from forerun.draft.suffix import Suffix
 from forerun.draft.view import view_of
 from forerun.engine.engine import Engine
@@ -46,7 +46,7 @@ def engine(
         "model": DraftModel(runner(small), tiny.VOCAB),
         "tree": DraftModel(runner(small), tiny.VOCAB, width=3 if wide else 1),
         "medusa": Medusa(tiny.medusa(family), view, width=2 if wide else 1),
-        "eagle": Eagle(head, view, tokens=tokens, page=page, slots=slots, width=2 if wide else 1),
+        "eagle": Pairs("eagle3", head, view, tokens=tokens, page=page, slots=slots, width=2 if wide else 1),
     }
     return Engine(runner(target), proposers, rule=rule, chunk=chunk)
 
@@ -77,7 +77,7 @@ def finish(engine: Engine) -> None:
 def check_idle(engine: Engine) -> None:
     """Every page and slot is back, in the target's pool and in the drafters'."""
     caches = [engine.target.cache, *(p.runner.cache for p in engine.proposers.values() if isinstance(p, DraftModel))]
-    caches += [p.cache for p in engine.proposers.values() if isinstance(p, Eagle)]
+    caches += [p.cache for p in engine.proposers.values() if isinstance(p, Pairs)]
     for cache in caches:
         cache.pages.check()
         assert cache.pages.available == cache.pages.count

@@ -11,8 +11,9 @@ from forerun.train.capture import Target
 from forerun.train.data import Corpus, Document, Passage
 from forerun.train.evaluate import Judge
 from forerun.train.loop import Trainer
+from forerun.train.options import SmallLMOptions
 from forerun.train.recipes import SmallLM
-from forerun.train.settings import SmallLMOptions, Training
+from forerun.train.settings import Training
 from forerun.train.stream import Stream
 from tests import tiny
 
@@ -45,7 +46,7 @@ def make(target: Target, corpus: Corpus, tmp_path: Path) -> Make:
     def make(watch: Any = None, clock: Any = lambda: 0.0, options: Any = None, **settings: Any) -> Trainer:
         training = Training(**(SMALL | settings))
         recipe = SmallLM(SmallLMOptions(**(options or {"layers": 1})))
-        module = recipe.build(target)
+        module = recipe.build(target, corpus)
         judge, stream = Judge(target, recipe, corpus, training), Stream(corpus, target, training)
         path = tmp_path / "drafter.training"
         return Trainer(recipe, module, target, stream, judge, training, path, {"made": "here"}, watch, clock)

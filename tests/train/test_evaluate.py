@@ -11,8 +11,9 @@ from forerun import LLM, ForerunError, SamplingParams
 from forerun.train.capture import Batch, Target
 from forerun.train.data import Corpus
 from forerun.train.evaluate import Judge, depths_up_to
+from forerun.train.options import SmallLMOptions
 from forerun.train.recipes import SmallLM
-from forerun.train.settings import SmallLMOptions, Training
+from forerun.train.settings import Training
 from tests import tiny
 from tests.train.conftest import SMALL, documents
 
@@ -40,7 +41,7 @@ def directory() -> Path:
 
 @pytest.fixture(scope="module")
 def module(target: Target, directory: Path) -> nn.Module:
-    return SmallLM(SmallLMOptions(init=str(directory))).build(target)
+    return SmallLM(SmallLMOptions()).load(directory, target)
 
 
 def test_measured_and_analytic_agree(target: Target, held_out: Corpus, module: nn.Module, directory: Path) -> None:
@@ -69,10 +70,10 @@ def test_rounds_begin_where_tokens_are_hard(target: Target, held_out: Corpus, mo
     assert 1 < found.accepted_length < found.from_any
 
 
-def test_what_was_written_drafts_as_the_module_would(target: Target, tmp_path: Path) -> None:
+def test_what_was_written_drafts_as_the_module_would(target: Target, corpus: Corpus, tmp_path: Path) -> None:
     """Exported, loaded by the engine: each greedy draft is the module's own continuation."""
     recipe = SmallLM(SmallLMOptions(layers=2))
-    module = recipe.build(target).eval()
+    module = recipe.build(target, corpus).eval()
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.add_(0.01 * torch.randn_like(parameter))

@@ -12,8 +12,9 @@ from forerun.train.capture import Target
 from forerun.train.data import Corpus, Example
 from forerun.train.evaluate import Judge
 from forerun.train.loop import Trainer
+from forerun.train.options import MedusaOptions, SmallLMOptions, options_of
 from forerun.train.recipes import Medusa
-from forerun.train.settings import MedusaOptions, SmallLMOptions, Training, options_of
+from forerun.train.settings import Training
 from forerun.train.stream import Stream
 from tests import tiny
 from tests.train.conftest import SMALL, documents
@@ -25,31 +26,31 @@ TEXTS = [Example(tuple(range(3, 25)), 1), Example(tuple(range(40, 9, -2)), 7)]
 @pytest.fixture
 def aimed(target: Target, monkeypatch: pytest.MonkeyPatch) -> Iterator[Target]:
     """The target, whose batches bring what this recipe wants."""
-    monkeypatch.setattr(target, "boundaries", RECIPE.boundaries(target))
+    monkeypatch.setattr(target, "boundaries", (target.llm.decoder.config.layers,))
     yield target
 
 
-def heads_of(target: Target, noise: float = 0.1) -> MedusaHeads:
+def heads_of(target: Target, corpus: Corpus, noise: float = 0.1) -> MedusaHeads:
     torch.manual_seed(0)
-    heads = RECIPE.build(target)
+    heads = RECIPE.build(target, corpus)
     with torch.no_grad():
         for weight in heads.parameters():
             weight.add_(noise * torch.randn_like(weight))
     return heads
 
 
-def test_heads_begin_as_the_target_s_own(aimed: Target) -> None:
+def test_heads_begin_as_the_target_s_own(aimed: Target, corpus: Corpus) -> None:
     """Untouched, each head says what the target says of the next token: right, but one or two tokens too early."""
-    batch, heads = aimed.batch(TEXTS), RECIPE.build(aimed)
+    batch, heads = aimed.batch(TEXTS), RECIPE.build(aimed, corpus)
     (states,) = batch.states.values()
-    said = heads(batch.normalise(states)).log_softmax(-1)
+    said = heads(batch.view.normalise(states)).log_softmax(-1)
     at = batch.mask
     assert torch.allclose(said[at][:, 0], batch.law.logs[at], atol=2e-2)  # bfloat16 or float32, as the target computes
 
 
-def test_the_loss_is_that_of_each_head_and_position(aimed: Target) -> None:
+def test_the_loss_is_that_of_each_head_and_position(aimed: Target, corpus: Corpus) -> None:
     """Head k, from the state with which token j was read, against the target's law of token j + 2 + k."""
-    batch, heads = aimed.batch(TEXTS), heads_of(aimed)
+    batch, heads = aimed.batch(TEXTS), heads_of(aimed, corpus)
     (states,) = batch.states.values()
     total, weight = 0.0, 0.0
     for k in range(2):
@@ -57,7 +58,7 @@ def test_the_loss_is_that_of_each_head_and_position(aimed: Target) -> None:
         for i, text in enumerate(TEXTS):
             for j in range(len(text.tokens) - 2 - k):
                 if j + 1 + k >= text.given - 1:
-                    q = heads(batch.normalise(states[i, j][None]))[0, k].log_softmax(-1)
+                    q = heads(batch.view.normalise(states[i, j][None]))[0, k].log_softmax(-1)
                     p = batch.law.logs[i, j + 1 + k]
                     losses.append(float((p.exp() * (p - q)).sum().detach()))
         total, weight = total + 0.5**k * sum(losses) / len(losses), weight + 0.5**k
@@ -77,7 +78,7 @@ def test_training_pays_and_arithmetic_agrees_with_the_engine(aimed: Target, corp
         **(SMALL | dict(steps=40, rows=6, evaluate_rows=30, evaluate_every=0, depth=2, temperature=1.0)),
         learning_rate=0.02, patience=0, on_policy=1.0,
     )  # fmt: skip
-    judge, heads = Judge(aimed, RECIPE, held_out, training), RECIPE.build(aimed)
+    judge, heads = Judge(aimed, RECIPE, held_out, training), RECIPE.build(aimed, corpus)
     trainer = Trainer(
         RECIPE, heads, aimed, Stream(corpus, aimed, training), judge, training, tmp_path / "heads.training", {}
     )

@@ -12,10 +12,10 @@ from forerun.models.decoder import load_decoder
 from forerun.models.weights import Checkpoint
 from forerun.runner import Runner
 from forerun.train.capture import Target
-from forerun.train.data import Example
+from forerun.train.data import Corpus, Example
+from forerun.train.options import SmallLMOptions
 from forerun.train.prune import kept_layers, prune
 from forerun.train.recipes import SmallLM
-from forerun.train.settings import SmallLMOptions
 from tests import tiny
 
 TEXTS = [Example(tuple(range(3, 25)), 1), Example(tuple(range(40, 9, -2)), 7)]
@@ -45,9 +45,9 @@ def test_any_family_is_pruned_to_what_our_decoder_reads(name: str, tmp_path: Pat
     assert pairs and all(torch.equal(whole.read(n), part.read(m)) for n, m in pairs)
 
 
-def test_the_loss_is_that_of_each_position(target: Target) -> None:
+def test_the_loss_is_that_of_each_position(target: Target, corpus: Corpus) -> None:
     recipe = SmallLM(SmallLMOptions(layers=2, kl=1.0, tv=0.0))
-    module, batch = recipe.build(target), target.batch(TEXTS)
+    module, batch = recipe.build(target, corpus), target.batch(TEXTS)
     loss = recipe.loss(module, batch)
     total, count = 0.0, 0
     for i, text in enumerate(TEXTS):
@@ -62,9 +62,9 @@ def test_the_loss_is_that_of_each_position(target: Target) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
-def test_the_outlook_is_that_of_each_drafted_token(target: Target, temperature: float) -> None:
+def test_the_outlook_is_that_of_each_drafted_token(target: Target, corpus: Corpus, temperature: float) -> None:
     recipe = SmallLM(SmallLMOptions(layers=2))
-    module, batch = recipe.build(target).eval(), target.batch(TEXTS, temperature)
+    module, batch = recipe.build(target, corpus).eval(), target.batch(TEXTS, temperature)
     with torch.no_grad():
         outlook = recipe.analytic(module, batch, 3)
         logits = module(input_ids=batch.tokens[:, :-1]).logits
@@ -80,16 +80,16 @@ def test_the_outlook_is_that_of_each_drafted_token(target: Target, temperature: 
         assert outlook.chances[i, j, k].item() == pytest.approx(expected, abs=1e-4)
 
 
-def test_a_drafter_that_is_the_target_is_always_right(target: Target) -> None:
+def test_a_drafter_that_is_the_target_is_always_right(target: Target, corpus: Corpus) -> None:
     recipe = SmallLM(SmallLMOptions(init=str(tiny.worded())))
-    module, batch = recipe.build(target).eval(), target.batch(TEXTS, 0.8)
+    module, batch = recipe.build(target, corpus).eval(), target.batch(TEXTS, 0.8)
     with torch.no_grad():
         outlook = recipe.analytic(module, batch, 1)
         assert recipe.loss(module, target.batch(TEXTS)).item() < 1e-3
     assert outlook.overlap[..., 0][batch.mask].min() > 0.99 and outlook.chances[..., 0][batch.mask].min() > 0.99
 
 
-def test_models_that_do_not_fit(target: Target, tmp_path: Path) -> None:
+def test_models_that_do_not_fit(target: Target, corpus: Corpus, tmp_path: Path) -> None:
     for options, says in (
         ({"init": str(tiny.family("llama"))}, "64 tokens, the target 328"),
         ({"init": str(tmp_path)}, "no config.json"),
@@ -98,5 +98,5 @@ def test_models_that_do_not_fit(target: Target, tmp_path: Path) -> None:
         ({"kl": 0.0, "tv": 0.0}, "nothing to learn"),
     ):
         with pytest.raises(ForerunError, match=says) as error:
-            SmallLM(SmallLMOptions(**options)).build(target)  # type: ignore[arg-type]
+            SmallLM(SmallLMOptions(**options)).build(target, corpus)  # type: ignore[arg-type]
         assert "\n" not in str(error.value)

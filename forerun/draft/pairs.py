@@ -1,4 +1,4 @@
-"""EAGLE-3 (Li et al. 2503.01840): one decoder layer over what the target thought, token by token.
+"""Drafting with heads on pairs, EAGLE-3 (Li et al. 2503.01840) and multi-token modules: one decoder layer, one cache.
 
 With g_t the target's hidden states of token t at some boundaries, side by side, the pair of the embedding of token
 t + 1 and g_t says token t + 2. Of committed tokens both halves are final: their pairs are read once, and kept in the
@@ -21,7 +21,8 @@ from torch import Tensor
 from forerun.cache.attention import Attention, Segment
 from forerun.cache.kv import KVCache
 from forerun.draft.base import Proposer, Reference, Row
-from forerun.draft.eagle_head import EagleHead, check_fit, with_native_products
+from forerun.draft.layers import with_native_products
+from forerun.draft.pair_head import PairHead
 from forerun.draft.tree import Tree, grow
 from forerun.draft.view import TargetView
 from forerun.models.rope import rope_tables
@@ -53,23 +54,22 @@ class _Growing:
     made: dict[int, Tensor]
 
 
-class Eagle(Proposer):
-    """Chains, or trees of `width` nodes a level, from an EAGLE-3 head."""
-
-    name = "eagle3"
+class Pairs(Proposer):
+    """Chains, or trees of `width` nodes a level, from a head on pairs."""
 
     def __init__(
-        self, head: EagleHead, target: TargetView, *, tokens: int, page: int, slots: int, width: int = 1
+        self, name: str, head: PairHead, target: TargetView, *, tokens: int, page: int, slots: int, width: int = 1
     ) -> None:
-        """Room for the pairs of `tokens` tokens in pages of `page`, for `slots` requests at a time. It computes in the
-        head's own dtype, or in the target's native form. Raises LoadError if the head is not made for this target."""
-        check_fit(head.config, target)
+        """`name` is what statistics call it. Room for the pairs of `tokens` tokens in pages of `page`, for `slots`
+        requests at a time. It computes in the head's own dtype, or in the target's native form. Raises LoadError if
+        the head is not made for this target."""
+        head.attach(target)
         head = head.to(target.device)
-        self.target, self.width, self.boundaries = target, width, head.config.boundaries
-        self.dtype, self.ids = head.norm.weight.dtype, head.tokens()
+        self.name, self.target, self.width, self.boundaries = name, target, width, head.boundaries
+        self.dtype, self.ids = next(head.parameters()).dtype, head.tokens()
         self.head = head if target.form is None else with_native_products(head, target.form)
         self._shape = {"tokens": tokens, "page": page, "slots": slots}
-        layer = head.config.layer
+        layer = head.layer
         tables = rope_tables(layer, layer.ropes[0], target.context, self.dtype)
         self.rotation = tuple(table.to(target.device) for table in tables)
         self.reset()
@@ -77,7 +77,7 @@ class Eagle(Proposer):
     def reset(self) -> None:
         self._slots: dict[int, _Slot] = {}
         self.cache = KVCache(
-            self.head.config.layer,
+            self.head.layer,
             **self._shape,
             context=self.target.context,
             dtype=self.dtype,
@@ -128,8 +128,8 @@ class Eagle(Proposer):
         state = self._slots.get(row.slot)
         if state is None or state.seen != len(row.tokens) - 1:
             return False
-        waiting, layer = row.tokens[state.read + 1 :], self.head.config.layer
-        if self.head.config.own_embedding and waiting and max(waiting) >= layer.vocab:
+        waiting = row.tokens[state.read + 1 :]
+        if not all(map(self.head.can_read, waiting)):
             return False
         upto = self.cache.length[row.slot] + len(waiting) + row.depth * self.width
         return self.cache.pages.grow(row.slot, upto)
@@ -169,17 +169,16 @@ class Eagle(Proposer):
 
     def _pass(self, segments: Sequence[Segment], states: Tensor) -> Sequence[Tensor]:
         """The segments' tokens, paired with states [T, Hd]; what the head makes of each segment's. [N, Hd]"""
-        attention = Attention(segments, self.cache, self.head.config.layer)
+        attention = Attention(segments, self.cache, self.head.layer)
         cosine, sine = (table[attention.positions] for table in self.rotation)
         ids = torch.tensor([token for s in segments for token in s.tokens], device=self.target.device)
-        embedded = self.head.embed_tokens(ids) if self.head.config.own_embedding else self.target.embed(ids)
-        made = self.head(embedded.to(self.dtype), states, (cosine, sine), attention)
+        made = self.head(self.head.embed(ids).to(self.dtype), states, (cosine, sine), attention)
         return torch.split(made, [len(s.tokens) for s in segments])
 
     def _logits(self, made: Tensor) -> Tensor:
         """Over the target's vocabulary; what the head cannot say is -inf. [F, Hd] -> [F, V]"""
         logits = self.head.logits(made)
-        if self.head.d2t is None:
+        if self.ids is None:
             return F.pad(logits, (0, self.target.vocab - logits.shape[1]), value=-torch.inf)
         full = logits.new_full((len(logits), self.target.vocab), -torch.inf)
         full[:, self.ids] = logits

@@ -1,0 +1,80 @@
+"""What the modules of drafters are made of: attention, a gated MLP, and their products on the native kernels.
+
+Shapes are free up to the last axes, so that a module computes flat tokens while it drafts and rows of texts while it
+is trained; whoever calls it brings the rotations and the attention, and so decides who sees whom.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import TypeVar
+
+from torch import Tensor, nn
+
+from forerun.kernels import reference as kernels
+from forerun.linear import Linear
+from forerun.models.config import ModelConfig
+from forerun.models.decoder import Attend
+
+M = TypeVar("M", bound=nn.Module)
+
+
+class SelfAttention(nn.Module):
+    """Attention over inputs of any width. Tensors are called as in Llama and Qwen3."""
+
+    def __init__(self, c: ModelConfig, width: int, layer: int = 0) -> None:
+        """`width` is that of its inputs, `layer` the number it has for `attend`."""
+        super().__init__()
+        queries, keys = c.heads * c.head_dim, c.kv_heads * c.head_dim
+        self.head_dim, self.layer = c.head_dim, layer
+        self.q_proj = nn.Linear(width, queries, bias=False)
+        self.k_proj = nn.Linear(width, keys, bias=False)
+        self.v_proj = nn.Linear(width, keys, bias=False)
+        self.o_proj = nn.Linear(queries, c.hidden, bias=False)
+        self.q_norm = nn.RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else nn.Identity()
+
+    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        """x [.., width]; rotation: cos and sin of each position, [.., 1, D / 2]. -> [.., H]"""
+        heads = (*x.shape[:-1], -1, self.head_dim)
+        q, k, v = (product(x).view(heads) for product in (self.q_proj, self.k_proj, self.v_proj))
+        q, k = kernels.rotate(self.q_norm(q), *rotation), kernels.rotate(self.k_norm(k), *rotation)
+        out: Tensor = self.o_proj(attend(self.layer, q, k, v).flatten(-2))
+        return out
+
+
+class Mlp(nn.Module):
+    """A gated MLP."""
+
+    def __init__(self, c: ModelConfig) -> None:
+        super().__init__()
+        self.activation = c.activation
+        self.gate_proj = nn.Linear(c.hidden, c.intermediate, bias=False)
+        self.up_proj = nn.Linear(c.hidden, c.intermediate, bias=False)
+        self.down_proj = nn.Linear(c.intermediate, c.hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(kernels.activate(self.gate_proj(x), self.activation) * self.up_proj(x))
+        return out
+
+
+class _Native(nn.Module):
+    """A linear layer on the native kernels."""
+
+    def __init__(self, linear: nn.Linear, form: str) -> None:
+        super().__init__()
+        self.product = Linear(linear.weight.detach(), form)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.product(x)
+
+
+def with_native_products(module: M, form: str) -> M:
+    """The same module, its norms shared, its products in `form` on the native kernels: for drafting, not training."""
+    shared = {id(tensor): tensor for tensor in module.parameters()}
+    fast = copy.deepcopy(module, shared)  # copies the structure only
+    for part in list(fast.modules()):
+        for name, child in part.named_children():
+            if isinstance(child, nn.Linear):
+                setattr(part, name, _Native(child, form))
+    return fast

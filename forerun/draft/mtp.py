@@ -1,0 +1,109 @@
+"""Multi-token modules: a decoder layer behind the target's last state that says the token after next.
+
+As in DeepSeek-V3 (2412.19437) and Qwen3-Next: the pair of the embedding of token t + 1 and the target's normalised last
+state of token t, each normed, are joined, go through one ordinary decoder layer and a last norm, and the target's own
+head says token t + 2. Applied again to its own normalised output it drafts further; FastMTP (2509.18362) trains for
+that. Embedding and head are the target's: nothing of them is stored.
+
+A directory is written, and read, in the `mtp` layout of speculators 0.9.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from forerun.draft.layers import Mlp, SelfAttention
+from forerun.draft.pair_head import PairHead
+from forerun.draft.stored import (
+    assemble,
+    describe_layer,
+    describe_speculator,
+    read_config,
+    read_layer,
+    read_tensors,
+    write,
+)
+from forerun.draft.view import TargetView
+from forerun.errors import LoadError
+from forerun.models.config import ModelConfig
+from forerun.models.decoder import Attend
+
+KIND = "MTP module"
+PREFIX = "mtp_layers.0."
+
+
+class _Layer(nn.Module):
+    """What joins a pair, a decoder layer, and the norm before the target's head."""
+
+    def __init__(self, c: ModelConfig) -> None:
+        super().__init__()
+        self.token_layernorm = nn.RMSNorm(c.hidden, c.norm_eps)
+        self.hidden_layernorm = nn.RMSNorm(c.hidden, c.norm_eps)
+        self.input_proj = nn.Linear(2 * c.hidden, c.hidden, bias=False)
+        self.input_layernorm = nn.RMSNorm(c.hidden, c.norm_eps)
+        self.self_attn = SelfAttention(c, c.hidden)
+        self.post_attention_layernorm = nn.RMSNorm(c.hidden, c.norm_eps)
+        self.mlp = Mlp(c)
+        self.final_layernorm = nn.RMSNorm(c.hidden, c.norm_eps)
+
+    def forward(self, embedded: Tensor, state: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        pair = torch.cat((self.token_layernorm(embedded), self.hidden_layernorm(state)), dim=-1)
+        x = self.input_proj(pair)
+        x = x + self.self_attn(self.input_layernorm(x), rotation, attend)
+        out: Tensor = self.final_layernorm(x + self.mlp(self.post_attention_layernorm(x)))
+        return out
+
+
+class MtpModule(PairHead):
+    """The module as it is trained and stored; what it makes of a pair is normalised already."""
+
+    def __init__(self, layer: ModelConfig, target_layers: int) -> None:
+        super().__init__()
+        self.layer, self.boundaries = layer, (target_layers,)
+        self.mtp_layers = nn.ModuleList([_Layer(layer)])
+
+    def attach(self, target: TargetView) -> None:
+        c = self.layer
+        if (c.hidden, c.vocab, self.boundaries) != (target.hidden, target.vocab, (target.layers,)):
+            raise LoadError(
+                f"this MTP module is for a target with states of {c.hidden} and {c.vocab} tokens, this one has"
+                f" {target.hidden} and {target.vocab}: use a module that was trained for it"
+            )
+        self.target = target
+
+    def fuse(self, features: Tensor) -> Tensor:
+        return self.target.normalise(features)
+
+    def forward(self, embedded: Tensor, state: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        out: Tensor = self.mtp_layers[0](embedded, state, rotation, attend)
+        return out
+
+    def logits(self, made: Tensor) -> Tensor:
+        return self.target.head(made)
+
+    def state(self, made: Tensor) -> Tensor:
+        return made
+
+
+def save_module(module: MtpModule, directory: Path, target: str | None, dtype: torch.dtype) -> None:
+    """Write a module; `target` is the name of its target. Raises ForerunError."""
+    described = describe_speculator("mtp", "MTPDraftModel", describe_layer(module.layer), 3, target)
+    write(module, described | {"num_nextn_predict_layers": 1}, directory, dtype)
+
+
+def load_module(directory: Path, target: TargetView) -> MtpModule:
+    """Read a module for this target, in float32. Raises LoadError."""
+    raw, tensors = read_config(directory, KIND), read_tensors(directory, KIND)
+    try:
+        kind, layer = raw.get("speculators_model_type"), raw.get("transformer_layer_config")
+        if kind != "mtp" or not isinstance(layer, dict):
+            raise LoadError("config.json does not describe one of the speculators layout")
+        if raw.get("num_nextn_predict_layers", 1) != 1:
+            raise LoadError(f"it has {raw['num_nextn_predict_layers']!r} layers: only modules of one are supported")
+        config = read_layer(layer, tensors, target.vocab, PREFIX)
+        return assemble(lambda: MtpModule(config, target.layers), tensors, KIND)
+    except LoadError as error:
+        raise LoadError(f"{directory} holds no MTP module that can be used here: {error}") from None

@@ -1,0 +1,199 @@
+"""Directories of drafter modules: config.json and tensors, read strictly, written whole or not at all.
+
+Every tensor must be there, have the shape that is asked for, and be asked for. Nothing that is read is ever run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from forerun.errors import ForerunError, LoadError
+from forerun.models.config import ModelConfig, make_config
+
+Json = dict[str, Any]
+Tensors = dict[str, Tensor]
+M = TypeVar("M", bound=nn.Module)
+
+LAYER = "layers.0."
+DEFAULTS: dict[str, Json] = {  # what transformers takes for fields that are not there
+    "llama": {"num_attention_heads": 32, "max_position_embeddings": 2048},
+    "qwen3": {"num_attention_heads": 32, "max_position_embeddings": 32768, "head_dim": 128},
+}
+
+SPECULATORS = "0.9.0"  # the version of the speculators format that is written
+
+
+def read_config(directory: Path, kind: str) -> Json:
+    """config.json; `kind` is what messages call the drafter. Raises LoadError."""
+    path = directory / "config.json"
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise LoadError(f"{directory} is no {kind}: it has no config.json; give the drafter's directory") from None
+    except (OSError, ValueError) as error:
+        raise LoadError(f"{path} cannot be read: {error}") from None
+    if not isinstance(raw, dict):
+        raise LoadError(f"{path} does not hold an object: download it again")
+    return raw
+
+
+def read_tensors(directory: Path, kind: str) -> Tensors:
+    """All tensors of *.safetensors or, without any, of pytorch_model*.bin; floats become float32. Raises LoadError."""
+    paths = sorted(directory.glob("*.safetensors")) or sorted(directory.glob("pytorch_model*.bin"))
+    if not paths:
+        raise LoadError(f"{directory} is no {kind}: it has neither *.safetensors nor pytorch_model*.bin")
+    held: Tensors = {}
+    for path in paths:
+        try:
+            read = load_file(path) if path.suffix == ".safetensors" else _unpickle(path)
+        except (SafetensorError, OSError, ValueError) as error:
+            raise LoadError(f"{path} cannot be read: {str(error).splitlines()[0]}; download it again") from None
+        held |= read
+    return {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in held.items()}
+
+
+def _unpickle(path: Path) -> Tensors:
+    """A file of tensors by torch.save; nothing in it is run."""
+    try:
+        held = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # whatever unpickling foreign bytes may raise
+        raise ValueError(str(error) or repr(error)) from None
+    if not isinstance(held, dict) or not all(isinstance(tensor, Tensor) for tensor in held.values()):
+        raise ValueError("it does not hold tensors by name")
+    return held
+
+
+def assemble(make: Callable[[], M], tensors: Tensors, kind: str) -> M:
+    """The module that `make` builds, with these tensors in it, for drafting. Raises LoadError."""
+    with torch.device("meta"):
+        module = make()
+    expected = module.state_dict()
+    missing, extra = sorted(expected.keys() - tensors), sorted(tensors.keys() - expected)
+    if missing:
+        raise LoadError(f"its checkpoint has no {_few(missing)}: it is incomplete, or of another kind")
+    if extra:
+        raise LoadError(f"its checkpoint has {_few(extra)}, which no {kind} of this layout has")
+    for name, wanted in expected.items():
+        held = tensors[name]
+        if (held.shape, held.dtype) != (wanted.shape, wanted.dtype):
+            raise LoadError(
+                f"{name} is {held.dtype} of shape {list(held.shape)}, but config.json asks for {list(wanted.shape)}"
+            )
+        if held.is_floating_point() and not held.isfinite().all():
+            raise LoadError(f"{name} holds numbers that are not finite: download it again")
+    module.load_state_dict(tensors, assign=True)
+    return module.requires_grad_(False).eval()
+
+
+def write(module: nn.Module, config: Json, directory: Path, dtype: torch.dtype = torch.float32) -> None:
+    """Write a module's tensors, floats in `dtype`, and its config.json. Raises ForerunError."""
+    tensors = {
+        name: (tensor.to(dtype) if tensor.is_floating_point() else tensor).detach().cpu().contiguous()
+        for name, tensor in module.state_dict().items()
+    }
+    text = json.dumps({**config, "dtype": str(dtype).removeprefix("torch.")}, indent=2) + "\n"
+    weights, settings = (directory / f".{name}.part" for name in ("model.safetensors", "config.json"))
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, weights, metadata={"format": "pt"})
+        settings.write_text(text, encoding="utf-8")
+        os.replace(weights, directory / "model.safetensors")
+        os.replace(settings, directory / "config.json")
+    except (OSError, SafetensorError) as error:
+        raise ForerunError(f"the drafter cannot be written to {directory}: {error}") from None
+    finally:
+        with suppress(OSError):
+            weights.unlink(missing_ok=True)
+            settings.unlink(missing_ok=True)
+
+
+def describe_speculator(kind: str, architecture: str, layer: Json, tokens: int, target: str | None) -> Json:
+    """What every config.json of the speculators layout says (speculators 0.9).
+
+    Args:
+        kind: its `speculators_model_type`.
+        layer: what `describe_layer` says.
+        tokens: drafted ahead by default.
+        target: its name or path.
+    """
+    return {
+        "architectures": [architecture],
+        "speculators_model_type": kind,
+        "speculators_version": SPECULATORS,
+        "transformer_layer_config": layer,
+        "speculators_config": {
+            "algorithm": kind,
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": tokens}],
+            "default_proposal_method": "greedy",
+            "verifier": {"name_or_path": target, "architectures": []},
+        },
+        "tie_word_embeddings": False,
+    }
+
+
+def describe_layer(c: ModelConfig, layers: int = 1) -> Json:
+    """Decoder layers as transformers describes them, nothing left to defaults."""
+    rope = c.ropes[0].parameters
+    window = {"layer_types": ["sliding_attention"], "sliding_window": c.windows[0]} if c.windows[0] else {}
+    return window | {
+        "model_type": c.family, "hidden_size": c.hidden, "intermediate_size": c.intermediate,
+        "num_hidden_layers": layers, "num_attention_heads": c.heads, "num_key_value_heads": c.kv_heads,
+        "head_dim": c.head_dim, "vocab_size": c.vocab, "max_position_embeddings": c.context,
+        "rms_norm_eps": c.norm_eps, "rope_theta": rope["rope_theta"], "rope_parameters": rope,
+        "hidden_act": c.raw.get("hidden_act", "silu"), "attention_bias": False, "mlp_bias": False,
+        "tie_word_embeddings": False,
+    }  # fmt: skip
+
+
+def read_layer(
+    raw: Json, tensors: Mapping[str, Tensor], vocab: int, prefix: str = LAYER, layers: int = 1
+) -> ModelConfig:
+    """The decoder layers that `raw` describes as transformers does; sizes that it leaves out are those of the tensors
+    behind `prefix`, and `vocab` that of the target. Raises LoadError."""
+    family = raw.get("model_type") or ("qwen3" if "Qwen3" in str(raw.get("architectures")) else "llama")
+    if not isinstance(family, str) or family not in DEFAULTS:
+        raise LoadError(f"its layer is of the family {family!r}: only {' and '.join(DEFAULTS)} are supported")
+    shapes = {
+        "hidden_size": size_of(tensors, f"{prefix}post_attention_layernorm.weight", 0),
+        "intermediate_size": size_of(tensors, f"{prefix}mlp.gate_proj.weight", 0),
+        "vocab_size": size_of(tensors, "embed_tokens.weight", 0) if "embed_tokens.weight" in tensors else vocab,
+    }
+    given = {name: value for name, value in raw.items() if value is not None}
+    fields = DEFAULTS[family] | shapes | given | {"model_type": family}
+    if fields.get("num_hidden_layers", layers) != layers:
+        raise LoadError(f"it has {fields['num_hidden_layers']!r} layers: only drafters of {layers} layer are supported")
+    fields |= {"num_hidden_layers": layers, "layer_types": None, "use_sliding_window": False}
+    config = make_config(fields, Path("config.json"))
+    if "num_key_value_heads" not in given:
+        fields["num_key_value_heads"] = size_of(tensors, f"{prefix}self_attn.k_proj.weight", 0) // config.head_dim or 1
+        config = make_config(fields, Path("config.json"))
+    if config.qkv_bias or config.mlp_bias:
+        raise LoadError("its layer has biases, which is not supported")
+    types, window = raw.get("layer_types"), raw.get("sliding_window")
+    if types != ["sliding_attention"]:
+        return config
+    if not isinstance(window, int) or isinstance(window, bool) or window < 1:
+        raise LoadError(f"the sliding window in config.json is {window!r}, not a positive whole number")
+    return replace(config, windows=(window,))
+
+
+def size_of(tensors: Mapping[str, Tensor], name: str, axis: int) -> int:
+    """How long a tensor is. Raises LoadError where it is not there or is empty."""
+    if name not in tensors or axis >= tensors[name].ndim or not tensors[name].numel():
+        raise LoadError(f"its checkpoint has no {name}: it is incomplete, or of another kind")
+    return tensors[name].shape[axis]
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,0 +1,27 @@
+"""The recipes, by what --recipe calls them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from forerun.draft.registry import LOADED
+from forerun.errors import ConfigError
+from forerun.train.options import OPTIONS
+from forerun.train.recipes.base import Outlook, Recipe
+from forerun.train.recipes.medusa import Medusa
+from forerun.train.recipes.small_lm import SmallLM
+
+__all__ = ["RECIPES", "Medusa", "Outlook", "Recipe", "SmallLM"]
+
+RECIPES: dict[str, Callable[[Any], Recipe]] = {"small-lm": SmallLM, "medusa": Medusa}
+
+
+def recipe_of(draft: str) -> Recipe:
+    """The recipe that makes what a draft option calls so; its options are the defaults, which say nothing of a drafter
+    that is there. Raises ConfigError for one that is not trained."""
+    for name, make in RECIPES.items():
+        recipe = make(OPTIONS[name]())
+        if recipe.draft == draft:
+            return recipe
+    raise ConfigError(f"{draft} is not trained, so there is nothing to judge: give one of {', '.join(LOADED)}")

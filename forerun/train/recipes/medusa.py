@@ -1,0 +1,87 @@
+"""The recipe medusa: heads on the target's last hidden state."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from forerun.draft.base import Proposer
+from forerun.draft.medusa import Medusa as MedusaProposer
+from forerun.draft.medusa import MedusaHeads, load_heads, save_heads
+from forerun.draft.view import view_of
+from forerun.runner import Runner
+from forerun.train.capture import Batch, Target
+from forerun.train.data import Corpus
+from forerun.train.lengths import chances_of
+from forerun.train.losses import Mixture, at_temperature, masked_mean, tv
+from forerun.train.options import MedusaOptions
+from forerun.train.recipes.base import Outlook
+
+
+@dataclass(frozen=True, slots=True)
+class Medusa:
+    """Heads on the target's last hidden state (2401.10774); they begin as its own head.
+
+    The head k says token j + 2 + k from the state with which the target read token j. So what it drafts behind a root i
+    comes from the state of i - 1, and its law is the target's at i + k.
+    """
+
+    options: MedusaOptions
+    name: str = "medusa"
+    draft: str = "medusa"
+
+    def boundaries(self, module: nn.Module, target: Target) -> tuple[int, ...]:
+        return (target.llm.decoder.config.layers,)
+
+    def build(self, target: Target, corpus: Corpus) -> nn.Module:
+        config, options = target.llm.decoder.config, self.options
+        heads = MedusaHeads(options.heads, options.blocks, config.hidden, config.vocab)
+        heads.begin(target.head)
+        return heads
+
+    def load(self, directory: Path, target: Target) -> nn.Module:
+        return load_heads(directory)
+
+    def vocab(self, module: nn.Module, target: Target) -> int:
+        return target.vocab
+
+    def loss(self, module: nn.Module, batch: Batch) -> Tensor:
+        mixture = Mixture(self.options.kl, self.options.tv, self.options.ce)
+        total, weight = torch.zeros((), device=batch.tokens.device), 0.0
+        for k, logits in enumerate(self._logits(module, batch)):
+            losses = mixture(batch.law.behind(k + 1), logits, batch.tokens[:, k + 2 :])
+            total = total + self.options.decay**k * masked_mean(losses, batch.mask[:, k + 1 :])
+            weight += self.options.decay**k
+        return total / weight
+
+    def analytic(self, module: nn.Module, batch: Batch, depth: int) -> Outlook:
+        overlap = torch.zeros((*batch.mask.shape, depth), device=batch.tokens.device)
+        chances, said = torch.zeros_like(overlap), torch.full_like(batch.said, -math.log(batch.vocab))
+        for k, logits in enumerate(self._logits(module, batch)[:depth]):
+            logits, counts = at_temperature(logits, batch.temperature), batch.mask[:, k + 1 :]
+            guessed = logits.log_softmax(-1).gather(-1, batch.tokens[:, k + 2 :, None])[..., 0]
+            law, roots = batch.law.behind(k + 1), slice(1, batch.mask.shape[1] - k)
+            overlap[:, roots, k] = torch.where(counts, 1 - tv(law.logs, law.of(logits)), 0.0)
+            chances[:, roots, k] = torch.where(counts, chances_of(batch.said[:, k + 1 :], guessed), 0.0)
+            if k == 0:
+                said[:, 1:] = guessed
+        return Outlook(said, overlap, chances)
+
+    def export(self, module: nn.Module, target: Target, directory: Path) -> None:
+        assert isinstance(module, MedusaHeads)
+        save_heads(module, directory, target.llm.decoder.dtype)
+
+    def proposer(self, directory: Path, target: Target, runner: Runner) -> Proposer:
+        return MedusaProposer(load_heads(directory), view_of(runner.decoder))
+
+    def _logits(self, module: nn.Module, batch: Batch) -> list[Tensor]:
+        """Of each head, at every position whose guess lies in the texts. [B, N - 1 - k, V] for head k"""
+        assert isinstance(module, MedusaHeads)
+        (states,) = batch.states.values()
+        normalised = batch.view.normalise(states)
+        ends = range(batch.mask.shape[1] - 1, 0, -1)
+        return [module.say(k, normalised[:, :end]) for k, end in zip(range(module.heads), ends, strict=False)]

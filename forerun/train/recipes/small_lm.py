@@ -1,0 +1,82 @@
+"""The recipe small-lm: a language model of its own, made of the target's layers or given."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from forerun.draft.base import Proposer
+from forerun.draft.model import DraftModel
+from forerun.errors import ConfigError
+from forerun.load import check_vocabulary, make_runner
+from forerun.models.config import load_config
+from forerun.models.hub import find_model
+from forerun.runner import Runner
+from forerun.train.capture import Batch, Target
+from forerun.train.data import Corpus
+from forerun.train.lengths import chances_of, unfolded
+from forerun.train.losses import Mixture, at_temperature, masked_mean, tv
+from forerun.train.options import SmallLMOptions
+from forerun.train.prune import load_module, prune
+from forerun.train.recipes.base import Outlook
+
+LAYERS = 2  # where neither layers nor init are given
+
+
+@dataclass(frozen=True, slots=True)
+class SmallLM:
+    """A small language model of the target's vocabulary, built on transformers' own classes."""
+
+    options: SmallLMOptions
+    name: str = "small-lm"
+    draft: str = "model"
+
+    def boundaries(self, module: nn.Module, target: Target) -> tuple[int, ...]:
+        return ()
+
+    def build(self, target: Target, corpus: Corpus) -> nn.Module:
+        if self.options.init is None:
+            return prune(target.directory, self.options.layers or LAYERS)
+        return self.load(find_model(self.options.init), target)
+
+    def load(self, directory: Path, target: Target) -> nn.Module:
+        check_vocabulary(target.tokenizer, directory, target.vocab)
+        module, context = load_module(directory), load_config(directory).context
+        if context < target.tokens:
+            raise ConfigError(f"{directory} reads {context} tokens at most, fewer than tokens={target.tokens}")
+        return module
+
+    def vocab(self, module: nn.Module, target: Target) -> int:
+        own: int = module.get_parameter("lm_head.weight").shape[0]
+        return min(own, target.vocab)
+
+    def loss(self, module: nn.Module, batch: Batch) -> Tensor:
+        mixture = Mixture(self.options.kl, self.options.tv, self.options.ce)
+        return masked_mean(mixture(batch.law, self._logits(module, batch), batch.tokens[:, 1:]), batch.mask)
+
+    def analytic(self, module: nn.Module, batch: Batch, depth: int) -> Outlook:
+        logits = at_temperature(self._logits(module, batch), batch.temperature)
+        said = logits.log_softmax(-1).gather(-1, batch.tokens[:, 1:, None])[..., 0]
+        overlap = torch.where(batch.mask, 1 - tv(batch.law.logs, batch.law.of(logits)), 0.0)
+        chances = torch.where(batch.mask, chances_of(batch.said, said), 0.0)
+        return Outlook(said, unfolded(overlap, depth), unfolded(chances, depth))
+
+    def export(self, module: nn.Module, target: Target, directory: Path) -> None:
+        raw = target.llm.decoder.config.raw
+        stored = getattr(torch, str(raw.get("dtype") or raw.get("torch_dtype")), torch.float32)
+        written: Any = copy.deepcopy(module).to(stored)
+        written.save_pretrained(directory)
+
+    def proposer(self, directory: Path, target: Target, runner: Runner) -> Proposer:
+        check_vocabulary(target.tokenizer, directory, target.vocab)
+        return DraftModel(make_runner(target.llm.config, directory, target.device, runner), target.vocab)
+
+    def _logits(self, module: nn.Module, batch: Batch) -> Tensor:
+        """[B, N, V] over the tokens that both models have."""
+        logits: Tensor = module(input_ids=batch.tokens[:, :-1], use_cache=False).logits
+        return logits[..., : batch.vocab]
