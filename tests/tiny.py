@@ -16,6 +16,7 @@ import transformers as hf
 from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers import models as tokenizer_models
 
+from forerun.draft.block_head import BlockConfig, BlockHead
 from forerun.draft.eagle_head import EagleConfig, EagleHead
 from forerun.draft.medusa import MedusaHeads
 from forerun.models.config import load_config, make_config
@@ -167,6 +168,34 @@ def eagle(config: EagleConfig, seed: int = 6) -> EagleHead:
             value.normal_(0.0, 0.5 if value.ndim > 1 else 0.1).add_(1.0 if value.ndim == 1 else 0.0)
     if head.d2t is not None:
         head.say_only(torch.randperm(config.layer.vocab)[: config.draft_vocab].sort().values)
+    return head.requires_grad_(False)
+
+
+def block_config(name: str, layer: dict[str, Any] | None = None, **changes: Any) -> BlockConfig:
+    """The shape of a block drafter for `family(name)` with all heads; `layer` changes its layers' fields."""
+    target = load_config(family(name))
+    fields = dict(
+        model_type="qwen3", hidden_size=target.hidden, intermediate_size=48, num_hidden_layers=2, head_dim=16,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128, vocab_size=target.vocab,
+    )  # fmt: skip
+    settings: dict[str, Any] = dict(
+        target_hidden=target.hidden, boundaries=(2, 0, target.layers), draft_vocab=target.vocab, block=4, mask_token=0,
+        markov_rank=5, confidence=True, confidence_with_markov=True,
+    )  # fmt: skip
+    return BlockConfig(layer=make_config(fields | (layer or {}), Path("config.json")), **(settings | changes))
+
+
+def block(config: BlockConfig, seed: int = 7) -> BlockHead:
+    """A block drafter of that shape: what it says is anything, and depends on everything it is given."""
+    torch.manual_seed(seed)
+    head = BlockHead(config)
+    with torch.no_grad():
+        for value in head.parameters():
+            value.normal_(0.0, 0.5 if value.ndim > 1 else 0.1).add_(1.0 if value.ndim == 1 else 0.0)
+    if head.d2t is not None and head.t2d is not None:
+        ids = torch.randperm(config.layer.vocab)[: config.draft_vocab].sort().values
+        head.d2t.copy_(ids - torch.arange(len(ids)))
+        head.t2d.zero_()[ids] = True
     return head.requires_grad_(False)
 
 

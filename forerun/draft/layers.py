@@ -70,11 +70,14 @@ class _Native(nn.Module):
 
 
 def with_native_products(module: M, form: str) -> M:
-    """The same module, its norms shared, its products in `form` on the native kernels: for drafting, not training."""
+    """The same module, its norms shared, its products in `form` on the native kernels: for drafting, not training.
+
+    Products with a bias stay as they are: the kernels add none.
+    """
     shared = {id(tensor): tensor for tensor in module.parameters()}
     fast = copy.deepcopy(module, shared)  # copies the structure only
     for part in list(fast.modules()):
         for name, child in part.named_children():
-            if isinstance(child, nn.Linear):
+            if isinstance(child, nn.Linear) and child.bias is None:
                 setattr(part, name, _Native(child, form))
     return fast

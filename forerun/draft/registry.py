@@ -8,6 +8,8 @@ from pathlib import Path
 
 from forerun.cache.kv import KVCache
 from forerun.draft.base import Proposer
+from forerun.draft.block import Block
+from forerun.draft.block_format import KINDS, load_block
 from forerun.draft.compose import Cascade
 from forerun.draft.eagle_format import load_head
 from forerun.draft.medusa import Medusa, load_heads
@@ -25,7 +27,7 @@ from forerun.runner import Runner
 
 SIMPLE = ("off", "auto", "ngram", "suffix")
 PAIRS: dict[str, Callable[[Path, TargetView], PairHead]] = {"eagle3": load_head, "mtp": load_module}
-LOADED = ("model", "medusa", "eagle3")
+LOADED = ("model", "medusa", "eagle3", "block")
 
 
 def parse_draft(spec: str) -> tuple[str, str]:
@@ -45,12 +47,15 @@ def parse_draft(spec: str) -> tuple[str, str]:
 
 
 def kind_of(directory: Path) -> str:
-    """What a directory holds: eagle3 and mtp in the layout of speculators, medusa, or else a model."""
+    """What a directory holds: eagle3, mtp and block (dspark, dflash) in the layout of speculators, medusa, or else a
+    model."""
     try:
         raw = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return "model"  # whoever reads it says what is wrong
     kind = raw.get("speculators_model_type", raw.get("model_type")) if isinstance(raw, dict) else None
+    if kind in KINDS:
+        return "block"
     return kind if kind in LOADED else "model"
 
 
@@ -64,10 +69,14 @@ def make_proposers(
         proposers["model"] = DraftModel(load(argument), target.vocab, width)
     if name == "medusa":
         proposers["medusa"] = Medusa(load_heads(find_model(argument)), target, width)
+    pages = cache.pages
+    room = {"tokens": pages.count * pages.size, "page": pages.size, "slots": len(cache.length)}
     if name in PAIRS:
-        head, pages = PAIRS[name](find_model(argument, pickled=True), target), cache.pages
-        room = {"tokens": pages.count * pages.size, "page": pages.size, "slots": len(cache.length)}
-        proposers[name] = Pairs(name, head, target, **room, width=width)
+        proposers[name] = Pairs(
+            name, PAIRS[name](find_model(argument, pickled=True), target), target, **room, width=width
+        )
+    if name == "block":
+        proposers["block"] = Block(load_block(find_model(argument, pickled=True), target), target, **room, width=width)
     references = References()
     cascades = [Cascade((references, proposer)) for proposer in proposers.values()]
     return proposers | {p.name: p for p in (references, *cascades)}

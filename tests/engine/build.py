@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from forerun.draft.block import Block
 from forerun.draft.medusa import Medusa
 from forerun.draft.model import DraftModel
 from forerun.draft.ngram import NGram
@@ -16,7 +17,7 @@ from forerun.runner import Runner
 from forerun.sampling.params import SamplingParams
 from tests import tiny
 
-PROPOSERS = ("ngram", "suffix", "model", "tree", "medusa", "eagle")
+PROPOSERS = ("ngram", "suffix", "model", "tree", "medusa", "eagle", "block")
 
 
 def engine(
@@ -30,8 +31,8 @@ def engine(
     dtype: torch.dtype = torch.float64,
     device: str = "cpu",
 ) -> Engine:
-    """A target, and proposers: ngram, suffix, model (chains), tree (of width 3) often agree with it, medusa and eagle
-    (of width 2) now and then."""
+    """A target, and proposers: ngram, suffix, model (chains), tree (of width 3) often agree with it, medusa, eagle and
+    block (of width 2) now and then."""
     target = tiny.decoder(tiny.family(family), dtype, device)
     small = tiny.decoder(tiny.drafter(family), dtype, device)
 
@@ -40,6 +41,7 @@ def engine(
 
     wide = rule not in ("token", "block")
     head, view = tiny.eagle(tiny.eagle_config(family)), view_of(target)
+    block = tiny.block(tiny.block_config(family))
     proposers = {
         "ngram": NGram(longest=3, shortest=1),
         "suffix": Suffix(shortest=1),
@@ -47,6 +49,7 @@ def engine(
         "tree": DraftModel(runner(small), tiny.VOCAB, width=3 if wide else 1),
         "medusa": Medusa(tiny.medusa(family), view, width=2 if wide else 1),
         "eagle": Pairs("eagle3", head, view, tokens=tokens, page=page, slots=slots, width=2 if wide else 1),
+        "block": Block(block, view, tokens=tokens, page=page, slots=slots, width=2 if wide else 1),
     }
     return Engine(runner(target), proposers, rule=rule, chunk=chunk)
 
@@ -77,7 +80,7 @@ def finish(engine: Engine) -> None:
 def check_idle(engine: Engine) -> None:
     """Every page and slot is back, in the target's pool and in the drafters'."""
     caches = [engine.target.cache, *(p.runner.cache for p in engine.proposers.values() if isinstance(p, DraftModel))]
-    caches += [p.cache for p in engine.proposers.values() if isinstance(p, Pairs)]
+    caches += [p.cache for p in engine.proposers.values() if isinstance(p, (Pairs, Block))]
     for cache in caches:
         cache.pages.check()
         assert cache.pages.available == cache.pages.count

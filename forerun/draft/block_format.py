@@ -1,0 +1,158 @@
+"""Block drafters on disk, in the layout of speculators 0.9: `dspark`, and `dflash` without Markov and confidence heads.
+
+Whether slot k says the token behind its own position or the one at it is a flag of config.json, and a head that is read
+the wrong way still drafts, but is never right. Where the flag is not there, slots say the token at their own position:
+files of both kinds from before the flag existed are meant so. What older files hold of the target's embedding and head
+is used as the drafter's own.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from forerun.draft.block_head import BlockConfig, BlockHead, check_fit
+from forerun.draft.stored import (
+    Json,
+    Tensors,
+    assemble,
+    describe_layer,
+    describe_speculator,
+    read_config,
+    read_layer,
+    read_tensors,
+    size_of,
+    write,
+)  # fmt: skip
+from forerun.draft.view import TargetView
+from forerun.errors import LoadError
+from forerun.models.config import ModelConfig
+
+KIND = "block drafter"
+KINDS = ("dspark", "dflash")
+LARGEST_BLOCK = 64
+MOST_LAYERS = 64
+
+
+def save_block(head: BlockHead, directory: Path, target: str | None = None, dtype: torch.dtype = torch.float32) -> None:
+    """Write a head; `target` is the name or path of its target. Raises ForerunError."""
+    c = head.config
+    layer = describe_layer(c.layer, c.layer.layers)
+    described = describe_speculator("dspark", "DSparkSpeculator", layer, c.depth, target)
+    own = {
+        "draft_vocab_size": c.draft_vocab,
+        "target_hidden_size": c.target_hidden,
+        "aux_hidden_state_layer_ids": list(c.boundaries),
+        "block_size": c.block,
+        "mask_token_id": c.mask_token,
+        "sample_from_anchor": c.sample_from_anchor,
+        "markov_rank": c.markov_rank,
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": c.confidence,
+        "confidence_head_with_markov": c.confidence_with_markov,
+    }
+    write(head, described | own, directory, dtype)
+
+
+def load_block(directory: Path, target: TargetView) -> BlockHead:
+    """Read a head for this target, in float32. Raises LoadError, also where it does not fit."""
+    raw, tensors = read_config(directory, KIND), read_tensors(directory, KIND)
+    try:
+        config = _config(raw, tensors, target)
+        check_fit(config, target)
+        _set_vocabulary(config, tensors)
+        return assemble(lambda: BlockHead(config), tensors, KIND)
+    except LoadError as error:
+        raise LoadError(f"{directory} holds no block drafter that can be used here: {error}") from None
+
+
+def _config(raw: Json, tensors: Tensors, target: TargetView) -> BlockConfig:
+    kind, layer = raw.get("speculators_model_type"), raw.get("transformer_layer_config")
+    if kind not in KINDS or not isinstance(layer, dict):
+        raise LoadError(f"config.json does not describe one of the speculators layout, {' or '.join(KINDS)}")
+    if raw.get("markov_head_type") not in (None, "vanilla"):
+        raise LoadError(f"its Markov head is of the type {raw['markov_head_type']!r}: only vanilla is supported")
+    layers, ids = _layers(layer, tensors, target.vocab), _boundaries(raw)
+    width, fused = size_of(tensors, "fc.weight", 1), len(ids) * target.hidden
+    if width != fused:
+        raise LoadError(
+            f"fc.weight reads {width} numbers, but the hidden states {list(ids)} of this target have {fused}: use a"
+            " drafter that was trained for it"
+        )
+    vocab = raw.get("draft_vocab_size")
+    rank = _whole(raw, "markov_rank", 0, 0, layers.hidden)
+    config = BlockConfig(
+        layer=layers,
+        target_hidden=target.hidden,
+        boundaries=ids,
+        block=_whole(raw, "block_size", None, 1, LARGEST_BLOCK),
+        mask_token=_whole(raw, "mask_token_id", None, 0, layers.vocab - 1),
+        sample_from_anchor=_flag(raw, "sample_from_anchor", _flag(raw, "query_zero_predicts_next", False)),
+        draft_vocab=layers.vocab if vocab is None else _whole(raw, "draft_vocab_size", None, 1, layers.vocab),
+        own_embedding="embed_tokens.weight" in tensors,
+        own_head="lm_head.weight" in tensors,
+        markov_rank=rank,
+        confidence=_flag(raw, "enable_confidence_head", False),
+        confidence_with_markov=_flag(raw, "confidence_head_with_markov", False) and rank > 0,
+    )
+    if config.depth < 1:
+        raise LoadError("block_size 1 leaves no slot that says a token, since the anchor's says none")
+    if config.draft_vocab < layers.vocab and not config.own_head:
+        raise LoadError(
+            f"it says {config.draft_vocab} of {layers.vocab} tokens, but its checkpoint has no lm_head.weight"
+        )
+    return config
+
+
+def _layers(raw: Json, tensors: Tensors, vocab: int) -> ModelConfig:
+    """The decoder layers that transformer_layer_config describes."""
+    count = _whole(raw, "num_hidden_layers", None, 1, MOST_LAYERS)
+    types = raw.get("layer_types")
+    if types is not None and (not isinstance(types, list) or set(types) - {"full_attention"}):
+        raise LoadError("some of its layers have another attention than full_attention, which is not supported")
+    return read_layer({"model_type": "qwen3"} | raw, tensors, vocab, layers=count)
+
+
+def _boundaries(raw: Json) -> tuple[int, ...]:
+    ids = raw.get("aux_hidden_state_layer_ids")
+    if not isinstance(ids, list) or not ids or not all(_is_whole(i) for i in ids):
+        raise LoadError(f"aux_hidden_state_layer_ids in config.json is {ids!r}, not a list of hidden states to read")
+    return tuple(ids)
+
+
+def _set_vocabulary(config: BlockConfig, tensors: Tensors) -> None:
+    """See that d2t is offsets of ascending ids, and make t2d what follows from it."""
+    size, vocab = config.draft_vocab, config.layer.vocab
+    tensors.pop("t2d", None)
+    if size == vocab:
+        tensors.pop("d2t", None)
+        return
+    stored = tensors.get("d2t")
+    if stored is None or stored.shape != (size,) or stored.is_floating_point():
+        raise LoadError(f"it says {size} of {vocab} tokens, but its checkpoint has no d2t of {size} whole numbers")
+    offsets = stored.long()
+    if offsets[0] < 0 or (offsets.diff() < 0).any() or offsets[-1] + size > vocab:
+        raise LoadError(f"d2t does not name {size} different tokens of {vocab}")
+    tensors["d2t"] = offsets
+    tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill_(0, offsets + torch.arange(size), True)
+
+
+def _flag(raw: Json, name: str, default: bool) -> bool:
+    value = raw.get(name, default)
+    if not isinstance(value, bool):
+        raise LoadError(f"{name} in config.json is {value!r}, not true or false")
+    return value
+
+
+def _whole(raw: Json, name: str, default: int | None, low: int, high: int) -> int:
+    """A whole number that must be there unless there is a default."""
+    value: Any = raw.get(name, default)
+    if not _is_whole(value) or not low <= value <= high:
+        raise LoadError(f"{name} in config.json is {value!r}, not a whole number from {low} to {high}")
+    return int(value)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

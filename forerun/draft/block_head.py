@@ -1,0 +1,223 @@
+"""The block drafter as a torch module: what is trained, stored, and computed with while drafting.
+
+As in DFlash (2602.06036) and DSpark (2607.05147): the target's hidden states of a token at some boundaries become one
+vector, its context, from which every layer makes keys and values by itself. The drafter's own tokens are a block of
+slots, the anchor (the last token known) and then masks, which see all of the context and one another, and say all
+tokens of a draft in one pass. A Markov head adds to what a slot says what usually follows the token before it, so that
+the tokens of a draft agree with each other; a confidence head says how likely each of them is to stand.
+
+The module computes slots: whoever calls it brings the rotations and the attention, and so decides which context and
+which slots a slot sees. It never sees requests, caches or drafts. Letters: n boundaries, H the target's hidden size,
+Hd the head's, V the target's vocabulary, Vd the tokens the head says, S slots of a block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from forerun.draft.layers import Mlp, SelfAttention
+from forerun.draft.view import TargetView
+from forerun.errors import LoadError
+from forerun.kernels import reference as kernels
+from forerun.models.config import ModelConfig
+from forerun.models.decoder import Attend
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockConfig:
+    """The shape of a head.
+
+    Attributes:
+        layer: its decoder layers, of a family like Qwen3; `vocab` is the target's.
+        target_hidden: size of the target's hidden states.
+        boundaries: which of them make the context, in the order in which they are fused.
+        block: slots of a block, S, the anchor's included.
+        mask_token: the target's token that fills the slots behind the anchor.
+        sample_from_anchor: slot k says the token at position start + k + 1, start being the anchor's (DSpark);
+            otherwise the one at its own position start + k, and slot 0 says nothing (DFlash).
+        draft_vocab: tokens it can say; fewer than `vocab` with a map, see `BlockHead.d2t`.
+        own_embedding, own_head: it has an embedding and a head of its own; otherwise the target's are used.
+        markov_rank: of the Markov head; 0 has none.
+        confidence: there is a confidence head.
+        confidence_with_markov: which also reads what the Markov head knows of the token before.
+    """
+
+    layer: ModelConfig
+    target_hidden: int
+    boundaries: tuple[int, ...]
+    block: int
+    mask_token: int
+    sample_from_anchor: bool = True
+    draft_vocab: int
+    own_embedding: bool = False
+    own_head: bool = False
+    markov_rank: int = 0
+    confidence: bool = False
+    confidence_with_markov: bool = False
+
+    @property
+    def first(self) -> int:
+        """The slot that says the token behind the anchor."""
+        return 0 if self.sample_from_anchor else 1
+
+    @property
+    def depth(self) -> int:
+        """Tokens a block says."""
+        return self.block - self.first
+
+
+class _Layer(nn.Module):
+    """A decoder layer over slots. Context has no residual stream: it enters as keys and values alone."""
+
+    def __init__(self, c: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(c.hidden, c.norm_eps)
+        self.self_attn = SelfAttention(c, c.hidden, layer)
+        self.post_attention_layernorm = nn.RMSNorm(c.hidden, c.norm_eps)
+        self.mlp = Mlp(c)
+
+    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), rotation, attend)
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
+
+    def remember(self, context: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """The keys and values of context, which is normed already. [.., Hd] -> [.., Hkv, D] each"""
+        own = self.self_attn
+        heads = (*context.shape[:-1], -1, own.head_dim)
+        keys = kernels.rotate(own.k_norm(own.k_proj(context).view(heads)), *rotation)
+        return keys, own.v_proj(context).view(heads)
+
+
+class _Markov(nn.Module):
+    """What follows a token, whatever came before: a bias of rank r on what a slot says."""
+
+    def __init__(self, config: BlockConfig) -> None:
+        super().__init__()
+        self.markov_w1 = nn.Embedding(config.layer.vocab, config.markov_rank)
+        self.markov_w2 = nn.Linear(config.markov_rank, config.draft_vocab, bias=False)
+
+    def forward(self, previous: Tensor) -> Tensor:
+        out: Tensor = self.markov_w2(self.markov_w1(previous))
+        return out
+
+
+class _Confidence(nn.Module):
+    """How likely a slot's token is to stand if those before it do, as a logit."""
+
+    def __init__(self, config: BlockConfig) -> None:
+        super().__init__()
+        width = config.layer.hidden + (config.markov_rank if config.confidence_with_markov else 0)
+        self.proj = nn.Linear(width, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.proj(x)[..., 0]
+        return out
+
+
+class BlockHead(nn.Module):
+    """The head as it is trained and stored; tensors are called as in the speculators format.
+
+    `d2t` [Vd] int64 is there where the head says fewer tokens than the target has: its token i is the target's token
+    i + d2t[i]; `t2d` [V] bool marks those tokens. `target` is there once it is attached.
+    """
+
+    d2t: Tensor | None
+    t2d: Tensor | None
+    target: TargetView
+
+    def __init__(self, config: BlockConfig) -> None:
+        super().__init__()
+        c, reduced = config.layer, config.draft_vocab < config.layer.vocab
+        self.config = config
+        self.fc = nn.Linear(len(config.boundaries) * config.target_hidden, c.hidden, bias=False)
+        self.hidden_norm = nn.RMSNorm(c.hidden, c.norm_eps)
+        self.layers = nn.ModuleList(_Layer(c, i) for i in range(c.layers))
+        self.norm = nn.RMSNorm(c.hidden, c.norm_eps)
+        if config.own_embedding:
+            self.embed_tokens = nn.Embedding(c.vocab, c.hidden)
+        if config.own_head:
+            self.lm_head = nn.Linear(c.hidden, config.draft_vocab, bias=False)
+        if config.markov_rank:
+            self.markov_head = _Markov(config)
+        if config.confidence:
+            self.confidence_head = _Confidence(config)
+        self.register_buffer("d2t", torch.zeros(config.draft_vocab, dtype=torch.int64) if reduced else None)
+        self.register_buffer("t2d", torch.arange(c.vocab) < config.draft_vocab if reduced else None)
+
+    def attach(self, target: TargetView) -> None:
+        """Let it borrow from this target. Raises LoadError if the head is not made for it."""
+        check_fit(self.config, target)
+        self.target = target
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """The target's states side by side, [.., n * H], to context, [.., Hd]."""
+        out: Tensor = self.hidden_norm(self.fc(features))
+        return out
+
+    def remember(self, layer: int, context: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Keys and values of context for one layer, each of its own position. [.., Hd] -> [.., Hkv, D] each"""
+        found: tuple[Tensor, Tensor] = self.layers[layer].remember(context, rotation)  # type: ignore[operator]
+        return found
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """[..] int64 -> [.., Hd]"""
+        out: Tensor = self.embed_tokens(ids) if self.config.own_embedding else self.target.embed(ids)
+        return out
+
+    def forward(self, embedded: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        """Slots, [.., Hd], to what is made of them, [.., Hd]. rotation: cos and sin of their positions, [.., 1, D / 2];
+        attend: as in `models.decoder`, of each layer."""
+        x = embedded
+        for layer in self.layers:
+            x = layer(x, rotation, attend)
+        out: Tensor = self.norm(x)
+        return out
+
+    def say(self, made: Tensor) -> Tensor:
+        """Logits of the tokens it says, without the Markov head. [.., Hd] -> [.., Vd]"""
+        out: Tensor = self.lm_head(made) if self.config.own_head else self.target.head(made)
+        return out
+
+    def follow(self, logits: Tensor, previous: Tensor) -> Tensor:
+        """The same over the target's vocabulary, behind the tokens `previous`; what it cannot say is -inf.
+        [.., Vd], [..] -> [.., V]"""
+        if self.config.markov_rank:
+            logits = logits + self.markov_head(previous)
+        if self.d2t is None:
+            return logits
+        ids = self.d2t + torch.arange(len(self.d2t), device=logits.device)
+        full = logits.new_full((*logits.shape[:-1], self.config.layer.vocab), -torch.inf)
+        return full.index_copy(-1, ids, logits)
+
+    def trust(self, made: Tensor, previous: Tensor) -> Tensor:
+        """The logit of how likely the token behind `previous` is to stand, whichever it is. [.., Hd], [..] -> [..]"""
+        if self.config.confidence_with_markov:
+            made = torch.cat((made, self.markov_head.markov_w1(previous)), -1)
+        out: Tensor = self.confidence_head(made)
+        return out
+
+
+def check_fit(config: BlockConfig, target: TargetView) -> None:
+    """Raise LoadError unless the head is made for a target of these sizes."""
+    c, ids = config.layer, config.boundaries
+    if (config.target_hidden, c.vocab) != (target.hidden, target.vocab):
+        raise LoadError(
+            f"this block drafter is for a target with states of {config.target_hidden} and {c.vocab} tokens, this one"
+            f" has {target.hidden} and {target.vocab}: use a drafter that was trained for it"
+        )
+    if c.hidden != target.hidden and not (config.own_embedding and config.own_head):
+        raise LoadError(
+            f"this block drafter has states of {c.hidden}, its target of {target.hidden}, so the target's embedding and"
+            " head do not fit, and it has none of its own: its checkpoint is incomplete"
+        )
+    if not ids or len(set(ids)) < len(ids) or not all(0 <= i <= target.layers for i in ids):
+        raise LoadError(
+            f"this block drafter reads the hidden states {list(ids)}, which must be different numbers from 0 to"
+            f" {target.layers}, the layers of this target: use a drafter that was trained for it"
+        )
+    if not 0 <= config.mask_token < c.vocab:
+        raise LoadError(f"the mask token {config.mask_token} is none of the {c.vocab} tokens of the target")
