@@ -34,6 +34,7 @@ KIND = "block drafter"
 KINDS = ("dspark", "dflash")
 LARGEST_BLOCK = 64
 MOST_LAYERS = 64
+W1, TRUST = "markov_head.markov_w1.weight", "confidence_head.proj.weight"
 
 
 def save_block(head: BlockHead, directory: Path, target: str | None = None, dtype: torch.dtype = torch.float32) -> None:
@@ -82,7 +83,8 @@ def _config(raw: Json, tensors: Tensors, target: TargetView) -> BlockConfig:
             " drafter that was trained for it"
         )
     vocab = raw.get("draft_vocab_size")
-    rank = _whole(raw, "markov_rank", 0, 0, layers.hidden)
+    held = {name: tensors[name].shape[1] for name in (W1, TRUST) if name in tensors and tensors[name].ndim == 2}
+    rank = _whole(raw, "markov_rank", held.get(W1, 0), 0, layers.vocab)
     config = BlockConfig(
         layer=layers,
         target_hidden=target.hidden,
@@ -94,11 +96,13 @@ def _config(raw: Json, tensors: Tensors, target: TargetView) -> BlockConfig:
         own_embedding="embed_tokens.weight" in tensors,
         own_head="lm_head.weight" in tensors,
         markov_rank=rank,
-        confidence=_flag(raw, "enable_confidence_head", False),
-        confidence_with_markov=_flag(raw, "confidence_head_with_markov", False) and rank > 0,
+        confidence=_flag(raw, "enable_confidence_head", TRUST in held),
+        confidence_with_markov=_flag(raw, "confidence_head_with_markov", held.get(TRUST, 0) > layers.hidden),
     )
     if config.depth < 1:
         raise LoadError("block_size 1 leaves no slot that says a token, since the anchor's says none")
+    if config.confidence_with_markov and not rank:
+        raise LoadError("confidence_head_with_markov in config.json is true, but there is no Markov head")
     if config.draft_vocab < layers.vocab and not config.own_head:
         raise LoadError(
             f"it says {config.draft_vocab} of {layers.vocab} tokens, but its checkpoint has no lm_head.weight"
