@@ -9,7 +9,7 @@ import typer
 
 from forerun.errors import ConfigError, Interrupted
 from forerun.flags import Group, with_flags
-from forerun.train.options import OPTIONS, MedusaOptions, SmallLMOptions, options_of
+from forerun.train.options import OPTIONS, BlockOptions, MedusaOptions, SmallLMOptions, options_of
 from forerun.train.settings import Training
 
 if TYPE_CHECKING:
@@ -20,10 +20,11 @@ if TYPE_CHECKING:
 TRAINING = Group("training", Training, "Training")
 SMALL_LM = Group("options", SmallLMOptions, "Recipe small-lm, and losses", {"init": str, "layers": int})
 MEDUSA = Group("heads", MedusaOptions, "Recipe medusa").without("kl", "tv", "ce")
+BLOCK = Group("block", BlockOptions, "Recipe block", {"mask_token": int}).without("decay", "kl", "tv", "ce")
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
-@with_flags(SMALL_LM, MEDUSA, TRAINING)
+@with_flags(SMALL_LM, MEDUSA, BLOCK, TRAINING)
 def train(
     target: Annotated[
         str | None, typer.Option(help="The model to draft for, a directory or Hub id; without it, the bundled one.")
@@ -45,13 +46,15 @@ def train(
     *,
     options: dict[str, Any],
     heads: dict[str, Any],
+    block: dict[str, Any],
     training: dict[str, Any],
 ) -> None:
     """Train a drafter for a model, on text that the model itself has written, and measure it.
 
     Ctrl-C writes a checkpoint beside --out; --resume goes on from it to the same result.
     """
-    given = {"target": target, "recipe": recipe, "data": data, "options": options | heads, "training": training}
+    options = options | heads | block
+    given = {"target": target, "recipe": recipe, "data": data, "options": options, "training": training}
     given = {name: value for name, value in given.items() if value}
     if drafter is not None:
         _evaluate(drafter, given, as_json, out is not None or go_on)
@@ -60,7 +63,7 @@ def train(
         raise ConfigError("there is no --out: give the directory to make")
     (
         Training(**training),
-        options_of(recipe or next(iter(OPTIONS)), options | heads),
+        options_of(recipe or next(iter(OPTIONS)), options),
     )  # bad options are cheaper to find before torch is imported
     from forerun.bench.report import print_json
     from forerun.train import run

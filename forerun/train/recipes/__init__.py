@@ -9,12 +9,13 @@ from forerun.draft.registry import LOADED
 from forerun.errors import ConfigError
 from forerun.train.options import OPTIONS
 from forerun.train.recipes.base import Outlook, Recipe
+from forerun.train.recipes.block import Block
 from forerun.train.recipes.medusa import Medusa
 from forerun.train.recipes.small_lm import SmallLM
 
-__all__ = ["RECIPES", "Medusa", "Outlook", "Recipe", "SmallLM"]
+__all__ = ["RECIPES", "Block", "Medusa", "Outlook", "Recipe", "SmallLM"]
 
-RECIPES: dict[str, Callable[[Any], Recipe]] = {"small-lm": SmallLM, "medusa": Medusa}
+RECIPES: dict[str, Callable[[Any], Recipe]] = {"small-lm": SmallLM, "medusa": Medusa, "block": Block}
 
 
 def recipe_of(draft: str) -> Recipe:

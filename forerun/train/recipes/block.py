@@ -1,0 +1,192 @@
+"""The recipe block: a drafter of whole blocks over hidden states of the target (DSpark, 2607.05147)."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from forerun.draft.base import Proposer
+from forerun.draft.block import Block as BlockProposer
+from forerun.draft.block_format import load_block, save_block
+from forerun.draft.block_head import BlockConfig, BlockHead
+from forerun.draft.view import view_of
+from forerun.errors import ConfigError
+from forerun.models.config import ModelConfig, make_config
+from forerun.runner import Runner
+from forerun.train.blocks import blocks
+from forerun.train.capture import Batch, Target
+from forerun.train.data import Corpus
+from forerun.train.lengths import chances_of
+from forerun.train.losses import Law, Mixture, at_temperature, tv
+from forerun.train.options import BlockOptions
+from forerun.train.recipes.base import Outlook
+
+ANCHORS = 32  # of each text in one pass of an evaluation, where all of its tokens are anchors
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Blocks whose slot k, behind an anchor at position i, says token i + 1 + k; its law is the target's at i + k.
+
+    The Markov head and the laws are taught with the text's own tokens. Embedding and head are the target's.
+    """
+
+    options: BlockOptions
+    name: str = "block"
+    draft: str = "block"
+
+    def boundaries(self, module: nn.Module, target: Target) -> tuple[int, ...]:
+        assert isinstance(module, BlockHead)
+        return module.config.boundaries
+
+    def build(self, target: Target, corpus: Corpus) -> nn.Module:
+        c, options = target.llm.decoder.config, self.options
+        config = BlockConfig(
+            layer=layers_like(c, options.block_layers),
+            target_hidden=c.hidden,
+            boundaries=spread(c.layers, options.fused_states),
+            block=options.block_size,
+            mask_token=mask_token(target, corpus, options.mask_token),
+            draft_vocab=c.vocab,
+            markov_rank=options.markov_rank,
+            confidence=options.confidence > 0,
+            confidence_with_markov=options.confidence > 0 and options.markov_rank > 0,
+        )
+        head = BlockHead(config)
+        if config.markov_rank:
+            nn.init.zeros_(head.markov_head.markov_w2.weight)
+        head.attach(target.view)
+        return head
+
+    def load(self, directory: Path, target: Target) -> nn.Module:
+        head = load_block(directory, view_of(target.llm.decoder))
+        head.attach(target.view)
+        return head
+
+    def vocab(self, module: nn.Module, target: Target) -> int:
+        return target.vocab
+
+    def loss(self, module: nn.Module, batch: Batch) -> Tensor:
+        assert isinstance(module, BlockHead)
+        anchors, chosen = self.anchors(batch)
+        made = blocks(module, batch, anchors)
+        at = anchors[..., None] + torch.arange(made.shape[2], device=anchors.device)
+        inside = at < batch.mask.shape[1]
+        counts = chosen[..., None] & inside & _of_rows(batch.mask, at.where(inside, 0))
+        row, anchor, slot = counts.nonzero(as_tuple=True)
+        if not len(row):
+            return made.sum() * 0.0  # no text has a token that could be an anchor
+        at, made = at[row, anchor, slot], made[row, anchor, slot]
+        law, previous = _law(batch.law, (row, at)), batch.tokens[row, at]
+        logits = module.follow(module.say(made), previous)
+        options, weights = self.options, self.options.decay**slot
+        losses = Mixture(options.kl, options.tv, options.ce)(law, logits, batch.tokens[row, at + 1])
+        if options.confidence:
+            overlap = (1 - tv(law.logs, law.of(logits.detach()))).clamp(0, 1)
+            trust = module.trust(made, previous).float()
+            losses = losses + options.confidence * F.binary_cross_entropy_with_logits(trust, overlap, reduction="none")
+        return (losses * weights).sum() / weights.sum()
+
+    def anchors(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Some positions that count, as many of each text: (positions [B, A], whether each is one). They follow from
+        the tokens of the batch, so a step can be repeated."""
+        counts = batch.mask.cpu().clone()
+        counts[:, 0] = False  # nothing was read before it
+        seed = zlib.crc32(batch.tokens.cpu().numpy().tobytes())
+        order = torch.rand(counts.shape, generator=torch.Generator().manual_seed(seed)).masked_fill(~counts, -1.0)
+        found, anchors = order.topk(min(self.options.anchors, counts.shape[1]))
+        chosen = found >= 0
+        device = batch.tokens.device
+        return anchors.where(chosen, 1).to(device), chosen.to(device)
+
+    def analytic(self, module: nn.Module, batch: Batch, depth: int) -> Outlook:
+        assert isinstance(module, BlockHead)
+        overlap = torch.zeros((*batch.mask.shape, depth), device=batch.tokens.device)
+        chances, said = torch.zeros_like(overlap), torch.full_like(batch.said, -math.log(batch.vocab))
+        for k, roots, logits in self._laws(module, batch, depth):
+            at = slice(roots.start + k, roots.stop + k)
+            logits, counts, law = at_temperature(logits, batch.temperature), batch.mask[:, at], _law(batch.law, at)
+            tokens = batch.tokens[:, at.start + 1 : at.stop + 1, None]
+            guessed = logits.log_softmax(-1).gather(-1, tokens)[..., 0]
+            overlap[:, roots, k] = torch.where(counts, 1 - tv(law.logs, law.of(logits)), 0.0)
+            chances[:, roots, k] = torch.where(counts, chances_of(batch.said[:, at], guessed), 0.0)
+            if k == 0:
+                said[:, roots] = guessed
+        return Outlook(said, overlap, chances)
+
+    def export(self, module: nn.Module, target: Target, directory: Path) -> None:
+        assert isinstance(module, BlockHead)
+        save_block(module, directory, None, target.llm.decoder.dtype)
+
+    def proposer(self, directory: Path, target: Target, runner: Runner) -> Proposer:
+        view, cache = view_of(runner.decoder), runner.cache
+        room = {"tokens": cache.pages.count * cache.pages.size, "page": cache.pages.size, "slots": len(cache.length)}
+        return BlockProposer(load_block(directory, view), view, **room)
+
+    def _laws(self, head: BlockHead, batch: Batch, depth: int) -> Iterator[tuple[int, slice, Tensor]]:
+        """(k, roots, logits [B, roots, V]): what slot k says behind consecutive roots, every token that has context."""
+        rows, positions = batch.mask.shape
+        for first in range(1, positions, ANCHORS):
+            anchors = torch.arange(first, min(first + ANCHORS, positions), device=batch.tokens.device)
+            made = blocks(head, batch, anchors.expand(rows, -1))
+            for k in range(min(depth, made.shape[2])):
+                end = min(first + len(anchors), positions - k)  # behind them the text has ended
+                if end > first:
+                    previous = batch.tokens[:, first + k : end + k]
+                    yield k, slice(first, end), head.follow(head.say(made[:, : end - first, k]), previous)
+
+
+def layers_like(c: ModelConfig, layers: int) -> ModelConfig:
+    """So many Qwen3 layers of the sizes of another family's."""
+    raw: dict[str, Any] = {
+        "model_type": "qwen3", "vocab_size": c.vocab, "hidden_size": c.hidden, "num_hidden_layers": layers,
+        "intermediate_size": c.intermediate, "num_attention_heads": c.heads, "num_key_value_heads": c.kv_heads,
+        "head_dim": c.head_dim, "max_position_embeddings": c.context, "rms_norm_eps": c.norm_eps, "rope_theta": 10000.0,
+    }  # fmt: skip
+    return make_config(raw, Path("config.json"))
+
+
+def spread(layers: int, count: int) -> tuple[int, ...]:
+    """So many boundaries, evenly spaced: what the first layer has left, what the last one has, and between; at most
+    one for each layer."""
+    if count == 1:
+        return (layers,)
+    return tuple(sorted({1 + round(i * (layers - 1) / (count - 1)) for i in range(count)}))
+
+
+def mask_token(target: Target, corpus: Corpus, asked: int | None) -> int:
+    """A token that texts hardly use: the one asked for, one that the tokenizer lacks, padding, or the rarest of the
+    data. Raises ConfigError."""
+    c = target.llm.decoder.config
+    if asked is not None:
+        if asked >= c.vocab:
+            raise ConfigError(f"mask_token={asked} is no token of the target: give a number below {c.vocab}")
+        return asked
+    unused = set(range(c.vocab)) - set(target.tokenizer.vocabulary().values())
+    if unused:
+        return min(unused)
+    padding = c.raw.get("pad_token_id")
+    if isinstance(padding, int) and 0 <= padding < c.vocab and padding not in c.end_ids:
+        return padding
+    texts = [example.tokens for example in corpus.examples] or corpus.prompts
+    counts = torch.bincount(torch.tensor([token for text in texts for token in text]), minlength=c.vocab)
+    return int(counts.argmin())
+
+
+def _law(law: Law, index: Any) -> Law:
+    """The laws at some positions: a slice of them in every text, or an index (texts, positions)."""
+    index = (slice(None), index) if isinstance(index, slice) else index
+    return Law(None if law.tokens is None else law.tokens[index], law.logs[index])
+
+
+def _of_rows(values: Tensor, at: Tensor) -> Tensor:
+    """Of each text, the values at its own positions. [B, N], [B, ...] -> [B, ...]"""
+    return values.gather(1, at.flatten(1)).view(at.shape)
