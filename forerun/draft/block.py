@@ -5,9 +5,9 @@ once for each layer, kept in the head's own cache, and never change. The block o
 and values are scratch rows, which the next round overwrites. So a draft of any depth costs one pass of a few layers,
 and the tokens are then taken from it level by level.
 
-The root is the anchor, at position start: its own states are not known yet, and the context are those before it.
-Positions are counted from the first state a slot has: those of a cached prefix are not shown, and rotary embeddings
-only see distances.
+The root is the anchor, at position start: its own states are not known yet, and the context are those before it. The
+states of a cached prefix are not shown, but its context is mostly here too: pages of it are shared as the target shares
+its own. Where it is not, positions are counted from the first state a slot has: rotary embeddings only see distances.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ CHUNK = 512  # so many states that wait are fused, which makes them narrower
 
 @dataclass(slots=True)
 class _Slot:
-    """Where a request is. `seen` is the next position to be shown. What the cache lacks waits: `context` is fused
-    [n, Hd], `features` behind it are not yet."""
+    """Where a request is. Its context begins at position `begin`; `seen` is the next position to be shown. What the
+    cache lacks waits: `context` is fused [n, Hd], `features` behind it are not yet."""
 
+    begin: int = 0
     seen: int = -1
     context: list[Tensor] = field(default_factory=list)
     features: list[Tensor] = field(default_factory=list)
@@ -101,6 +102,7 @@ class Block(Proposer):
 
     def open(self, slot: int, tokens: Sequence[int], references: Sequence[Reference] = ()) -> None:
         self._slots[slot] = _Slot()
+        self.cache.open(slot, tokens)
 
     def close(self, slot: int, finished: Sequence[int] | None = None) -> None:
         self._slots.pop(slot, None)
@@ -109,9 +111,14 @@ class Block(Proposer):
     @torch.inference_mode()
     def observe(self, slot: int, start: int, features: Mapping[int, Tensor]) -> None:
         state = self._slots[slot]
+        if state.seen < 0 and self.cache.length[slot] < start:
+            self.cache.close(slot)  # what lies between was shown to others, and is not here any more
+            state.begin = start
         shown = torch.cat([features[boundary] for boundary in self.boundaries], dim=-1)
         state.seen = start + len(shown)
-        state.features.append(shown)
+        new = state.seen - state.begin - self.cache.length[slot] - state.waiting
+        if new > 0:
+            state.features.append(shown[-new:])
         if sum(map(len, state.features)) >= CHUNK:
             self._fuse(state)
 
@@ -125,7 +132,7 @@ class Block(Proposer):
         trees = [Tree(row) for row in rows]
         active = [tree for tree in trees if self._can_draft(tree.row)]
         if active:
-            self._remember([tree.row.slot for tree in active])
+            self._remember([tree.row for tree in active])
             growing = self._say(active)
             for level in range(self.config.depth):
                 growing = [g for g in growing if g.tree.row.depth > level and g.tree.frontier]
@@ -139,27 +146,29 @@ class Block(Proposer):
             return False
         return self.cache.pages.grow(row.slot, self.cache.length[row.slot] + state.waiting + self.config.block)
 
-    def _remember(self, slots: Sequence[int]) -> None:
-        """Write the keys and values of all context that waits; no row depends on another."""
-        parts, positions, rows, counts = [], [], [], []
-        for slot in slots:
-            state, at = self._slots[slot], self.cache.length[slot]
+    def _remember(self, rows: Sequence[Row]) -> None:
+        """Write the keys and values of all context that waits; none depends on another."""
+        parts, positions, places, counts = [], [], [], []
+        for row in rows:
+            state, at = self._slots[row.slot], self.cache.length[row.slot]
             self._fuse(state)
             count = state.waiting
             parts += state.context
             positions.append(np.arange(at, at + count))
-            rows.append(self.cache.pages.rows[slot, at : at + count])
+            places.append(self.cache.pages.rows[row.slot, at : at + count])
             counts.append(count)
             state.context.clear()
         if not parts:
             return
-        context, index = torch.cat(parts), torch.from_numpy(np.concatenate(rows)).to(self.target.device)
+        context, index = torch.cat(parts), torch.from_numpy(np.concatenate(places)).to(self.target.device)
         rotation = self._rotation(torch.from_numpy(np.concatenate(positions)).to(self.target.device))
         for layer in range(self.config.layer.layers):
             keys, values = self.head.remember(layer, context, rotation)
             self.cache.data[0, layer, index], self.cache.data[1, layer, index] = keys, values
-        for slot, count in zip(slots, counts, strict=True):
-            self.cache.commit(slot, range(count))
+        for row, count in zip(rows, counts, strict=True):
+            self.cache.commit(row.slot, range(count))
+            if self._slots[row.slot].begin == 0:  # others have other positions
+                self.cache.pages.seal(row.slot, row.tokens, self.cache.length[row.slot])
 
     def _say(self, trees: Sequence[Tree]) -> list[_Growing]:
         """One pass over the block of each root. A block is whole however deep the draft is to be: what a slot says

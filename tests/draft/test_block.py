@@ -114,7 +114,7 @@ class Naive:
 
 @dataclass
 class Watch:
-    """What was seen while engines ran: every node's logits, and where the states of its slot begin."""
+    """What was seen while engines ran: every node's logits, and where the context of its slot begins."""
 
     seen: list[tuple[tuple[int, ...], tuple[int, ...], int, Tensor]] = field(default_factory=list)
     first: dict[int, int] = field(default_factory=dict)
@@ -122,7 +122,7 @@ class Watch:
 
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
-    watch, grow, observe, opened = Watch(), block.grow, Block.observe, Block.open
+    watch, grow, observe = Watch(), block.grow, Block.observe
 
     def seeing(trees, logits, width, source):
         nodes = [(tree, node) for tree in trees for node in tree.frontier]
@@ -132,16 +132,11 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
         grow(trees, logits, width, source)
 
     def observing(self, slot, start, features):
-        watch.first.setdefault(slot, start)
         observe(self, slot, start, features)
-
-    def opening(self, slot, tokens, references=()):
-        watch.first.pop(slot, None)
-        opened(self, slot, tokens, references)
+        watch.first[slot] = self._slots[slot].begin
 
     monkeypatch.setattr(block, "grow", seeing)
     monkeypatch.setattr(Block, "observe", observing)
-    monkeypatch.setattr(Block, "open", opening)
     return watch
 
 
@@ -209,6 +204,44 @@ def test_small_chunks_and_preemption(watch: Watch, monkeypatch: pytest.MonkeyPat
     same_as_naive(watch, head, every=5)
 
 
+@pytest.mark.parametrize("draft", ["block", "off"])
+def test_the_context_of_a_cached_prefix_is_shared(draft: str, watch: Watch) -> None:
+    """The target shows the states of a prefix once; who comes later finds what was made of them, or does without where
+    nobody asked."""
+    head, prompt = head_of(), build.prompts()[7]
+    engine = engine_of(head, chunk=5)
+    first = engine.add(prompt, build.params(1, 0.8, 12), draft=draft, depth=3)
+    build.finish(engine)
+    for seed in (2, 3):
+        del watch.seen[:]
+        again = engine.add(list(first.tokens), build.params(seed, 0.8, 16), draft="block", depth=3)
+        build.finish(engine)
+        assert again.stats.cached_tokens > len(prompt)
+        begins = {begin for *_, begin, _ in watch.seen}
+        assert begins == {0 if draft == "block" else again.stats.cached_tokens}
+        same_as_naive(watch, head)
+
+
+def test_a_prefix_that_is_known_beyond_what_the_target_has_is_not_read_twice() -> None:
+    """States that come again, in pieces, are left out."""
+    head, tokens = head_of().double(), tuple(range(5, 25))
+    drafter, plain = Block(head, target(), **ROOM), Block(head, target(), **ROOM)
+    row = Row(0, tokens, SamplingParams(temperature=1.0), Noise(3, 19), 4)
+    show(drafter, 0, tokens)
+    show(plain, 0, tokens)
+    expected = plain.propose([row])[0].tokens
+    assert drafter.propose([row])[0].tokens == expected
+    drafter.close(0)
+    drafter.open(0, tokens)
+    assert drafter.cache.length[0] == 16
+    parts = states_of(tokens[:-1], drafter.boundaries)
+    for start, end in ((4, 7), (7, 17), (17, 18), (18, 19)):
+        features = parts[start:end].split(drafter.target.hidden, -1)
+        drafter.observe(0, start, dict(zip(drafter.boundaries, features, strict=True)))
+    assert drafter._slots[0].waiting == 3 and drafter.propose([row])[0].tokens == expected
+    assert torch.allclose(*(d.cache.data[:, :, d.cache.pages.rows[0, :19]] for d in (drafter, plain)), atol=1e-9)
+
+
 def test_a_long_lag_is_read_when_it_is_asked_again(watch: Watch) -> None:
     """Rounds without a draft leave states behind."""
     head = head_of()
@@ -265,6 +298,7 @@ def test_q_is_the_law_of_the_logits() -> None:
 
 def show(drafter: Block, slot: int, tokens: tuple[int, ...], first: int = 0) -> None:
     """Open a slot and show it the states of all but the last token."""
+    drafter.close(slot)
     drafter.open(slot, tokens)
     if len(tokens) > 1:
         parts = states_of(tokens[:-1], drafter.boundaries)[first:].split(drafter.target.hidden, -1)

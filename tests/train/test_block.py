@@ -160,7 +160,7 @@ def test_training_pays_and_arithmetic_agrees_with_the_engine(aimed: Target, corp
         aimed.tokenizer, SMALL["tokens"], SMALL["prompt_tokens"],
     )  # fmt: skip
     training = Training(
-        **(SMALL | dict(steps=60, rows=6, evaluate_rows=30, evaluate_every=0, depth=2, temperature=1.0)),
+        **(SMALL | dict(steps=40, rows=6, evaluate_rows=30, evaluate_every=0, depth=2, temperature=1.0)),
         learning_rate=0.01, patience=0, on_policy=1.0,
     )  # fmt: skip
     torch.manual_seed(0)
