@@ -242,6 +242,18 @@ def test_a_prefix_that_is_known_beyond_what_the_target_has_is_not_read_twice() -
     assert torch.allclose(*(d.cache.data[:, :, d.cache.pages.rows[0, :19]] for d in (drafter, plain)), atol=1e-9)
 
 
+def test_context_that_begins_late_is_not_shared() -> None:
+    """Its keys have other positions."""
+    tokens = tuple(range(5, 25))
+    for first, shared in ((0, 16), (3, 0)):
+        drafter = Block(head_of().double(), target(), **ROOM)
+        show(drafter, 0, tokens, first)
+        assert len(drafter.propose([Row(0, tokens, SamplingParams(), Noise(3, 19), 4)])[0]) == 5
+        drafter.close(0)
+        drafter.open(0, tokens)
+        assert drafter.cache.length[0] == shared
+
+
 def test_a_long_lag_is_read_when_it_is_asked_again(watch: Watch) -> None:
     """Rounds without a draft leave states behind."""
     head = head_of()
