@@ -9,63 +9,106 @@ from typing import Any
 from forerun.errors import ConfigError
 from forerun.train.settings import check_numbers
 
+WHOLE = (
+    "layers", "heads", "blocks", "unroll", "intermediate", "draft_vocab", "block_size", "block_layers", "fused_states",
+    "anchors",
+)  # numbers from 1 up  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SmallLMOptions:
-    """A small language model that drafts alone. It begins as some of the target's layers, or as a model given.
+class LossOptions:
+    """What is minimised: a weighted sum over the tokens that count.
 
     Args:
-        init: a model directory or Hub id of the target's vocabulary to begin with.
-        layers: of the target, evenly spaced, its embeddings, norm and head with them; 2 if there is no init.
         kl: weight of KL(target, drafter).
         tv: weight of the total variation, which is one minus the acceptance.
         ce: weight of the cross entropy with the text itself.
     """
 
-    init: str | None = None
-    layers: int | None = None
     kl: float = 0.5
     tv: float = 0.5
     ce: float = 0.0
 
     def __post_init__(self) -> None:
-        check_numbers(self, {"layers": 1})
-        if self.init is not None and self.layers is not None:
-            raise ConfigError("init and layers contradict each other: give the one or the other")
+        check_numbers(self, dict.fromkeys(WHOLE, 1))
         if not self.kl + self.tv + self.ce:
             raise ConfigError("kl, tv and ce are all 0, which is nothing to learn: give one of them a weight")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MedusaOptions:
-    """Heads on the target's last hidden state, each of which guesses one token further.
+class SmallLMOptions(LossOptions):
+    """A small language model that drafts alone. It begins as some of the target's layers, or as a model given.
 
     Args:
-        heads: how many, and so how many tokens are drafted ahead at most.
-        blocks: residual layers below each head.
-        decay: head k counts decay**k times as much as the first: it is asked only if all before it were right.
-        kl: weight of KL(target, head).
-        tv: weight of the total variation, which is one minus the acceptance.
-        ce: weight of the cross entropy with the text itself.
+        init: a model directory or Hub id of the target's vocabulary to begin with.
+        layers: of the target, evenly spaced, its embeddings, norm and head with them; 2 if there is no init.
     """
 
-    heads: int = 4
-    blocks: int = 1
-    decay: float = 0.8
-    kl: float = 0.5
-    tv: float = 0.5
-    ce: float = 0.0
+    init: str | None = None
+    layers: int | None = None
 
     def __post_init__(self) -> None:
-        check_numbers(self, {"heads": 1, "blocks": 1})
-        if not self.kl + self.tv + self.ce:
-            raise ConfigError("kl, tv and ce are all 0, which is nothing to learn: give one of them a weight")
+        LossOptions.__post_init__(self)
+        if self.init is not None and self.layers is not None:
+            raise ConfigError("init and layers contradict each other: give the one or the other")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AheadOptions(LossOptions):
+    """What is minimised where several tokens ahead are learnt.
+
+    Args:
+        decay: the kth token ahead counts decay**k times as much as the first, k counted from 0: it is asked only if
+            all before it were right.
+    """
+
+    decay: float = 0.8
+
+    def __post_init__(self) -> None:
+        LossOptions.__post_init__(self)
         if not 0 < self.decay <= 1:
             raise ConfigError(f"decay={self.decay} is out of range: give a number over 0, at most 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BlockOptions:
+class MedusaOptions(AheadOptions):
+    """Heads on the target's last hidden state, each of which guesses one token further.
+
+    Args:
+        heads: how many, and so how many tokens are drafted ahead at most.
+        blocks: residual layers below each head.
+    """
+
+    heads: int = 4
+    blocks: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairOptions(AheadOptions):
+    """What heads on pairs have in common, EAGLE-3 heads and multi-token modules: they draft token by token.
+
+    Args:
+        unroll: tokens drafted ahead while training, each from what the head made of those before it.
+        intermediate: width of the layer's MLP; the target's if it is not given.
+    """
+
+    unroll: int = 5
+    intermediate: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EagleOptions(PairOptions):
+    """An EAGLE-3 head: one decoder layer on hidden states of the target from several depths.
+
+    Args:
+        draft_vocab: tokens it can say, the most frequent ones of the data; at most 32000 if it is not given.
+    """
+
+    draft_vocab: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockOptions(AheadOptions):
     """A drafter of whole blocks: a few layers that see hidden states of the target, and say all tokens in one pass.
 
     Args:
@@ -76,10 +119,6 @@ class BlockOptions:
         confidence: weight of learning how likely each token is to stand; 0 has no such head.
         mask_token: fills the slots behind the first; one that texts hardly use if it is not given.
         anchors: tokens of each text that a block is drafted from in one pass of training.
-        decay: slot k counts decay**k times as much as the first: it is asked only if all before it were right.
-        kl: weight of KL(target, drafter).
-        tv: weight of the total variation, which is one minus the acceptance.
-        ce: weight of the cross entropy with the text itself.
     """
 
     block_size: int = 7
@@ -89,32 +128,24 @@ class BlockOptions:
     confidence: float = 0.0
     mask_token: int | None = None
     anchors: int = 64
-    decay: float = 0.8
-    kl: float = 0.5
-    tv: float = 0.5
-    ce: float = 0.0
 
     def __post_init__(self) -> None:
-        check_numbers(self, {"block_size": 1, "block_layers": 1, "fused_states": 1, "anchors": 1})
-        for name, most in (("block_size", 64), ("block_layers", 64)):
-            if getattr(self, name) > most:
-                raise ConfigError(f"{name}={getattr(self, name)} is out of range: give at most {most}")
-        if not self.kl + self.tv + self.ce:
-            raise ConfigError("kl, tv and ce are all 0, which is nothing to learn: give one of them a weight")
-        if not 0 < self.decay <= 1:
-            raise ConfigError(f"decay={self.decay} is out of range: give a number over 0, at most 1")
+        AheadOptions.__post_init__(self)
+        for name in ("block_size", "block_layers"):
+            if getattr(self, name) > 64:
+                raise ConfigError(f"{name}={getattr(self, name)} is out of range: give at most 64")
 
 
-Options = SmallLMOptions | MedusaOptions | BlockOptions
-
-OPTIONS: dict[str, type[Options]] = {
+OPTIONS: dict[str, type[LossOptions]] = {
     "small-lm": SmallLMOptions,
     "medusa": MedusaOptions,
+    "eagle3": EagleOptions,
+    "mtp": PairOptions,
     "block": BlockOptions,
 }  # of each recipe, by its name; the first is taken where none is named
 
 
-def options_of(recipe: str, values: Mapping[str, Any]) -> Options:
+def options_of(recipe: str, values: Mapping[str, Any]) -> LossOptions:
     """The options of a recipe from those that were given. Raises ConfigError for one of another recipe."""
     cls = OPTIONS.get(recipe, SmallLMOptions)  # an unknown recipe is refused where it is named
     known = [f.name for f in fields(cls)]

@@ -20,7 +20,7 @@ from forerun.train.data import Corpus, Document, digest_of, read_data, split
 from forerun.train.evaluate import Judge, Measured
 from forerun.train.export import Facts, Report, check_out, export
 from forerun.train.loop import Trainer
-from forerun.train.options import OPTIONS, Options, options_of
+from forerun.train.options import OPTIONS, LossOptions, options_of
 from forerun.train.recipes import RECIPES, Recipe, recipe_of
 from forerun.train.settings import Training
 from forerun.train.stream import Stream
@@ -44,7 +44,7 @@ class Plan:
     target: str | None
     data: tuple[str, ...]
     recipe: str
-    options: Options
+    options: LossOptions
     training: Training
 
     def __post_init__(self) -> None:

@@ -141,13 +141,13 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
 
 
 def same_as_naive(watch: Watch, head: BlockHead, every: int = 1) -> None:
-    """The logits of every so-manieth node seen. The target's own head says them in float32."""
+    """The logits of every so-manieth node seen."""
     naive = Naive(head, target())
     assert len(watch.seen) > 10
     for tokens, path, first, row in watch.seen[::every]:
         expected = naive.logits(tokens, path, first)
         assert torch.equal(row.isinf(), expected.isinf())
-        assert torch.allclose(row.double(), expected, rtol=1e-5, atol=1e-5), (len(tokens), path, first)
+        assert torch.allclose(row.double(), expected, rtol=1e-9, atol=1e-9), (len(tokens), path, first)
 
 
 def engine_of(head: BlockHead, width: int = 1, *, chunk: int = 64, rule: str = "match", **room: int) -> Engine:

@@ -17,6 +17,7 @@ from forerun.draft.base import Proposer
 from forerun.draft.block import Block as BlockProposer
 from forerun.draft.block_format import load_block, save_block
 from forerun.draft.block_head import BlockConfig, BlockHead
+from forerun.draft.layers import layer_like
 from forerun.draft.view import view_of
 from forerun.errors import ConfigError
 from forerun.models.config import ModelConfig, make_config
@@ -124,7 +125,7 @@ class Block:
 
     def export(self, module: nn.Module, target: Target, directory: Path) -> None:
         assert isinstance(module, BlockHead)
-        save_block(module, directory, None, target.llm.decoder.dtype)
+        save_block(module, directory, target.name, target.llm.decoder.dtype)
 
     def proposer(self, directory: Path, target: Target, runner: Runner) -> Proposer:
         view, cache = view_of(runner.decoder), runner.cache
@@ -146,11 +147,7 @@ class Block:
 
 def layers_like(c: ModelConfig, layers: int) -> ModelConfig:
     """So many Qwen3 layers of the sizes of another family's."""
-    raw: dict[str, Any] = {
-        "model_type": "qwen3", "vocab_size": c.vocab, "hidden_size": c.hidden, "num_hidden_layers": layers,
-        "intermediate_size": c.intermediate, "num_attention_heads": c.heads, "num_key_value_heads": c.kv_heads,
-        "head_dim": c.head_dim, "max_position_embeddings": c.context, "rms_norm_eps": c.norm_eps, "rope_theta": 10000.0,
-    }  # fmt: skip
+    raw = layer_like(c).raw | {"model_type": "qwen3", "num_hidden_layers": layers}
     return make_config(raw, Path("config.json"))
 
 
@@ -176,9 +173,7 @@ def mask_token(target: Target, corpus: Corpus, asked: int | None) -> int:
     padding = c.raw.get("pad_token_id")
     if isinstance(padding, int) and 0 <= padding < c.vocab and padding not in c.end_ids:
         return padding
-    texts = [example.tokens for example in corpus.examples] or corpus.prompts
-    counts = torch.bincount(torch.tensor([token for text in texts for token in text]), minlength=c.vocab)
-    return int(counts.argmin())
+    return int(corpus.counts(c.vocab).argmin())
 
 
 def _law(law: Law, index: Any) -> Law:
