@@ -156,7 +156,7 @@ def _footer(report: ServeReport) -> str:
 
 def _write(path: Path, report: ServeReport) -> None:
     """A line of JSON for each result, with what all have in common on each; a file that is there is replaced."""
-    from forerun.bench.lines import write_whole
+    from forerun.bench.whole import write_whole
 
     common = report.as_dict()
     results = common.pop("results")

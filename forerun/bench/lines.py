@@ -12,12 +12,11 @@ that is there already is replaced whole or stays as it was.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from forerun.bench.whole import write_whole
 from forerun.errors import ForerunError
 
 RUN = ("kind", "model", "tokens", "repeats", "machine")
@@ -207,25 +206,3 @@ def _objects(path: Path) -> list[tuple[str, dict[str, Any]]]:
             raise ForerunError(f"{where} is no result of a measurement, but {_start_of(item)}")
         found.append((where, item))
     return found
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file beside its place, then move it there in one step; links are followed to what they name.
-
-    Raises:
-        ForerunError: it cannot be written, or something that is no file has that name.
-    """
-    temporary: Path | None = None
-    try:
-        place = path.resolve()
-        if place.exists() and not place.is_file():
-            raise ForerunError(f"{path} cannot be written: there is something that is no file; give another name")
-        temporary = place.with_name(f".forerun-{os.getpid()}.tmp")
-        temporary.write_text(text, encoding="utf-8", newline="\n")
-        os.replace(temporary, place)
-    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: links that go round in circles
-        raise ForerunError(f"{path} cannot be written: {getattr(error, 'strerror', None) or error}") from None
-    finally:
-        if temporary is not None:
-            with suppress(OSError):
-                temporary.unlink()

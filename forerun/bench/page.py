@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from forerun.bench.figures import sections_of
-from forerun.bench.lines import check_report, write_whole
+from forerun.bench.lines import check_report
 from forerun.bench.summary import (
     NOTHING,
     Entry,
@@ -31,6 +31,7 @@ from forerun.bench.summary import (
     unique,
     verdict,
 )
+from forerun.bench.whole import write_whole
 
 
 @dataclass(frozen=True, slots=True)

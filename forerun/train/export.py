@@ -7,11 +7,8 @@ which is renamed at the end.
 from __future__ import annotations
 
 import json
-import os
-import secrets
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +16,7 @@ from typing import Any
 from torch import nn
 
 from forerun import __version__
+from forerun.bench.whole import whole_directory
 from forerun.errors import ConfigError, ForerunError
 from forerun.train.capture import Target
 from forerun.train.data import Source
@@ -103,7 +101,7 @@ def export(
 ) -> Report:  # fmt: skip
     """Write the drafter, measure what was written, give it its name. Raises ForerunError if it cannot be written."""
     try:
-        with _whole_or_nothing(out) as work:
+        with whole_directory(out) as work:
             recipe.export(module, target, work)
             for name in TOKENIZER:
                 if (target.directory / name).is_file():
@@ -171,17 +169,3 @@ def card(report: Report) -> str:
 
 def _row(e: Evaluation) -> str:
     return f"| {e.step} | {e.accepted_length:.3f} | {e.from_any:.3f} | {e.overlap:.3f} | {e.perplexity:.2f} |"
-
-
-@contextmanager
-def _whole_or_nothing(out: Path) -> Iterator[Path]:
-    """A directory beside `out` that becomes `out` at the end, and goes if anything is raised before."""
-    out = Path(os.path.abspath(out))
-    work = out.with_name(f".{out.name}-{secrets.token_hex(4)}")
-    work.mkdir()
-    try:
-        yield work
-        work.replace(out)
-    except BaseException:
-        shutil.rmtree(work, ignore_errors=True)
-        raise
