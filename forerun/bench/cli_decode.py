@@ -11,6 +11,7 @@ import typer
 from forerun.bench.choice import PASSAGE
 from forerun.bench.lists import listed, number, plural, whole
 from forerun.config import Config, parse_depth
+from forerun.errors import ConfigError
 from forerun.flags import ENGINE, SAMPLING, with_flags
 from forerun.sampling.params import SamplingParams
 
@@ -156,12 +157,21 @@ def page(
     lines: Annotated[list[Path], typer.Argument(help="What --out FILE.jsonl wrote; several make one page.")],
     out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
 ) -> None:
-    """Make a page of HTML from lines of JSON measured before, here or elsewhere."""
+    """Make a page of HTML from lines of JSON measured before, here or elsewhere: by decode and sweep, or by serve."""
     from forerun.bench.lines import read_lines
+    from forerun.bench.serve_lines import read_served
     from forerun.bench.writing import check_out, write_out
 
     check_out([out])
-    write_out([out], read_lines(lines))
+    served = read_served(lines)
+    if served and out.suffix != ".html":
+        raise ConfigError(f"--out {out} is no page: lines of a server make one, so end it in .html")
+    if served:
+        from forerun.bench.serve_page import write_served_page
+
+        write_served_page(out, served)
+    else:
+        write_out([out], read_lines(lines))
     print(out)
 
 
