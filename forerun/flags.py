@@ -58,10 +58,13 @@ SAMPLING = Group("sampling", SamplingParams, "Sampling", SAMPLING_TYPES, leave_o
 
 
 def _help_of(cls: type) -> dict[str, str]:
-    """The help of each field: its entry under Args in the class's docstring."""
-    section = inspect.cleandoc(cls.__doc__ or "").split("Args:\n")[1]
-    entries = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", section, flags=re.M)
-    return {name: " ".join(text.split()) for name, text in entries}
+    """The help of each field: its entry under Args in the docstring of the class that has it."""
+    helps: dict[str, str] = {}
+    for part in reversed(cls.__mro__[:-1]):
+        section = inspect.cleandoc(part.__doc__ or "").split("Args:\n")[1]
+        entries = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", section, flags=re.M)
+        helps |= {name: " ".join(text.split()) for name, text in entries}
+    return helps
 
 
 def with_flags(*groups: Group) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -70,7 +73,7 @@ def with_flags(*groups: Group) -> Callable[[Callable[..., None]], Callable[..., 
 
     def wrap(verb: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(verb, eval_str=True)
-        own = [p for p in signature.parameters.values() if p.name not in flags]
+        own = [p for p in signature.parameters.values() if p.name not in flags and p.kind is not p.VAR_KEYWORD]
 
         def run(**given: Any) -> None:
             def take(parameters: list[inspect.Parameter]) -> dict[str, Any]:

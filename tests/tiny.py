@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import transformers as hf
@@ -18,8 +18,11 @@ from tokenizers import models as tokenizer_models
 
 from forerun.draft.eagle_head import EagleConfig, EagleHead
 from forerun.draft.medusa import MedusaHeads
+from forerun.draft.mtp import MtpModule
 from forerun.models.config import load_config, make_config
 from forerun.models.decoder import Decoder, load_decoder
+
+M = TypeVar("M", bound=torch.nn.Module)
 
 VOCAB = 64
 WORDED = 328  # logits of `worded` models: more than their tokenizer has tokens, as in real models
@@ -161,13 +164,24 @@ def eagle_config(name: str, layer: dict[str, Any] | None = None, **changes: Any)
 def eagle(config: EagleConfig, seed: int = 6) -> EagleHead:
     """A head of that shape: what it says is anything, and depends on everything it is given."""
     torch.manual_seed(seed)
-    head = EagleHead(config)
-    with torch.no_grad():
-        for value in head.parameters():
-            value.normal_(0.0, 0.5 if value.ndim > 1 else 0.1).add_(1.0 if value.ndim == 1 else 0.0)
+    head = _filled(EagleHead(config))
     if head.d2t is not None:
         head.say_only(torch.randperm(config.layer.vocab)[: config.draft_vocab].sort().values)
     return head.requires_grad_(False)
+
+
+def mtp(name: str, layer: dict[str, Any] | None = None, seed: int = 6) -> MtpModule:
+    """A multi-token module for `family(name)`: what it says is anything, and depends on everything it is given."""
+    torch.manual_seed(seed)
+    module = MtpModule(eagle_config(name, layer).layer, load_config(family(name)).layers)
+    return _filled(module).requires_grad_(False)
+
+
+def _filled(module: M) -> M:
+    with torch.no_grad():
+        for value in module.parameters():
+            value.normal_(0.0, 0.5 if value.ndim > 1 else 0.1).add_(1.0 if value.ndim == 1 else 0.0)
+    return module
 
 
 @functools.cache

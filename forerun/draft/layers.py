@@ -7,16 +7,28 @@ is trained; whoever calls it brings the rotations and the attention, and so deci
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import TypeVar
 
 from torch import Tensor, nn
 
 from forerun.kernels import reference as kernels
 from forerun.linear import Linear
-from forerun.models.config import ModelConfig
+from forerun.models.config import ModelConfig, make_config
 from forerun.models.decoder import Attend
 
 M = TypeVar("M", bound=nn.Module)
+
+
+def layer_like(c: ModelConfig, intermediate: int | None = None) -> ModelConfig:
+    """A Llama layer of the sizes of another family's: what a drafter of our own has, whatever its target."""
+    raw = {
+        "model_type": "llama", "vocab_size": c.vocab, "hidden_size": c.hidden, "num_hidden_layers": 1,
+        "intermediate_size": intermediate or c.intermediate, "num_attention_heads": c.heads,
+        "num_key_value_heads": c.kv_heads, "head_dim": c.head_dim, "max_position_embeddings": c.context,
+        "rms_norm_eps": c.norm_eps, "rope_theta": 10000.0,
+    }  # fmt: skip
+    return make_config(raw, Path("config.json"))
 
 
 class SelfAttention(nn.Module):

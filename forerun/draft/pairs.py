@@ -104,7 +104,7 @@ class Pairs(Proposer):
 
     def _fuse(self, state: _Slot) -> None:
         if state.features:
-            state.states.append(self.head.fuse(torch.cat(state.features).to(self.dtype)))
+            state.states.append(self.head.fuse(torch.cat(state.features).to(self.dtype)).to(self.dtype))
             state.features.clear()
 
     @torch.inference_mode()

@@ -25,7 +25,7 @@ from forerun.runner import Runner
 
 SIMPLE = ("off", "auto", "ngram", "suffix")
 PAIRS: dict[str, Callable[[Path, TargetView], PairHead]] = {"eagle3": load_head, "mtp": load_module}
-LOADED = ("model", "medusa", "eagle3")
+LOADED = ("model", "medusa", *PAIRS)
 
 
 def parse_draft(spec: str) -> tuple[str, str]:

@@ -23,8 +23,8 @@ class TargetView:
         hidden, layers, vocab: its sizes.
         context: most tokens of one request.
         embed: what enters its first layer for a token, position apart: ids [T] -> float32 [T, H], scaled as it does.
-        normalise: the norm before its head, [T, H] -> float32 [T, H].
-        head: its head: states that are normalised, [T, H] -> float32 logits [T, V].
+        normalise: the norm before its head, [T, H] -> [T, H] in float32 at least.
+        head: its head: states that are normalised, [T, H] -> logits [T, V] in float32 at least.
         device: where states come from.
         form: in which its drafters compute natively (their precision never changes the text); None is torch.
     """
@@ -48,9 +48,10 @@ def view_of(decoder: Decoder | NativeDecoder, form: str | None = "int8") -> Targ
         return table[ids].float() * config.embed_scale
 
     def normalise(x: Tensor) -> Tensor:
+        x = _precise(x)
         if norm.bias is not None:
-            return kernels.layer_norm(x.float(), norm.weight, norm.bias, config.norm_eps)
-        return kernels.rms_norm(x.float(), norm.weight, config.norm_eps)
+            return kernels.layer_norm(x, norm.weight, norm.bias, config.norm_eps)
+        return kernels.rms_norm(x, norm.weight, config.norm_eps)
 
     multiply = _product(decoder)
 
@@ -77,4 +78,8 @@ def _product(decoder: Decoder | NativeDecoder) -> Callable[[Tensor], Tensor]:
         packed: Any = decoder.weights.head
         return Linear.of(packed)
     weight = decoder.weights.head.weight
-    return lambda x: kernels.linear(x.to(weight.dtype), weight).float()
+    return lambda x: _precise(kernels.linear(x.to(weight.dtype), weight))
+
+
+def _precise(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,7 +10,14 @@ import typer
 
 from forerun.errors import ConfigError, Interrupted
 from forerun.flags import Group, with_flags
-from forerun.train.options import OPTIONS, MedusaOptions, SmallLMOptions, options_of
+from forerun.train.options import (
+    OPTIONS,
+    AheadOptions,
+    EagleOptions,
+    MedusaOptions,
+    SmallLMOptions,
+    options_of,
+)  # fmt: skip
 from forerun.train.settings import Training
 
 if TYPE_CHECKING:
@@ -20,12 +28,17 @@ if TYPE_CHECKING:
     from forerun.train.speed import Speed
 
 TRAINING = Group("training", Training, "Training")
-SMALL_LM = Group("options", SmallLMOptions, "Recipe small-lm, and losses", {"init": str, "layers": int})
-MEDUSA = Group("heads", MedusaOptions, "Recipe medusa").without("kl", "tv", "ce")
+LOSSES = Group("losses", AheadOptions, "Losses")
+COMMON = tuple(f.name for f in fields(AheadOptions))
+RECIPES = (
+    Group("small_lm", SmallLMOptions, "Recipe small-lm", {"init": str, "layers": int}, COMMON),
+    Group("medusa", MedusaOptions, "Recipe medusa", leave_out=COMMON),
+    Group("pairs", EagleOptions, "Recipes eagle3 and mtp", {"draft_vocab": int, "intermediate": int}, COMMON),
+)
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
-@with_flags(SMALL_LM, MEDUSA, TRAINING)
+@with_flags(*RECIPES, LOSSES, TRAINING)
 def train(
     target: Annotated[
         str | None, typer.Option(help="The model to draft for, a directory or Hub id; without it, the bundled one.")
@@ -45,25 +58,22 @@ def train(
     ] = None,
     as_json: Json = False,
     *,
-    options: dict[str, Any],
-    heads: dict[str, Any],
     training: dict[str, Any],
+    **options: dict[str, Any],
 ) -> None:
     """Train a drafter for a model, on text that the model itself has written, and measure it.
 
     Ctrl-C writes a checkpoint beside --out; --resume goes on from it to the same result.
     """
-    given = {"target": target, "recipe": recipe, "data": data, "options": options | heads, "training": training}
+    chosen = {name: value for group in options.values() for name, value in group.items()}
+    given = {"target": target, "recipe": recipe, "data": data, "options": chosen, "training": training}
     given = {name: value for name, value in given.items() if value}
     if drafter is not None:
         _evaluate(drafter, given, as_json, out is not None or go_on)
         return
     if out is None:
         raise ConfigError("there is no --out: give the directory to make")
-    (
-        Training(**training),
-        options_of(recipe or next(iter(OPTIONS)), options | heads),
-    )  # bad options are cheaper to find before torch is imported
+    Training(**training), options_of(recipe or next(iter(OPTIONS)), chosen)  # cheaper to find before torch is imported
     from forerun.bench.report import print_json
     from forerun.train import run
     from forerun.train.checkpoint import checkpoint_path

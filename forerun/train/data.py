@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from forerun.errors import ConfigError, RequestError
 from forerun.models.text import Message, Tokenizer
@@ -119,6 +121,11 @@ class Corpus:
                     self._answer(passage, tokenizer, tokens)
                 else:
                     self._windows(tokenizer.encode(passage.text), tokens, prompt_tokens)
+
+    def counts(self, vocab: int) -> Tensor:
+        """How often each token stands where it is learnt, or in prompts if there is nothing else. int64 [vocab]"""
+        texts = [example.tokens[example.given :] for example in self.examples] or self.prompts
+        return torch.bincount(torch.tensor([token for text in texts for token in text]), minlength=vocab)[:vocab]
 
     def _windows(self, ids: list[int], tokens: int, prompt_tokens: int) -> None:
         for at in range(0, len(ids), tokens):

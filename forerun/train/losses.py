@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 FULL = 8192  # largest vocabulary whose whole laws are kept
@@ -32,14 +33,37 @@ class Law:
         """The laws from position `first` on. [B, N] -> [B, N - first]"""
         return Law(None if self.tokens is None else self.tokens[:, first:], self.logs[:, first:])
 
+    def over(self, ids: Tensor | None) -> Law:
+        """The same laws for a drafter that says the tokens `ids` [Vd] alone, in its own numbers: what it cannot say
+        is left out, so that probabilities sum to less than 1. None stands for all tokens, in order."""
+        if ids is None:
+            return self
+        if self.tokens is None:
+            return Law(None, self.logs[..., ids])
+        numbers = places(ids, int(self.tokens.max()) + 1)[self.tokens]
+        likeliest = torch.where(numbers < len(ids), self.logs[..., :-1], -torch.inf)
+        return Law(numbers, torch.cat((likeliest, self.logs[..., -1:]), -1))
+
+    def whole(self) -> Law:
+        """The same, made to sum to 1; something of each law must be left."""
+        return Law(self.tokens, self.logs.log_softmax(-1))
+
     def of(self, logits: Tensor) -> Tensor:
         """The log-law over these outcomes that `logits` [..., V] say, float32; it passes gradients."""
         logits = logits.float()
         if self.tokens is None:
             return logits.log_softmax(-1)
         total = logits.logsumexp(-1, keepdim=True)
+        logits = F.pad(logits, (0, 1), value=-torch.inf)  # the place of tokens that it cannot say
         others = logits.scatter(-1, self.tokens, -torch.inf).logsumexp(-1, keepdim=True)
         return torch.cat((logits.gather(-1, self.tokens), others), -1) - total
+
+
+def places(ids: Tensor, vocab: int) -> Tensor:
+    """For each of `vocab` tokens its place among `ids` [Vd], Vd where it is not there. int64 [vocab]"""
+    found = torch.full((max(vocab, int(ids.max()) + 1),), len(ids), dtype=torch.int64, device=ids.device)
+    found[ids] = torch.arange(len(ids), device=ids.device)
+    return found
 
 
 def at_temperature(logits: Tensor, temperature: float) -> Tensor:

@@ -9,70 +9,110 @@ from typing import Any
 from forerun.errors import ConfigError
 from forerun.train.settings import check_numbers
 
+WHOLE = ("layers", "heads", "blocks", "unroll", "intermediate", "draft_vocab")  # numbers from 1 up
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SmallLMOptions:
-    """A small language model that drafts alone. It begins as some of the target's layers, or as a model given.
+class LossOptions:
+    """What is minimised: a weighted sum over the tokens that count.
 
     Args:
-        init: a model directory or Hub id of the target's vocabulary to begin with.
-        layers: of the target, evenly spaced, its embeddings, norm and head with them; 2 if there is no init.
         kl: weight of KL(target, drafter).
         tv: weight of the total variation, which is one minus the acceptance.
         ce: weight of the cross entropy with the text itself.
     """
 
-    init: str | None = None
-    layers: int | None = None
     kl: float = 0.5
     tv: float = 0.5
     ce: float = 0.0
 
     def __post_init__(self) -> None:
-        check_numbers(self, {"layers": 1})
-        if self.init is not None and self.layers is not None:
-            raise ConfigError("init and layers contradict each other: give the one or the other")
+        check_numbers(self, dict.fromkeys(WHOLE, 1))
         if not self.kl + self.tv + self.ce:
             raise ConfigError("kl, tv and ce are all 0, which is nothing to learn: give one of them a weight")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MedusaOptions:
+class SmallLMOptions(LossOptions):
+    """A small language model that drafts alone. It begins as some of the target's layers, or as a model given.
+
+    Args:
+        init: a model directory or Hub id of the target's vocabulary to begin with.
+        layers: of the target, evenly spaced, its embeddings, norm and head with them; 2 if there is no init.
+    """
+
+    init: str | None = None
+    layers: int | None = None
+
+    def __post_init__(self) -> None:
+        LossOptions.__post_init__(self)
+        if self.init is not None and self.layers is not None:
+            raise ConfigError("init and layers contradict each other: give the one or the other")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AheadOptions(LossOptions):
+    """What is minimised where several tokens ahead are learnt.
+
+    Args:
+        decay: the kth token ahead counts decay**k times as much as the first, k counted from 0: it is asked only if
+            all before it were right.
+    """
+
+    decay: float = 0.8
+
+    def __post_init__(self) -> None:
+        LossOptions.__post_init__(self)
+        if not 0 < self.decay <= 1:
+            raise ConfigError(f"decay={self.decay} is out of range: give a number over 0, at most 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MedusaOptions(AheadOptions):
     """Heads on the target's last hidden state, each of which guesses one token further.
 
     Args:
         heads: how many, and so how many tokens are drafted ahead at most.
         blocks: residual layers below each head.
-        decay: head k counts decay**k times as much as the first: it is asked only if all before it were right.
-        kl: weight of KL(target, head).
-        tv: weight of the total variation, which is one minus the acceptance.
-        ce: weight of the cross entropy with the text itself.
     """
 
     heads: int = 4
     blocks: int = 1
-    decay: float = 0.8
-    kl: float = 0.5
-    tv: float = 0.5
-    ce: float = 0.0
-
-    def __post_init__(self) -> None:
-        check_numbers(self, {"heads": 1, "blocks": 1})
-        if not self.kl + self.tv + self.ce:
-            raise ConfigError("kl, tv and ce are all 0, which is nothing to learn: give one of them a weight")
-        if not 0 < self.decay <= 1:
-            raise ConfigError(f"decay={self.decay} is out of range: give a number over 0, at most 1")
 
 
-Options = SmallLMOptions | MedusaOptions
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairOptions(AheadOptions):
+    """What heads on pairs have in common, EAGLE-3 heads and multi-token modules: they draft token by token.
 
-OPTIONS: dict[str, type[Options]] = {
+    Args:
+        unroll: tokens drafted ahead while training, each from what the head made of those before it.
+        intermediate: width of the layer's MLP; the target's if it is not given.
+    """
+
+    unroll: int = 5
+    intermediate: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EagleOptions(PairOptions):
+    """An EAGLE-3 head: one decoder layer on hidden states of the target from several depths.
+
+    Args:
+        draft_vocab: tokens it can say, the most frequent ones of the data; at most 32000 if it is not given.
+    """
+
+    draft_vocab: int | None = None
+
+
+OPTIONS: dict[str, type[LossOptions]] = {
     "small-lm": SmallLMOptions,
     "medusa": MedusaOptions,
+    "eagle3": EagleOptions,
+    "mtp": PairOptions,
 }  # of each recipe, by its name; the first is taken where none is named
 
 
-def options_of(recipe: str, values: Mapping[str, Any]) -> Options:
+def options_of(recipe: str, values: Mapping[str, Any]) -> LossOptions:
     """The options of a recipe from those that were given. Raises ConfigError for one of another recipe."""
     cls = OPTIONS.get(recipe, SmallLMOptions)  # an unknown recipe is refused where it is named
     known = [f.name for f in fields(cls)]

@@ -21,7 +21,7 @@ from forerun.train.evaluate import Judge
 from forerun.train.export import check_out, export
 from forerun.train.findings import Findings, find
 from forerun.train.loop import Trainer
-from forerun.train.options import OPTIONS, Options, options_of
+from forerun.train.options import OPTIONS, LossOptions, options_of
 from forerun.train.recipes import RECIPES, Recipe, recipe_of
 from forerun.train.report import Facts, Report
 from forerun.train.settings import Training
@@ -47,7 +47,7 @@ class Plan:
     target: str | None
     data: tuple[str, ...]
     recipe: str
-    options: Options
+    options: LossOptions
     training: Training
 
     def __post_init__(self) -> None:

@@ -16,7 +16,7 @@ from forerun.runner import Runner
 from forerun.sampling.params import SamplingParams
 from tests import tiny
 
-PROPOSERS = ("ngram", "suffix", "model", "tree", "medusa", "eagle")
+PROPOSERS = ("ngram", "suffix", "model", "tree", "medusa", "eagle", "mtp")
 
 
 def engine(
@@ -30,8 +30,8 @@ def engine(
     dtype: torch.dtype = torch.float64,
     device: str = "cpu",
 ) -> Engine:
-    """A target, and proposers: ngram, suffix, model (chains), tree (of width 3) often agree with it, medusa and eagle
-    (of width 2) now and then."""
+    """A target, and proposers: ngram, suffix, model (chains), tree (of width 3) often agree with it, medusa,
+    eagle and mtp (of width 2) now and then."""
     target = tiny.decoder(tiny.family(family), dtype, device)
     small = tiny.decoder(tiny.drafter(family), dtype, device)
 
@@ -39,6 +39,7 @@ def engine(
         return Runner(decoder, tokens=tokens, page=page, slots=slots)  # type: ignore[arg-type]
 
     wide = rule not in ("token", "block")
+    room = {"tokens": tokens, "page": page, "slots": slots}
     head, view = tiny.eagle(tiny.eagle_config(family)), view_of(target)
     proposers = {
         "ngram": NGram(longest=3, shortest=1),
@@ -46,7 +47,8 @@ def engine(
         "model": DraftModel(runner(small), tiny.VOCAB),
         "tree": DraftModel(runner(small), tiny.VOCAB, width=3 if wide else 1),
         "medusa": Medusa(tiny.medusa(family), view, width=2 if wide else 1),
-        "eagle": Pairs("eagle3", head, view, tokens=tokens, page=page, slots=slots, width=2 if wide else 1),
+        "eagle": Pairs("eagle3", head, view, **room, width=2 if wide else 1),
+        "mtp": Pairs("mtp", tiny.mtp(family), view, **room, width=2 if wide else 1),
     }
     return Engine(runner(target), proposers, rule=rule, chunk=chunk)
 

@@ -10,11 +10,17 @@ from forerun.errors import ConfigError
 from forerun.train.options import OPTIONS
 from forerun.train.recipes.base import Outlook, Recipe
 from forerun.train.recipes.medusa import Medusa
+from forerun.train.recipes.pairs import Eagle3, Mtp
 from forerun.train.recipes.small_lm import SmallLM
 
-__all__ = ["RECIPES", "Medusa", "Outlook", "Recipe", "SmallLM"]
+__all__ = ["RECIPES", "Eagle3", "Medusa", "Mtp", "Outlook", "Recipe", "SmallLM"]
 
-RECIPES: dict[str, Callable[[Any], Recipe]] = {"small-lm": SmallLM, "medusa": Medusa}
+RECIPES: dict[str, Callable[[Any], Recipe]] = {
+    "small-lm": SmallLM,
+    "medusa": Medusa,
+    "eagle3": Eagle3,
+    "mtp": Mtp,
+}
 
 
 def recipe_of(draft: str) -> Recipe:

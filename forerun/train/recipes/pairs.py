@@ -1,0 +1,164 @@
+"""The recipes eagle3 and mtp: heads on pairs, unrolled as they draft."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from forerun.draft.base import Proposer
+from forerun.draft.eagle_format import load_head, save_head
+from forerun.draft.eagle_head import EagleConfig, EagleHead
+from forerun.draft.layers import layer_like
+from forerun.draft.mtp import MtpModule, load_module, save_module
+from forerun.draft.pair_head import PairHead
+from forerun.draft.pairs import Pairs
+from forerun.draft.view import view_of
+from forerun.runner import Runner
+from forerun.train.capture import PAGE, Batch, Target
+from forerun.train.data import Corpus
+from forerun.train.lengths import chances_of
+from forerun.train.losses import Mixture, at_temperature, masked_mean, places, tv
+from forerun.train.options import EagleOptions, PairOptions
+from forerun.train.recipes.base import Outlook
+from forerun.train.unroll import unroll
+
+LARGEST_VOCAB = 32000  # of an EAGLE-3 head, unless it is asked for
+
+
+@dataclass(frozen=True, slots=True)
+class PairRecipe:
+    """What is the same for all heads on pairs: what they learn, how they are judged, how they draft.
+
+    Row t of step s says token t + 2 + s: it is the (s + 1)th token drafted behind the root t + 1, and its law is the
+    target's at t + 1 + s.
+    """
+
+    options: PairOptions
+    name: str = ""
+    draft: str = ""
+
+    def boundaries(self, module: nn.Module, target: Target) -> tuple[int, ...]:
+        assert isinstance(module, PairHead)
+        return module.boundaries
+
+    def vocab(self, module: nn.Module, target: Target) -> int:
+        return target.vocab
+
+    def loss(self, module: nn.Module, batch: Batch) -> Tensor:
+        assert isinstance(module, PairHead)
+        mixture, ids = Mixture(self.options.kl, self.options.tv, self.options.ce), module.tokens()
+        law, numbers, sayable = (
+            batch.law.over(ids).whole(),
+            batch.tokens,
+            torch.ones_like(batch.tokens, dtype=torch.bool),
+        )
+        if ids is not None:
+            numbers = places(ids, batch.vocab)[batch.tokens]
+            sayable = numbers < len(ids)
+            numbers = torch.where(sayable, numbers, 0)
+        total, weight = torch.zeros((), device=batch.tokens.device), 0.0
+        for step, made in enumerate(unroll(module, batch, self.options.unroll)):
+            losses = mixture(law.behind(step + 1), module.logits(made), numbers[:, step + 2 :])
+            counts = batch.mask[:, step + 1 :] & sayable[:, step + 2 :]
+            total = total + self.options.decay**step * masked_mean(losses, counts)
+            weight += self.options.decay**step
+        return total / weight
+
+    def analytic(self, module: nn.Module, batch: Batch, depth: int) -> Outlook:
+        assert isinstance(module, PairHead)
+        overlap = torch.zeros((*batch.mask.shape, depth), device=batch.tokens.device)
+        chances, said = torch.zeros_like(overlap), torch.full_like(batch.said, -math.log(batch.vocab))
+        law, numbers = batch.law.over(module.tokens()), _numbers(module.tokens(), batch)
+        for step, made in enumerate(unroll(module, batch, depth)):
+            logits, counts = at_temperature(module.logits(made), batch.temperature), batch.mask[:, step + 1 :]
+            logs = nn.functional.pad(logits.log_softmax(-1), (0, 1), value=-torch.inf)
+            guessed = logs.gather(-1, numbers[:, step + 2 :, None])[..., 0]
+            at, roots = law.behind(step + 1), slice(1, batch.mask.shape[1] - step)
+            overlap[:, roots, step] = torch.where(counts, 1 - tv(at.logs, at.of(logits)), 0.0)
+            chances[:, roots, step] = torch.where(counts, chances_of(batch.said[:, step + 1 :], guessed), 0.0)
+            if step == 0:
+                said[:, 1:] = guessed
+        return Outlook(said, overlap, chances)
+
+    def proposer(self, directory: Path, target: Target, runner: Runner) -> Proposer:
+        view, slots = view_of(runner.decoder), len(runner.cache.length)
+        tokens = slots * (target.tokens + 4 * PAGE)
+        return Pairs(self.draft, self._read(directory, target), view, tokens=tokens, page=PAGE, slots=slots)
+
+    def load(self, directory: Path, target: Target) -> nn.Module:
+        head = self._read(directory, target)
+        head.attach(target.view)
+        return head
+
+    def _read(self, directory: Path, target: Target) -> PairHead:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
+class Eagle3(PairRecipe):
+    """An EAGLE-3 head (2503.01840). Its own head begins as the target's, and its layer lets the last of the states it
+    reads through: untouched, it says what the target says of the token before."""
+
+    options: EagleOptions
+    name: str = "eagle3"
+    draft: str = "eagle3"
+
+    def build(self, target: Target, corpus: Corpus) -> nn.Module:
+        c = target.llm.decoder.config
+        said = min(self.options.draft_vocab or LARGEST_VOCAB, c.vocab)
+        layer, boundaries = layer_like(c, self.options.intermediate), depths_read(c.layers)
+        config = EagleConfig(layer=layer, target_hidden=c.hidden, boundaries=boundaries, draft_vocab=said)
+        head = EagleHead(config)
+        with torch.no_grad():
+            last = head.fc.weight[:, -c.hidden :]
+            last += torch.eye(c.hidden)
+            weights = target.head.cpu()
+            if said < c.vocab:
+                ids = corpus.counts(c.vocab).argsort(descending=True, stable=True)[:said].sort().values
+                head.say_only(ids)
+                weights = weights[ids]
+            head.lm_head.weight.copy_(weights)
+        head.attach(target.view)
+        return head
+
+    def export(self, module: nn.Module, target: Target, directory: Path) -> None:
+        assert isinstance(module, EagleHead)
+        save_head(module, directory, target.name, target.llm.decoder.dtype)
+
+    def _read(self, directory: Path, target: Target) -> PairHead:
+        return load_head(directory, view_of(target.llm.decoder))
+
+
+@dataclass(frozen=True, slots=True)
+class Mtp(PairRecipe):
+    """A multi-token module, unrolled as in FastMTP (2509.18362). Embedding and head are the target's."""
+
+    name: str = "mtp"
+    draft: str = "mtp"
+
+    def build(self, target: Target, corpus: Corpus) -> nn.Module:
+        c = target.llm.decoder.config
+        module = MtpModule(layer_like(c, self.options.intermediate), c.layers)
+        module.attach(target.view)
+        return module
+
+    def export(self, module: nn.Module, target: Target, directory: Path) -> None:
+        assert isinstance(module, MtpModule)
+        save_module(module, directory, target.name, target.llm.decoder.dtype)
+
+    def _read(self, directory: Path, target: Target) -> PairHead:
+        return load_module(directory, view_of(target.llm.decoder))
+
+
+def depths_read(layers: int) -> tuple[int, ...]:
+    """The boundaries that an EAGLE-3 head of ours reads: low, middle and, unlike the paper's, the very last."""
+    return tuple(sorted({min(2, layers // 3), layers // 2, layers}))
+
+
+def _numbers(ids: Tensor | None, batch: Batch) -> Tensor:
+    """The texts' tokens as numbers among those a head says, `ids`; one past the last for what it cannot say."""
+    return batch.tokens if ids is None else places(ids, batch.vocab)[batch.tokens]

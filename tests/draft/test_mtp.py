@@ -1,0 +1,168 @@
+"""Multi-token modules: each drafted token is the naive module's, files come back or are refused in one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from forerun import LLM, LoadError, SamplingParams
+from forerun.cache.attention import Segment
+from forerun.draft import pairs
+from forerun.draft.mtp import MtpModule, load_module, save_module
+from forerun.draft.pairs import Pairs
+from forerun.draft.view import TargetView, view_of
+from forerun.engine.engine import Engine
+from forerun.models.rope import rope_tables
+from forerun.runner import Runner
+from tests import tiny
+from tests.engine import build
+
+ROOM = {"tokens": 1024, "page": 4, "slots": 8}
+
+
+def target() -> TargetView:
+    return view_of(tiny.decoder(tiny.family("llama")))
+
+
+def last_states(tokens: tuple[int, ...]) -> Tensor:
+    """The target's states of each token behind its last norm, from one pass over the whole text. [T, H]"""
+    runner = Runner(tiny.decoder(tiny.family("llama")), tokens=256, page=256, slots=1)
+    runner.cache.pages.grow(0, len(tokens))
+    segment = Segment(0, list(tokens), list(range(-1, len(tokens) - 1)), [])
+    layers = runner.decoder.config.layers
+    x = runner.forward([segment], (layers,)).features[layers]
+    return norm(x, runner.decoder.weights.norm.weight)
+
+
+def norm(x: Tensor, weight: Tensor) -> Tensor:
+    eps = tiny.mtp("llama").layer.norm_eps
+    return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight
+
+
+class Naive:
+    """The module written out again: no cache, everything anew for each path."""
+
+    def __init__(self, module: MtpModule) -> None:
+        weights = module.double().state_dict()
+        self.c, self.w = module.layer, {name.removeprefix("mtp_layers.0."): w for name, w in weights.items()}
+        self.cos, self.sin = rope_tables(self.c, self.c.ropes[0], 256, torch.float64)
+        self.decoder = tiny.decoder(tiny.family("llama"))
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        return norm(x, self.w[f"{name}.weight"])
+
+    def product(self, x: Tensor, name: str) -> Tensor:
+        return x @ self.w[f"{name}.weight"].T
+
+    def rotate(self, x: Tensor) -> Tensor:
+        a, b = x.chunk(2, -1)
+        cos, sin = self.cos[: len(x), 0], self.sin[: len(x), 0]
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+    def attention(self, x: Tensor) -> Tensor:
+        q, k, v = (self.product(x, f"self_attn.{n}_proj").view(len(x), -1, self.c.head_dim) for n in "qkv")
+        heads, ahead = [], torch.ones(len(x), len(x), dtype=torch.bool).triu(1)
+        for h in range(self.c.heads):
+            shared = h // (self.c.heads // self.c.kv_heads)
+            scores = self.rotate(q[:, h]) @ self.rotate(k[:, shared]).T / self.c.head_dim**0.5
+            heads.append(scores.masked_fill(ahead, -torch.inf).softmax(-1) @ v[:, shared])
+        return self.product(torch.cat(heads, -1), "self_attn.o_proj")
+
+    def made(self, ids: list[int], states: Tensor) -> Tensor:
+        embedded = self.decoder.weights.embed[ids]
+        x = torch.cat((self.norm(embedded, "token_layernorm"), self.norm(states, "hidden_layernorm")), -1)
+        x = self.product(x, "input_proj")
+        x = x + self.attention(self.norm(x, "input_layernorm"))
+        y = self.norm(x, "post_attention_layernorm")
+        gate, up = self.product(y, "mlp.gate_proj"), self.product(y, "mlp.up_proj")
+        return self.norm(x + self.product(gate / (1 + (-gate).exp()) * up, "mlp.down_proj"), "final_layernorm")
+
+    def logits(self, tokens: tuple[int, ...], path: tuple[int, ...]) -> Tensor:
+        """After the last token of the path: states are the target's for what is committed, then the module's own."""
+        ids, states = list(tokens[1:]), last_states(tokens[:-1])
+        for token in path:
+            states = torch.cat((states, self.made(ids, states)[-1:]))
+            ids.append(token)
+        return self.made(ids, states)[-1] @ self.decoder.weights.head.weight.T
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_every_node_has_the_logits_of_the_naive_module(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through the engine, in small chunks and with preemption, chains and trees."""
+    seen, grow = [], pairs.grow
+
+    def seeing(trees: list[Any], logits: Tensor, *rest: Any) -> None:
+        nodes = [(tree, node) for tree in trees for node in tree.frontier]
+        for (tree, node), row in zip(nodes, logits, strict=True):
+            path = tuple(tree.draft.tokens[i] for i in tree.draft.path_to(node)[1:])
+            seen.append((tuple(tree.row.tokens), path, row.clone()))
+        grow(trees, logits, *rest)
+
+    monkeypatch.setattr(pairs, "grow", seeing)
+    module, decoder = tiny.mtp("llama").double(), tiny.decoder(tiny.family("llama"))
+    proposer = Pairs("mtp", module, view_of(decoder), **ROOM, width=width)
+    engine = Engine(Runner(decoder, **ROOM), {"mtp": proposer}, chunk=5)
+    requests = [engine.add(build.prompts()[i], build.params(i, 0.8, 9), draft="mtp", depth=3) for i in (2, 3)]
+    build.finish(engine)
+    assert sum(request.stats.drafted for request in requests) > 20
+    naive = Naive(module)
+    for tokens, path, row in seen[::width]:
+        # the embedding comes in float32
+        assert torch.allclose(row, naive.logits(tokens, path), rtol=1e-6, atol=1e-6), (len(tokens), path)
+
+
+@pytest.mark.parametrize("kernels", ["torch", "auto"])
+def test_a_module_comes_back_and_drafts_for_its_target(kernels: str, tmp_path: Path) -> None:
+    """Saved, loaded, drafting: the text is that of plain decoding."""
+    module = tiny.mtp("llama")
+    save_module(module, tmp_path / "mtp", "some/target", torch.float32)
+    loaded = load_module(tmp_path / "mtp", target())
+    expected = module.state_dict()
+    assert {n: t.tolist() for n, t in loaded.state_dict().items()} == {n: t.tolist() for n, t in expected.items()}
+    llm = LLM(tiny.family("llama"), draft=f"mtp:{tmp_path / 'mtp'}", kv_tokens=512, kernels=kernels, width=2)
+    params = SamplingParams(max_tokens=30, temperature=0.8, seed=1, ignore_eos=True)
+    drafted = llm.generate([5, 6, 7, 8], params, depth=3)[0]
+    assert drafted.token_ids == llm.generate([5, 6, 7, 8], params, draft="off")[0].token_ids
+    assert drafted.stats.by_source["mtp"].drafted > 20
+
+
+def change(directory: Path, **values: Any) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def drop(directory: Path, name: str, value: Tensor | None = None) -> None:
+    tensors = load_file(directory / "model.safetensors")
+    tensors.pop(name)
+    save_file(tensors if value is None else tensors | {name: value}, directory / "model.safetensors")
+
+
+BROKEN = {
+    "another kind": (lambda d: change(d, speculators_model_type="eagle3"), "does not describe"),
+    "several layers": (lambda d: change(d, num_nextn_predict_layers=3), "3 layers"),
+    "no layer": (lambda d: change(d, transformer_layer_config=None), "does not describe"),
+    "a tensor less": (lambda d: drop(d, "mtp_layers.0.input_proj.weight"), "input_proj"),
+    "another shape": (lambda d: drop(d, "mtp_layers.0.input_proj.weight", torch.zeros(3, 3)), r"\[3, 3\]"),
+    "no file": (lambda d: (d / "model.safetensors").unlink(), "neither"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_broken_directories_are_refused_in_one_line(case: str, tmp_path: Path) -> None:
+    save_module(tiny.mtp("llama"), tmp_path, None, torch.float32)
+    breaking, says = BROKEN[case]
+    breaking(tmp_path)
+    with pytest.raises(LoadError, match=says) as error:
+        load_module(tmp_path, target())
+    assert "\n" not in str(error.value)
+
+
+def test_a_module_for_another_target() -> None:
+    with pytest.raises(LoadError, match="trained for it"):
+        tiny.mtp("llama", {"vocab_size": 65}).attach(target())
