@@ -29,7 +29,7 @@ from forerun.train.stream import Stream
 from forerun.train.tasks import chosen_tasks, reach_of, task_prompts
 from forerun.train.watch import Watch
 
-MAY_DIFFER = ("max_minutes",)  # between a run and its continuation
+MAY_DIFFER = ("max_minutes", "tasks", "speed_rounds")  # between a run and its continuation
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ def train(values: Mapping[str, Any], out: Path, watch: Watch) -> Report:
 
 
 def resume(given: Mapping[str, Any], out: Path, watch: Watch) -> Report:
-    """Go on from the checkpoint of `out`. What is given beside it must be what it was, but for `max_minutes`."""
+    """Go on from the checkpoint of `out`. What is given beside it must be what it was, but for `MAY_DIFFER`."""
     path = checkpoint_path(out)
     check_out(out)
     state = read_checkpoint(path)
@@ -86,12 +86,15 @@ def resume(given: Mapping[str, Any], out: Path, watch: Watch) -> Report:
     for part, values in given.items():
         pairs = values.items() if isinstance(values, Mapping) else [(part, values)]
         for name, value in pairs:
+            if name in MAY_DIFFER:
+                continue
             before = held[part][name] if isinstance(values, Mapping) else held[part]
-            if name not in MAY_DIFFER and value != before:
+            if value != before:
                 raise ConfigError(f"the run was begun with {name}={before!r}, not {value!r}: leave it out")
     plan = Plan.of(held)
-    limit = given.get("training", {}).get("max_minutes", 0.0)  # of the run that ended, it says nothing of this one
-    plan = replace(plan, training=replace(plan.training, max_minutes=limit))
+    changed = {name: value for name, value in given.get("training", {}).items() if name in MAY_DIFFER}
+    limit = {"max_minutes": 0.0}  # that of the run that ended says nothing of this one
+    plan = replace(plan, training=replace(plan.training, **(limit | changed)))
     return _Run(plan, watch).to_the_end(out, path, state)
 
 

@@ -148,6 +148,25 @@ def test_a_full_disk_at_the_end_loses_nothing(train: Verb, tmp_path: Path, monke
     assert code == 0 and json.loads(text)["steps"] == 6 and out.is_dir()
 
 
+def test_who_does_not_want_to_wait_for_the_measurement_goes_on_without(
+    train: Verb, bare: Verb, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C while the finished drafter is measured loses no step; what is measured may be less afterwards."""
+    out = tmp_path / "d"
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("forerun.train.findings.measure_speed", stop)
+        code, _, err = train("--out", str(out), "--speed-rounds", "2", "--tasks", "chat")
+    assert code == 130 and f"kept in {out}.training; go on with" in err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["d.training", "data.jsonl"]
+    code, text, _ = bare("--resume", "--out", str(out), "--speed-rounds", "0", "--tasks", "none", "--json")
+    report = json.loads(text)
+    assert code == 0 and report["speed"] is None and not report["left_out"] and report["steps"] == 6
+
+
 def test_no_step_at_all_writes_the_layers_as_they_are(train: Verb, tmp_path: Path) -> None:
     code, text, _ = train("--out", str(tmp_path / "d"), "--steps", "0", "--json", "--on-policy", "0")
     report = json.loads(text)
