@@ -10,7 +10,7 @@ import torch
 
 from forerun.errors import ForerunError, LoadError
 
-VERSION = 1
+VERSION = 2
 
 
 def checkpoint_path(out: Path) -> Path:

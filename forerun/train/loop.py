@@ -1,6 +1,6 @@
 """The one training loop: any recipe, steps that can be repeated, checkpoints that continue to the same curve.
 
-What a step does follows from the settings and its number; what it changes is the module, the optimiser, torch's
+What a step does follows from the settings and its number; what it changes is the module, the optimisers, torch's
 random numbers and the `Record`. A checkpoint holds these four, so a run that was interrupted and taken up again goes
 on as if nothing had been.
 """
@@ -26,13 +26,13 @@ from forerun.kernels import native
 from forerun.train.capture import Target
 from forerun.train.checkpoint import write_checkpoint
 from forerun.train.evaluate import Evaluation, Judge
+from forerun.train.optimizers import make_optimizers
 from forerun.train.recipes import Recipe
 from forerun.train.settings import Training
 from forerun.train.stream import Stream
 from forerun.train.watch import Silent, Watch
 
 FLOOR = 0.1  # of the learning rate, at the end of the cosine
-BETAS = (0.9, 0.95)
 Weights = dict[str, Tensor]
 
 
@@ -76,18 +76,20 @@ class Trainer:
         self.judge, self.settings, self.path, self.identity = judge, settings, path, identity
         self.watch, self.clock = watch or Silent(), clock
         torch.manual_seed(settings.seed)
-        self.optimizer = torch.optim.AdamW(
-            module.parameters(), lr=settings.learning_rate, betas=BETAS, weight_decay=settings.weight_decay, fused=True
-        )
         self.record = Record()
         self.best: Weights = {}
         self.vocab = recipe.vocab(module, target)
         self.bfloat16 = computes_bfloat16(settings.dtype, target.device)
+        dtype = torch.bfloat16 if self.bfloat16 else torch.float32
+        self.optimizers = make_optimizers(
+            module, settings.optimizer, settings.learning_rate, settings.weight_decay, dtype
+        )
 
     def resume(self, state: dict[str, Any]) -> None:
         """Go on from a checkpoint."""
         self.module.load_state_dict(state["module"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        for optimizer, held in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(held)
         torch.set_rng_state(state["random"])
         if state["random_cuda"] is not None and self.target.device.type == "cuda":
             torch.cuda.set_rng_state(state["random_cuda"], self.target.device)
@@ -126,7 +128,8 @@ class Trainer:
     def learn(self) -> tuple[float, int]:
         """One step; (its loss, tokens it read). Raises ForerunError before anything is changed if it is not finite."""
         record, module = self.record, self.module.train()
-        self.optimizer.param_groups[0]["lr"] = learning_rate(record.step, self.settings)
+        for optimizer in self.optimizers:
+            optimizer.param_groups[0]["lr"] = learning_rate(record.step, self.settings)
         batches = [self.target.batch(rows, vocab=self.vocab) for rows in self.stream.step(record.step)]
         positions = sum(batch.positions for batch in batches)
         total = 0.0
@@ -143,8 +146,9 @@ class Trainer:
                 f"the loss of step {record.step + 1} is {total} with a gradient of norm {norm}: lower --learning-rate"
                 f" or --clip, or use --dtype float32{kept}"
             )
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
         record.step += 1
         record.losses.append(total)
         return total, sum(batch.tokens.numel() for batch in batches)
@@ -160,7 +164,7 @@ class Trainer:
                 "losses": self.record.losses,
                 "evaluations": [asdict(evaluation) for evaluation in self.record.evaluations],
                 "module": self.module.state_dict(),
-                "optimizer": self.optimizer.state_dict(),
+                "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
                 "best": self.best,
                 "random": torch.get_rng_state(),
                 "random_cuda": torch.cuda.get_rng_state(self.target.device) if cuda else None,

@@ -8,6 +8,7 @@ from typing import Any
 from forerun.errors import ConfigError
 
 FEWEST_TOKENS = 16  # of a row: fewer teach nothing
+OPTIMIZERS = ("muon", "adamw")
 DTYPES = ("auto", "float32", "bfloat16")
 LARGEST = 1 << 31
 
@@ -26,7 +27,8 @@ class Training:
         prompt_tokens: tokens of the data before the target goes on.
         learning_rate: the highest of the schedule, which warms up and then falls along a cosine to a tenth of it.
         warmup: share of the steps in which the learning rate rises.
-        weight_decay: of AdamW.
+        optimizer: muon (for matrices, beside AdamW for embeddings, heads and norms) or adamw.
+        weight_decay: of either.
         clip: largest norm of the gradient; larger ones are scaled down to it.
         seed: of the order of the data and of what the target says; the same seed gives the same run.
         held_out: share of the documents that are kept for evaluation.
@@ -53,8 +55,9 @@ class Training:
     on_policy: float = 0.5
     temperature: float = 0.8
     prompt_tokens: int = 64
-    learning_rate: float = 1e-3
+    learning_rate: float = 3e-3
     warmup: float = 0.05
+    optimizer: str = "muon"
     weight_decay: float = 0.0
     clip: float = 1.0
     seed: int = 0
@@ -89,6 +92,8 @@ class Training:
                 f"prompt_tokens={self.prompt_tokens} leaves no room to draft {self.depth} tokens in"
                 f" tokens={self.tokens}: lower it, or raise tokens"
             )
+        if self.optimizer not in OPTIMIZERS:
+            raise ConfigError(f"there is no optimizer {self.optimizer!r}: use {' or '.join(OPTIMIZERS)}")
         if self.dtype not in DTYPES:
             raise ConfigError(f"there is no training in {self.dtype!r}: use {', '.join(DTYPES)}")
 

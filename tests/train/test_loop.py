@@ -13,6 +13,7 @@ from forerun.train import checkpoint
 from forerun.train.checkpoint import read_checkpoint, write_checkpoint
 from forerun.train.evaluate import Evaluation
 from forerun.train.loop import Trainer, computes_bfloat16, learning_rate
+from forerun.train.optimizers import Muon
 from forerun.train.settings import Training
 from forerun.train.watch import Silent
 from tests.train.conftest import Make
@@ -69,14 +70,14 @@ def test_an_interrupted_run_goes_on_to_the_very_same_curve(make: Make, at: int) 
     assert all(torch.equal(a, b) for a, b in zip(whole.module.parameters(), second.module.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("part", ["random", "optimizer", "module", "step"])
+@pytest.mark.parametrize("part", ["random", "optimizers", "module", "step"])
 def test_each_part_of_a_checkpoint_counts(make: Make, part: str) -> None:
     """Without it the curve is another: the test above can fail."""
     record = with_dropout(make()).run()
     state = read_checkpoint(interrupted(make, 3).path)
     second = with_dropout(make())
     fresh = {
-        "random": torch.get_rng_state(), "optimizer": second.optimizer.state_dict(),
+        "random": torch.get_rng_state(), "optimizers": [optimizer.state_dict() for optimizer in second.optimizers],
         "module": second.module.state_dict(), "step": 2,
     }  # fmt: skip
     second.resume(state | {part: fresh[part]})
@@ -94,8 +95,10 @@ def test_accumulated_passes_are_one_step(make: Make) -> None:
     """The same texts in one pass or in three give the same gradient."""
     one, three = make(steps=2, rows=6), make(steps=2, rows=2, accumulate=3)
     assert one.learn()[0] == pytest.approx(three.learn()[0], rel=1e-5)
-    for a, b in zip(one.optimizer.state.values(), three.optimizer.state.values(), strict=True):
-        assert torch.allclose(a["exp_avg"], b["exp_avg"], atol=1e-6)
+    for mine, others in zip(one.optimizers, three.optimizers, strict=True):
+        name = "momentum" if isinstance(mine, Muon) else "exp_avg"
+        for a, b in zip(mine.state.values(), others.state.values(), strict=True):
+            assert torch.allclose(a[name], b[name], atol=1e-6)
 
 
 def test_the_best_is_kept_and_patience_ends(make: Make) -> None:
