@@ -11,6 +11,7 @@ import typer
 from forerun.bench.choice import PASSAGE
 from forerun.bench.lists import listed, number, plural, whole
 from forerun.config import Config, parse_depth
+from forerun.errors import ConfigError
 from forerun.flags import ENGINE, SAMPLING, with_flags
 from forerun.sampling.params import SamplingParams
 
@@ -42,7 +43,7 @@ Price = Annotated[float | None, typer.Option(help="Of an hour of this machine: t
 Out = Annotated[
     list[Path] | None, typer.Option(help="Also write a page (.html) or lines of JSON (.jsonl); may be repeated.")
 ]
-DEPTHS = ["1", "2", "4", "8", "auto"]
+DEPTHS = "1,2,4,8,auto"  # of a sweep
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
@@ -66,14 +67,10 @@ def decode(
 ) -> None:
     """Time plain decoding and every draft in turn: tokens a second without the prompt, times plain, the same text?"""
     asked = _Asked(
-        drafts=plural(drafts, config.pop("draft", None), "draft", "auto"),
-        depths=plural(depths, config.pop("depth", None), "depth", "auto"),
-        rules=[config.pop("rule", "match")], temperatures=[sampling.get("temperature", 0.0)], requests=[requests],
-        weights=plural(quantizations, config.pop("quantization", None), "quantization", "none"),
-        categories=categories, prompts=prompts, tokens=tokens, repeats=repeats, batches=batches, price=price,
-        out=out or [], as_json=as_json,
+        drafts, depths, None, None, str(requests), quantizations, categories, prompts, tokens, repeats, batches, price,
+        out or [], as_json,
     )  # fmt: skip
-    _measure("decode", config, sampling, asked)
+    _measure("decode", config, sampling, asked, "auto", "auto")
 
 
 @with_flags(ENGINE, DECODED)
@@ -97,18 +94,11 @@ def sweep(
     sampling: dict[str, Any],
 ) -> None:
     """Time the product of drafts, depths, rules, temperatures and requests at once, each beside plain decoding."""
-    degrees = plural(temperatures, sampling.get("temperature"), "temperature", "0")
     asked = _Asked(
-        drafts=plural(drafts, config.pop("draft", None), "draft", "suffix"),
-        depths=plural(depths, config.pop("depth", None), "depth", "") or DEPTHS,
-        rules=plural(rules, config.pop("rule", None), "rule", "match"),
-        temperatures=[number(t, "temperatures") for t in degrees],
-        requests=[whole(count, "requests") for count in listed(requests)],
-        weights=plural(quantizations, config.pop("quantization", None), "quantization", "none"),
-        categories=categories, prompts=prompts, tokens=tokens, repeats=repeats, batches=batches, price=price,
-        out=out or [], as_json=as_json,
+        drafts, depths, rules, temperatures, requests, quantizations, categories, prompts, tokens, repeats, batches,
+        price, out or [], as_json,
     )  # fmt: skip
-    _measure("sweep", config, sampling, asked)
+    _measure("sweep", config, sampling, asked, "suffix", DEPTHS)
 
 
 @with_flags(ENGINE, DECODED)
@@ -167,25 +157,34 @@ def page(
     lines: Annotated[list[Path], typer.Argument(help="What --out FILE.jsonl wrote; several make one page.")],
     out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
 ) -> None:
-    """Make a page of HTML from lines of JSON measured before, here or elsewhere."""
+    """Make a page of HTML from lines of JSON measured before, here or elsewhere: by decode and sweep, or by serve."""
     from forerun.bench.lines import read_lines
+    from forerun.bench.serve_lines import read_served
     from forerun.bench.writing import check_out, write_out
 
     check_out([out])
-    write_out([out], read_lines(lines))
+    served = read_served(lines)
+    if served and out.suffix != ".html":
+        raise ConfigError(f"--out {out} is no page: lines of a server make one, so end it in .html")
+    if served:
+        from forerun.bench.serve_page import write_served_page
+
+        write_served_page(out, served)
+    else:
+        write_out([out], read_lines(lines))
     print(out)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _Asked:
-    """What a command line asked to measure."""
+    """What a command line asked to measure, as it was given: lists stand between commas."""
 
-    drafts: list[str]
-    depths: list[str]
-    rules: list[str]
-    temperatures: list[float]
-    requests: list[int]
-    weights: list[str]
+    drafts: str | None
+    depths: str | None
+    rules: str | None
+    temperatures: str | None
+    requests: str
+    quantizations: str | None
     categories: str | None
     prompts: Path | None
     tokens: int
@@ -196,11 +195,20 @@ class _Asked:
     as_json: bool
 
 
-def _measure(kind: str, config: dict[str, Any], sampling: dict[str, Any], asked: _Asked) -> None:
-    """Check what was asked before anything heavy is imported, measure, show."""
-    for name in asked.weights:
+def _measure(
+    kind: str, config: dict[str, Any], sampling: dict[str, Any], asked: _Asked, draft: str, depths: str
+) -> None:
+    """Check what was asked before anything heavy is imported, measure, show. `draft` and `depths` are what is measured
+    where nothing is said of them."""
+    drafts = plural(asked.drafts, config.pop("draft", None), "draft", draft)
+    numbers = [parse_depth(depth) for depth in plural(asked.depths, config.pop("depth", None), "depth", depths)]
+    rules = plural(asked.rules, config.pop("rule", None), "rule", "match")
+    degrees = plural(asked.temperatures, sampling.get("temperature"), "temperature", "0")
+    temperatures = [number(degree, "temperatures") for degree in degrees]
+    requests = [whole(count, "requests") for count in listed(asked.requests)]
+    weights = plural(asked.quantizations, config.pop("quantization", None), "quantization", "none")
+    for name in weights:
         Config.of(**config, quantization=None if name == "none" else name)
-    depths = [parse_depth(depth) for depth in asked.depths]
     params = SamplingParams.of(**{"seed": 0} | sampling, max_tokens=asked.tokens, ignore_eos=True)
     from forerun.bench.writing import check_out, write_out
 
@@ -210,10 +218,9 @@ def _measure(kind: str, config: dict[str, Any], sampling: dict[str, Any], asked:
     from forerun.bench.report import print_json, progress
 
     plan = Plan(
-        params, asked.drafts, depths, asked.rules, asked.temperatures, asked.requests, asked.weights, asked.repeats,
-        asked.batches, asked.price,
-    )  # fmt: skip
-    tasks = choose_tasks(config.get("model"), asked.prompts, asked.categories, max(asked.requests), asked.batches)
+        params, drafts, numbers, rules, temperatures, requests, weights, asked.repeats, asked.batches, asked.price
+    )
+    tasks = choose_tasks(config.get("model"), asked.prompts, asked.categories, max(requests), asked.batches)
     with progress(asked.as_json) as tell:
         report = measure_decoding(config, plan, tasks, tell, kind)
     if asked.as_json:

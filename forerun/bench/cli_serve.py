@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -84,7 +83,9 @@ def serve(
     else:
         _show(report)
     if out is not None:
-        _write(out, report)
+        from forerun.bench.serve_lines import write_served
+
+        write_served(out, report.as_dict())
     if report.stopped is None:
         return
     ended = f"{report.stopped}; the figures are of what was measured until then"
@@ -152,15 +153,6 @@ def _footer(report: ServeReport) -> str:
             " remember: give more of them, or another --seed"
         )
     return "\n".join(parts)
-
-
-def _write(path: Path, report: ServeReport) -> None:
-    """A line of JSON for each result, with what all have in common on each; a file that is there is replaced."""
-    from forerun.bench.lines import write_whole
-
-    common = report.as_dict()
-    results = common.pop("results")
-    write_whole(path, "".join(f"{json.dumps(common | result)}\n" for result in results))
 
 
 def _key(name: str) -> str:

@@ -12,12 +12,11 @@ that is there already is replaced whole or stays as it was.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from forerun.bench.whole import write_whole
 from forerun.errors import ForerunError
 
 RUN = ("kind", "model", "tokens", "repeats", "machine")
@@ -38,7 +37,7 @@ def _whole(value: Any) -> bool:
     return isinstance(value, int) and _number(value)
 
 
-def _or_null(check: Check) -> Check:
+def or_null(check: Check) -> Check:
     return lambda value: value is None or check(value)
 
 
@@ -63,7 +62,7 @@ def _sources(value: Any) -> bool:
 # What a field must be, in the words of an error, and how that is told. Null stands for what was not measured.
 TEXT = "text", _text
 NUMBER = "a finite number from 0 up", _number
-NUMBER_OR_NULL = "a finite number from 0 up, or null", _or_null(_number)
+NUMBER_OR_NULL = "a finite number from 0 up, or null", or_null(_number)
 WHOLE = "a whole number from 0 up", _whole
 RUN_FIELDS: dict[str, tuple[str, Check]] = {
     "kind": TEXT,
@@ -82,14 +81,14 @@ RESULT_FIELDS: dict[str, tuple[str, Check]] = {
     "requests": WHOLE,
     "tokens_per_second": NUMBER,
     "times_plain": NUMBER,
-    "interval": ("null or two numbers", _or_null(_list_of(_number, 2))),
+    "interval": ("null or two numbers", or_null(_list_of(_number, 2))),
     "accepted_length": NUMBER,
     "drafted": NUMBER,
     "draft_ms": NUMBER,
     "pass_ms": NUMBER,
     "other_ms": NUMBER,
     "same": ("true, false or null", lambda value: value is None or isinstance(value, bool)),
-    "first_difference": ("a whole number from 0 up, or null", _or_null(_whole)),
+    "first_difference": ("a whole number from 0 up, or null", or_null(_whole)),
     "lengths": ("a list of whole numbers", _list_of(_whole)),
     "acceptance": ("a list of [tried, accepted]", _list_of(_list_of(_whole, 2))),
     "sources": ("an object of [drafted, accepted]", _sources),
@@ -111,18 +110,19 @@ def check_report(report: Any) -> None:
 
     Fields that are not known here are let through: they are not this version's to judge.
     """
-    _check_fields(report, RUN_FIELDS, "the report")
+    check_fields(report, RUN_FIELDS, "the report")
     for name, fields in (("results", RESULT_FIELDS), ("limits", LIMIT_FIELDS)):
         if not isinstance(report.get(name), list | tuple):
             raise ForerunError(f"the report has no list of {name}: give what a measurement's as_dict() returns")
         for i, item in enumerate(report[name]):
-            _check_fields(item, fields, f"{name[:-1]} {i + 1} of the report")
-            _check_fields(item, {key: RUN_FIELDS[key] for key in RUN if key in item}, f"{name[:-1]} {i + 1}")
+            check_fields(item, fields, f"{name[:-1]} {i + 1} of the report")
+            check_fields(item, {key: RUN_FIELDS[key] for key in RUN if key in item}, f"{name[:-1]} {i + 1}")
     if not report["results"]:
         raise ForerunError("the report has no results: there is nothing to write")
 
 
-def _check_fields(item: Any, fields: Mapping[str, tuple[str, Check]], where: str) -> None:
+def check_fields(item: Any, fields: Mapping[str, tuple[str, Check]], where: str) -> None:
+    """Raise ForerunError, which begins with `where`, unless it is an object that has all fields as they have to be."""
     if not isinstance(item, Mapping):
         raise ForerunError(f"{where} is no object, but {_start_of(item)}")
     for name, (kind, check) in fields.items():
@@ -169,7 +169,7 @@ def read_lines(paths: Sequence[Path]) -> dict[str, Any]:
     results: dict[str, dict[str, Any]] = {}
     limits: dict[str, dict[str, Any]] = {}
     for path in paths:
-        for where, line in _objects(path):
+        for where, line in objects_of(path):
             one = {**line, "results": [line], "limits": line.get("limits")}
             try:
                 check_report(one)
@@ -188,7 +188,7 @@ def read_lines(paths: Sequence[Path]) -> dict[str, Any]:
     return {**run, "results": list(results.values()), "limits": list(limits.values())}
 
 
-def _objects(path: Path) -> list[tuple[str, dict[str, Any]]]:
+def objects_of(path: Path) -> list[tuple[str, dict[str, Any]]]:
     """(where it stands, the object) of each line that is not blank."""
     found = []
     try:
@@ -207,25 +207,3 @@ def _objects(path: Path) -> list[tuple[str, dict[str, Any]]]:
             raise ForerunError(f"{where} is no result of a measurement, but {_start_of(item)}")
         found.append((where, item))
     return found
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file beside its place, then move it there in one step; links are followed to what they name.
-
-    Raises:
-        ForerunError: it cannot be written, or something that is no file has that name.
-    """
-    temporary: Path | None = None
-    try:
-        place = path.resolve()
-        if place.exists() and not place.is_file():
-            raise ForerunError(f"{path} cannot be written: there is something that is no file; give another name")
-        temporary = place.with_name(f".forerun-{os.getpid()}.tmp")
-        temporary.write_text(text, encoding="utf-8", newline="\n")
-        os.replace(temporary, place)
-    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: links that go round in circles
-        raise ForerunError(f"{path} cannot be written: {getattr(error, 'strerror', None) or error}") from None
-    finally:
-        if temporary is not None:
-            with suppress(OSError):
-                temporary.unlink()

@@ -13,10 +13,10 @@ def listed(text: str) -> list[str]:
 
 
 def plural(many: str | None, one: Any, name: str, default: str, names: str = "") -> list[str]:
-    """The values of `--drafts`, or the one of `--draft`; both are an error."""
+    """The values of `--drafts`, or the one of `--draft`, or those of the default; both are an error."""
     if many is not None and one is not None:
         raise ConfigError(f"--{name} and --{names or name + 's'} were both given: give one of them")
-    return listed(many) if many is not None else [str(one if one is not None else default)]
+    return [str(one)] if one is not None else listed(default if many is None else many)
 
 
 def whole(text: str, name: str) -> int:

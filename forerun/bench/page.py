@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from forerun.bench.figures import sections_of
-from forerun.bench.lines import check_report, write_whole
+from forerun.bench.lines import check_report
 from forerun.bench.summary import (
     NOTHING,
     Entry,
@@ -31,6 +31,7 @@ from forerun.bench.summary import (
     unique,
     verdict,
 )
+from forerun.bench.whole import write_whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ class Column:
     """
 
     name: str
-    value: Callable[[Entry], Any]
+    value: Callable[[Any], Any]
     text: Callable[[Any], str] = shown
     numeric: bool = False
 
@@ -98,6 +99,11 @@ MEASURED = (  # shown where they are known
     _field("joules a token", "joules_per_token"),
     _field("cost a million", "cost_per_million"),
 )
+FOOTER = (
+    "Times plain: the speed over that of plain decoding of the same weights and prompts in the same round, the median"
+    " of all rounds, with its 95 % bootstrap interval. Accepted length: tokens a pass of the target, its own included."
+    " Reading prompts is not counted."
+)
 
 
 def write_page(path: Path, data: Mapping[str, Any], title: str | None = None) -> None:
@@ -117,16 +123,11 @@ def write_page(path: Path, data: Mapping[str, Any], title: str | None = None) ->
 
 def render(data: Mapping[str, Any], title: str | None = None) -> str:
     """The page of a checked report. The same report gives the same page."""
-    from jinja2 import Environment, StrictUndefined
-
     entries = entries_of(data)
-    columns, rows = table_of(entries)
+    columns, rows = table_of(entries, CONDITIONS, MEASURED, "draft")
     claim, terms = headline(entries)
     held, said = verdict(entries)
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["digest"] = _digest
-    template = environment.from_string((files("forerun.bench") / "page.html").read_text(encoding="utf-8"))
-    return template.render(
+    return fill(
         title=shown(title or f"{data['kind']}: {data['model']}"),
         claim=claim,
         terms=terms,
@@ -138,7 +139,18 @@ def render(data: Mapping[str, Any], title: str | None = None) -> str:
         rows=rows,
         sections=sections_of(entries),
         limits=limits_of(data["limits"]),
+        footer=FOOTER,
     )
+
+
+def fill(**values: Any) -> str:
+    """The template with what it asks for."""
+    from jinja2 import Environment, StrictUndefined
+
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["digest"] = _digest
+    template = environment.from_string((files("forerun.bench") / "page.html").read_text(encoding="utf-8"))
+    return template.render(**values)
 
 
 def _digest(script: str) -> str:
@@ -200,18 +212,21 @@ def _best_row(name: str, best: Standing) -> tuple[str, str, str, bool]:
     return name, best.entries[0].arm, f"{best.times:.2f}{span}", same_text(best.entries).startswith("DIFFERENT")
 
 
-def table_of(entries: Sequence[Entry]) -> tuple[list[Column], list[list[Cell]]]:
-    """The columns that say something, and the rows of all results."""
+def table_of(
+    entries: Sequence[Any], conditions: Sequence[Column], measured: Sequence[Column], always: str
+) -> tuple[list[Column], list[list[Cell]]]:
+    """The columns that say something, and the rows of all results: conditions where they differ, and the one that is
+    shown always; figures where they are known."""
 
     def values(column: Column) -> set[str]:
         return {shown(value) for value in map(column.value, entries) if value is not None}
 
-    columns = [c for c in CONDITIONS if c.name == "draft" or len(values(c)) > 1]
-    columns += [c for c in MEASURED if values(c)]
+    columns = [c for c in conditions if c.name == always or len(values(c)) > 1]
+    columns += [c for c in measured if values(c)]
     return columns, [[_cell(column, entry) for column in columns] for entry in entries]
 
 
-def _cell(column: Column, entry: Entry) -> Cell:
+def _cell(column: Column, entry: Any) -> Cell:
     value = column.value(entry)
     if value is None:
         return Cell(NOTHING, "", column.numeric)

@@ -12,10 +12,8 @@ such a pair measures what a trained pair of its size and acceptance would.
 from __future__ import annotations
 
 import json
-import secrets
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +27,7 @@ from forerun import __version__
 from forerun.bench.agreement import Agreement, Judge
 from forerun.bench.corpus import excerpts, library_texts
 from forerun.bench.recipe import SPECIAL, PairRecipe
+from forerun.bench.whole import whole_directory
 from forerun.errors import ConfigError
 
 TEXT_A_TOKEN = 732  # characters of text to learn a token from
@@ -78,7 +77,10 @@ def make_pair(out: Path, recipe: PairRecipe, tell: Tell = lambda _: None) -> Pai
     Raises:
         ConfigError: `out` holds something, or cannot be a directory.
     """
-    with _whole_or_nothing(out) as work:
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{out} is there already, and not empty: give another directory, or remove it")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with whole_directory(out) as work:
         tell("learning a tokenizer")
         prompts = _write_tokenizer(recipe, [work / "target", work / "draft"])
         tell("drawing weights")
@@ -241,19 +243,3 @@ def _write_tokenizer(recipe: PairRecipe, directories: list[Path]) -> list[list[i
         tokenizer.save(str(directory / "tokenizer.json"))
         (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=1))
     return excerpts(lambda text: list(tokenizer.encode(text).ids), recipe.prompts, recipe.prompt_tokens)
-
-
-@contextmanager
-def _whole_or_nothing(out: Path) -> Iterator[Path]:
-    """A directory beside `out` that becomes `out` at the end, and goes if anything is raised before."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"{out} is there already, and not empty: give another directory, or remove it")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    work = out.parent / f".{out.name}-{secrets.token_hex(4)}"
-    work.mkdir()
-    try:
-        yield work
-        work.replace(out)
-    except BaseException:
-        shutil.rmtree(work, ignore_errors=True)
-        raise

@@ -7,8 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from forerun.bench.peer_process import Outcome, Ready
-from forerun.bench.report import bootstrap_interval, median
-from forerun.bench.run import first_difference
+from forerun.bench.report import bootstrap_interval, first_difference, median
 
 OURS = "forerun"
 ITS_OWN = 1  # stands for the depth of an engine that drafts as deep as it likes

@@ -1,4 +1,5 @@
-"""What measurements have in common: where they were made, medians with their uncertainty, tables, progress."""
+"""What measurements have in common: where they were made, medians with their uncertainty, whether two outputs are the
+same, tables, progress. Nothing of torch until it is asked for a machine: clients of a server use this too."""
 
 from __future__ import annotations
 
@@ -35,6 +36,13 @@ def bootstrap_interval(values: Sequence[float], level: float = 0.95) -> tuple[fl
 def median(values: Sequence[float]) -> float:
     """The median as a plain number."""
     return float(np.median(values))
+
+
+def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
+    """The first index where two outputs differ, the end of the shorter one included; None if they are the same."""
+    if list(one) == list(other):
+        return None
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 @contextmanager

@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from forerun.bench.energy import Meter, cost_per_million
-from forerun.bench.report import RESAMPLES, Tell, median
-from forerun.bench.run import PLAIN, Arm, Run, Work, first_difference, timed_run
+from forerun.bench.report import RESAMPLES, Tell, first_difference, median
+from forerun.bench.run import PLAIN, Arm, Run, Work, timed_run
 from forerun.bench.tally import tally
 from forerun.kernels import native
 from forerun.llm import LLM

@@ -119,10 +119,3 @@ def timed_run(engine: Engine, works: Sequence[Work], params: SamplingParams, arm
         stats=[request.stats for request in requests],
         step_ms=1e3 * (closed - opened) / steps if steps else 0.0,
     )
-
-
-def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
-    """The first index where two outputs differ, the end of the shorter one included; None if they are the same."""
-    if list(one) == list(other):
-        return None
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

@@ -11,7 +11,7 @@ import numpy as np
 
 from forerun.bench.answer import Answer, Speculated
 from forerun.bench.closed_loop import Run
-from forerun.bench.report import bootstrap_interval, median
+from forerun.bench.report import bootstrap_interval, first_difference, median
 
 OFF = "off"
 PERCENTILES = (50, 95, 99)
@@ -127,13 +127,7 @@ def differences(run: Run, base: Run) -> list[int | None]:
     """For each request that both runs finished: the first output position where they differ, None if they are alike."""
     theirs = {answer.index: answer.token_ids for answer in base.finished}
     pairs = [(answer.token_ids, theirs[answer.index]) for answer in run.finished if answer.index in theirs]
-    return [_first_difference(one, other) for one, other in pairs]
-
-
-def _first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
-    if one == other:
-        return None
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    return [first_difference(one, other) for one, other in pairs]
 
 
 def gaps(answer: Answer) -> list[tuple[float, float]]:

@@ -30,7 +30,7 @@ def tally(stats: Iterable[RequestStats]) -> dict[str, Any]:
                 acceptance += [[0, 0]] if level == len(acceptance) else []
                 acceptance[level][0] += 1
                 acceptance[level][1] += accepted > level
-            bucket = positions.setdefault(_bucket(at), [0, 0])
+            bucket = positions.setdefault(bucket_of(at), [0, 0])
             bucket[0] += 1
             bucket[1] += given
             at += given
@@ -49,6 +49,6 @@ def _count(histogram: list[int], index: int) -> None:
     histogram[index] += 1
 
 
-def _bucket(position: int) -> int:
+def bucket_of(position: int) -> int:
     """The first position of the bucket that holds `position`: 0, 32, 64, 128, .."""
     return 0 if position < FIRST_BUCKET else 1 << (position.bit_length() - 1)

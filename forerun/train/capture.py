@@ -22,7 +22,7 @@ from forerun.errors import ConfigError
 from forerun.llm import LLM
 from forerun.load import load_tokenizer, pick_device
 from forerun.models.config import load_config
-from forerun.models.decoder import longest_context
+from forerun.models.decoder import default_context, longest_context
 from forerun.models.hub import find_model
 from forerun.models.text import Tokenizer
 from forerun.runner import Runner
@@ -34,6 +34,7 @@ from forerun.train.settings import Training
 
 PAGE = 16
 AT_ONCE = 16  # texts continued together
+ROOM = 384  # tokens of the longer prompts of tasks, beside a text that is learnt from
 LOGITS = 1 << 25  # most logits of one pass
 
 
@@ -68,7 +69,8 @@ class Batch:
 
 
 class Target:
-    """The model to draft for. `boundaries` are the hidden states that its batches bring along (see `Forward`)."""
+    """The model to draft for: `tokens` of a text are learnt from, `context` is what it has room for. `boundaries` are
+    the hidden states that its batches bring along (see `Forward`)."""
 
     boundaries: tuple[int, ...] = ()
 
@@ -77,13 +79,15 @@ class Target:
         self.name = model  # None is the bundled one
         self.tokens, self.top, tokens = settings.tokens, settings.top, settings.tokens
         self.directory: Path = find_model(model)
-        longest = longest_context(load_config(self.directory))
+        config = load_config(self.directory)
+        longest = longest_context(config)
         if tokens > longest:
             raise ConfigError(f"tokens={tokens} is over what the target can read: give at most {longest}")
         if load_tokenizer(self.directory) is None:
             raise ConfigError(f"the target in {self.directory} has no tokenizer: it cannot read texts to learn from")
+        self.context = max(tokens, min(tokens + ROOM, default_context(config)))
         self.llm = LLM(
-            model, draft="suffix", device=settings.device, context=tokens, max_rows=AT_ONCE, page=PAGE,
+            model, draft="suffix", device=settings.device, context=self.context, max_rows=AT_ONCE, page=PAGE,
             kv_tokens=AT_ONCE * (tokens + 4 * PAGE), threads=settings.threads,
         )  # fmt: skip
         self.device = pick_device(settings.device)
@@ -111,9 +115,9 @@ class Target:
 
         return replace(view_of(self.llm.decoder), head=head)
 
-    def runner(self, slots: int) -> Runner:
-        """The target with an empty cache of its own, for `slots` texts."""
-        return Runner(self.llm.decoder, tokens=slots * (self.tokens + 4 * PAGE), page=PAGE, slots=slots)
+    def runner(self, slots: int, tokens: int) -> Runner:
+        """The target with an empty cache of its own, for `slots` texts of up to `tokens` tokens."""
+        return Runner(self.llm.decoder, tokens=slots * (tokens + 4 * PAGE), page=PAGE, slots=slots)
 
     def continued(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], temperature: float) -> list[Example]:
         """What the target says behind each prompt, up to the end of the text or `tokens` tokens in all."""
@@ -175,7 +179,7 @@ class Target:
         read, example by example, some examples a pass."""
         longest = max(len(example.tokens) for example in examples)
         at_once = min(max(LOGITS // (longest * self.vocab), 1), len(examples))
-        runner = self.runner(at_once)
+        runner = self.runner(at_once, longest)
         for at in range(0, len(examples), at_once):
             segments = []
             for slot, example in enumerate(examples[at : at + at_once]):

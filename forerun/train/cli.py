@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from forerun.train.evaluate import Measured
+    from forerun.train.findings import Findings
+    from forerun.train.speed import Speed
 
 TRAINING = Group("training", Training, "Training")
 LOSSES = Group("losses", AheadOptions, "Losses")
@@ -54,7 +56,7 @@ def train(
     out: Annotated[Path | None, typer.Option(help="The directory to make.")] = None,
     go_on: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoint of --out.")] = False,
     drafter: Annotated[
-        str | None, typer.Option("--eval", help="Train nothing: measure this drafter on the held-out data.")
+        str | None, typer.Option("--eval", help="Train nothing: measure this drafter by task, and on held-out --data.")
     ] = None,
     as_json: Json = False,
     *,
@@ -91,7 +93,7 @@ def train(
     if as_json:
         print_json({"directory": str(out), **report.as_dict()})
         return
-    _print(report.measured)
+    _print(report.findings)
     first, best = report.record.evaluations[0], report.record.best or report.record.evaluations[0]
     print(
         f"{out}: {report.parameters / 1e6:.1f}M parameters after {best.step} of {report.record.step} steps; accepted"
@@ -110,25 +112,56 @@ def _evaluate(drafter: str, given: dict[str, Any], as_json: bool, trains: bool) 
     from forerun.train.watch import watching
 
     with watching(as_json) as watch:
-        measured = measure(given.get("target"), drafter, tuple(given.get("data", ())), training, watch)
+        findings = measure(given.get("target"), drafter, tuple(given.get("data", ())), training, watch)
     if as_json:
-        print_json({"drafter": drafter, "measured": [entry.as_dict() for entry in measured]})
+        print_json({"drafter": drafter, **findings.as_dict()})
     else:
-        _print(measured)
+        _print(findings)
 
 
-def _print(measured: Sequence[Measured]) -> None:
+def _print(findings: Findings) -> None:
+    """The tables, and what they leave out."""
+    _print_lengths(findings.measured)
+    if findings.left_out:
+        counts = ", ".join(f"{task} {count}" for task, count in findings.left_out.items())
+        print(f"left out, since they are too long: {counts}")
+    if findings.speed is not None:
+        _print_speed(findings.speed)
+
+
+def _print_lengths(measured: Sequence[Measured]) -> None:
     """Accepted lengths, measured and analytic, and by where in the output a draft began."""
     from forerun.bench.report import print_table
 
     spans = sorted({at for entry in measured for at in entry.by_position})
     print_table(
-        ("temperature", "depth", "accepted length", "analytic", "passes", *(f"from {at}" for at in spans)),
+        ("task", "temperature", "depth", "accepted length", "analytic", "passes", *(f"from {at}" for at in spans)),
         [
             (
-                f"{entry.temperature:g}", str(entry.depth), f"{entry.accepted_length:.3f}", f"{entry.analytic:.3f}",
-                str(entry.passes), *(f"{entry.by_position[at]:.2f}" if at in entry.by_position else "" for at in spans),
+                entry.task, f"{entry.temperature:g}", str(entry.depth), f"{entry.accepted_length:.3f}",
+                f"{entry.analytic:.3f}", str(entry.passes),
+                *(f"{entry.by_position[at]:.2f}" if at in entry.by_position else "" for at in spans),
             )
             for entry in measured
         ],
     )  # fmt: skip
+
+
+def _print_speed(speed: Speed) -> None:
+    """Each way to decode beside plain decoding."""
+    from forerun.bench.report import print_table
+
+    print_table(
+        ("depth", "tokens/s", "times plain (95 %)", "accepted length", "text"),
+        [
+            (
+                str(pace.depth or "plain"), f"{pace.tokens_per_second:.1f}", pace.ratio, f"{pace.accepted_length:.2f}",
+                "same" if pace.same else "DIFFERENT",
+            )
+            for pace in speed.paces
+        ],
+    )  # fmt: skip
+    print(
+        f"held-out texts, {speed.tokens} tokens behind each of {speed.prompts} prompts, temperature 0; medians of"
+        f" {speed.rounds} round{'s' * (speed.rounds > 1)}; the best fixed depth is {speed.best_depth}"
+    )

@@ -1,4 +1,4 @@
-"""How good a drafter is on documents it has never seen: by its module (analytic), and by the engine (measured).
+"""How good a drafter is on texts it has never seen: by its module (analytic), and by the engine (measured).
 
 Both are made along the same texts, so that they differ by the tosses of the verification alone, and by whatever is
 wrong: another alignment, another rounding, a drafter that was not written as it was trained.
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from forerun.bench.report import Tell, nothing
+from forerun.bench.tally import bucket_of
 from forerun.engine.engine import Engine
 from forerun.engine.request import Request
 from forerun.errors import RequestError
@@ -25,12 +27,12 @@ from forerun.train.capture import AT_ONCE, Target
 from forerun.train.data import Corpus, Example
 from forerun.train.lengths import Stretch, accepted_length, from_any
 from forerun.train.recipes import Recipe
-from forerun.train.settings import Training
+from forerun.train.settings import Training, depths_up_to
 from forerun.train.stream import seed_of
+from forerun.train.tasks import Opening, Prompts, held_out_prompts
 
 ROWS = 4  # texts of one pass
-SPAN = 64  # output positions that are counted together
-HELD_OUT = 1 << 32  # added to the numbers of seeds, so that no held-out text shares one with training
+APART = 1 << 32  # added to the numbers of seeds, so that no held-out text shares one with training
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,16 +57,18 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What the engine counted with a drafter that was written, under rule token.
+    """What the engine counted with a drafter that was written, on one task, under rule token.
 
     Attributes:
+        task: a kind of the project's own tasks, or held-out.
         temperature, depth: at which.
         accepted_length: tokens a target pass.
         analytic: what arithmetic expects along the same texts.
         passes: how many were counted.
-        by_position: {first output position of a span of 64: tokens a pass that began there}.
+        by_position: {first output position of a span: tokens a pass that began there}, by spans of 32, 32, 64, 128, ..
     """
 
+    task: str
     temperature: float
     depth: int
     accepted_length: float
@@ -78,69 +82,97 @@ class Measured:
 
 
 class Judge:
-    """Held-out texts and how drafters fare on them."""
+    """Texts that are not trained on, and how drafters fare on them."""
 
-    def __init__(self, target: Target, recipe: Recipe, held_out: Corpus, settings: Training) -> None:
-        """The target continues the held-out prompts once. Raises RequestError where there is none."""
-        if not held_out.prompts:
-            raise RequestError(
-                f"no held-out text is longer than prompt_tokens={settings.prompt_tokens}, so that it could be"
-                " continued: lower it, give longer texts, or hold out more of them"
-            )
+    def __init__(
+        self,
+        target: Target,
+        recipe: Recipe,
+        held_out: Corpus | None,
+        settings: Training,
+        tasks: Sequence[Prompts] = (),
+    ) -> None:
+        """To evaluate, held-out documents are needed; `tasks` are measured beside them. Raises RequestError where no
+        held-out text can be continued."""
         self.target, self.recipe, self.settings = target, recipe, settings
-        self.prompts = held_out.prompts[: settings.evaluate_rows]
-        seeds = [seed_of(settings.seed, HELD_OUT + i) for i in range(len(self.prompts))]
-        self.texts = target.continued(self.prompts, seeds, settings.temperature)
-        self.data = held_out.examples[: settings.evaluate_rows] or self.texts
+        self.corpus = held_out
+        self.held_out = None if held_out is None else held_out_prompts(held_out, settings)
+        self.sets = [*([self.held_out] if self.held_out else []), *tasks]
+
+    @cached_property
+    def texts(self) -> list[Example]:
+        """What the target says behind the held-out prompts: made once, whatever precision training then has."""
+        assert self.held_out is not None
+        prompts = [opening.tokens for opening in self.held_out.openings]
+        seeds = [seed_of(self.settings.seed, APART + i) for i in range(len(prompts))]
+        with torch.autocast(self.target.device.type, enabled=False):
+            return self.target.continued(prompts, seeds, self.settings.temperature)
 
     @torch.no_grad()
     def evaluate(self, module: nn.Module, step: int) -> Evaluation:
         """Along the held-out texts."""
+        assert self.corpus is not None
         module.eval()
+        texts = self.texts
         vocab, logs = self.recipe.vocab(module, self.target), []
-        for rows in _chunks(self.data):
+        for rows in _chunks(self.corpus.examples[: self.settings.evaluate_rows] or texts):
             batch = self.target.batch(rows, vocab=vocab)
             logs.append(self.recipe.analytic(module, batch, 1).said[batch.mask].double())
-        along = self._along(module, self.texts, self.settings.temperature, self.settings.depth)
+        stretches = [Stretch(text.given, len(text.tokens) - 1, self.settings.tokens - 1) for text in texts]
+        along = self._along(module, texts, self.settings.temperature, self.settings.depth)
         return Evaluation(
             step,
             perplexity=float(torch.cat(logs).mean().neg().exp()),
             overlap=float(along.overlap[..., 0][along.mask].double().mean()),
             from_any=from_any(along.overlap, along.mask),
-            accepted_length=accepted_length(along.chances, self._stretches(self.texts)),
+            accepted_length=accepted_length(along.chances, stretches),
         )
 
     @torch.no_grad()
     def measure(self, module: nn.Module, directory: Path, tell: Tell = nothing) -> list[Measured]:
-        """Let the engine draft with what is in `directory`; `module` is what should be there."""
-        engine, measured = self._engine(directory), []
+        """Let the engine draft with what is in `directory`, task by task; `module` is what should be there. Raises
+        RequestError where every prompt was left out."""
+        sets = [prompts for prompts in self.sets if prompts.openings]
+        if not sets:
+            raise RequestError("no prompt is left to measure with, all are too long: give others by --data or --tasks")
+        engine, measured = self._engine(directory, sets), []
         module.eval()
-        for temperature in (0.0, self.settings.temperature):
-            for depth in depths_up_to(self.settings.depth):
-                tell(f"measuring depth {depth} at temperature {temperature:g}")
-                requests = self._run(engine, temperature, depth)
-                texts = [Example(tuple(request.tokens), request.prompt_length) for request in requests]
-                chances = self._along(module, texts, temperature, depth).chances
-                rounds = _rounds(requests)
-                measured.append(
-                    Measured(
-                        temperature,
-                        depth,
-                        accepted_length=sum(map(sum, rounds.values())) / max(sum(map(len, rounds.values())), 1),
-                        analytic=accepted_length(chances, self._stretches(texts)),
-                        passes=sum(map(len, rounds.values())),
-                        by_position={at: sum(emitted) / len(emitted) for at, emitted in sorted(rounds.items())},
-                    )
-                )
+        for prompts in sets:
+            for temperature in (0.0, self.settings.temperature):
+                for depth in depths_up_to(self.settings.depth):
+                    tell(f"measuring {prompts.task}, depth {depth} at temperature {temperature:g}")
+                    measured.append(self._measure(engine, module, prompts, temperature, depth))
         return measured
 
+    def _measure(self, engine: Engine, module: nn.Module, prompts: Prompts, temperature: float, depth: int) -> Measured:
+        """One task at one temperature and depth."""
+        requests = self._run(engine, prompts.openings, temperature, depth)
+        texts = [Example(tuple(request.tokens), request.prompt_length) for request in requests]
+        chances = self._along(module, texts, temperature, depth).chances
+        stretches = [
+            Stretch(len(opening.tokens) + _opened(request) - 1, len(request.tokens) - 1, opening.limit - 1)
+            for opening, request in zip(prompts.openings, requests, strict=True)
+        ]
+        rounds = _rounds(requests)
+        passes = sum(map(len, rounds.values()))
+        return Measured(
+            prompts.task,
+            temperature,
+            depth,
+            accepted_length=sum(map(sum, rounds.values())) / max(passes, 1),
+            analytic=accepted_length(chances, stretches),
+            passes=passes,
+            by_position={at: sum(emitted) / len(emitted) for at, emitted in sorted(rounds.items())},
+        )
+
     def _along(self, module: nn.Module, texts: Sequence[Example], temperature: float, depth: int) -> _Along:
-        """The outlook along some texts, all in one. [B, tokens - 1, depth]"""
+        """The outlook along some texts, all in one. [B, tokens of the longest - 1, depth]"""
         parts, vocab = [], self.recipe.vocab(module, self.target)
+        longest = max(len(text.tokens) for text in texts)
         for rows in _chunks(texts):
             batch = self.target.batch(rows, temperature, vocab)
             outlook = self.recipe.analytic(module, batch, depth)
-            missing = self.settings.tokens - 1 - batch.mask.shape[1]
+            missing = longest - 1 - batch.mask.shape[1]
             parts.append(
                 _Along(
                     F.pad(outlook.overlap, (0, 0, 0, missing)),
@@ -150,25 +182,22 @@ class Judge:
             )
         return _Along(*(torch.cat([getattr(part, name) for part in parts]) for name in _Along.__slots__))
 
-    def _stretches(self, texts: Sequence[Example]) -> list[Stretch]:
-        return [Stretch(text.given, len(text.tokens) - 1, self.settings.tokens - 1) for text in texts]
-
-    def _engine(self, directory: Path) -> Engine:
+    def _engine(self, directory: Path, sets: Sequence[Prompts]) -> Engine:
         """An engine on the target's weights that drafts with what is in `directory`, as `--draft` does."""
-        runner = self.target.runner(AT_ONCE)
+        runner = self.target.runner(AT_ONCE, max(opening.limit for prompts in sets for opening in prompts.openings))
         proposer = self.recipe.proposer(directory, self.target, runner)
         return Engine(runner, {self.recipe.draft: proposer}, rule="token", tokenizer=self.target.tokenizer)
 
-    def _run(self, engine: Engine, temperature: float, depth: int) -> list[Request]:
-        """The held-out prompts, continued with drafts of one depth."""
+    def _run(self, engine: Engine, openings: Sequence[Opening], temperature: float, depth: int) -> list[Request]:
+        """The prompts, continued with drafts of one depth."""
         requests = []
-        for i, prompt in enumerate(self.prompts):
+        for i, opening in enumerate(openings):
             params = SamplingParams(
                 temperature=temperature,
-                max_tokens=self.settings.tokens - len(prompt),
-                seed=seed_of(depth, HELD_OUT + i),  # whatever the seed of the run, so that runs can be compared
+                max_tokens=opening.limit - len(opening.tokens),
+                seed=seed_of(depth, APART + i),  # whatever the seed of the run, so that runs can be compared
             )
-            requests.append(engine.add(list(prompt), params, draft=self.recipe.draft, depth=depth))
+            requests.append(engine.add(list(opening.tokens), params, draft=self.recipe.draft, depth=depth))
         while engine.busy:
             engine.step()
         return requests
@@ -183,19 +212,20 @@ class _Along:
     mask: Tensor
 
 
-def depths_up_to(depth: int) -> list[int]:
-    """1, 2, 4 and so on, and `depth` itself."""
-    return sorted({*(1 << i for i in range(depth.bit_length())), depth})
+def _opened(request: Request) -> int:
+    """Tokens of the pass that ended the prompt, which is not counted. It drafts only where a single token was left to
+    read: a short prompt, or one whose beginning the cache still has."""
+    return min(request.stats.rounds[0][1] + 1, request.produced)
 
 
 def _rounds(requests: Sequence[Request]) -> dict[int, list[int]]:
     """{first output position of a span: tokens of each pass that began there}; passes that ended prompts left out."""
     rounds: defaultdict[int, list[int]] = defaultdict(list)
     for request in requests:
-        at = 1
+        at = _opened(request)
         for _, accepted in request.stats.rounds[1:]:
             emitted = min(accepted + 1, request.produced - at)  # the end of the text may lie within a draft
-            rounds[at // SPAN * SPAN].append(emitted)
+            rounds[bucket_of(at)].append(emitted)
             at += emitted
     return dict(rounds)
 

@@ -7,85 +7,26 @@ which is renamed at the end.
 from __future__ import annotations
 
 import json
-import os
-import secrets
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
-from forerun import __version__
+from forerun.bench.whole import whole_directory
 from forerun.errors import ConfigError, ForerunError
 from forerun.train.capture import Target
-from forerun.train.data import Source
-from forerun.train.evaluate import Evaluation, Judge, Measured
+from forerun.train.card import card
+from forerun.train.evaluate import Judge
+from forerun.train.findings import find
 from forerun.train.loop import Record
 from forerun.train.recipes import Recipe
-from forerun.train.settings import Training
+from forerun.train.report import Facts, Report
 from forerun.train.watch import Watch
 
 TOKENIZER = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "merges.txt", "special_tokens_map.json",
     "added_tokens.json", "chat_template.jinja",
 )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """What a card says of a run besides its results.
-
-    Attributes:
-        target: the model drafted for.
-        recipe: its name and options.
-        settings: of the run.
-        sources: the paths of the data.
-        documents: trained on, and held out.
-        digest: a hash of all documents.
-    """
-
-    target: str
-    recipe: dict[str, Any]
-    settings: Training
-    sources: Sequence[Source]
-    documents: tuple[int, int]
-    digest: str
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """A run that has ended: what it was, what came of it."""
-
-    facts: Facts
-    record: Record
-    parameters: int
-    measured: Sequence[Measured]
-    draft: str
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values, as in training.json."""
-        best = self.record.best
-        return {
-            "forerun": __version__,
-            "target": self.facts.target,
-            "recipe": self.facts.recipe,
-            "training": asdict(self.facts.settings),
-            "data": {
-                "sources": [asdict(source) for source in self.facts.sources],
-                "documents": self.facts.documents[0],
-                "held_out": self.facts.documents[1],
-                "sha256": self.facts.digest,
-            },
-            "parameters": self.parameters,
-            "steps": self.record.step,
-            "losses": self.record.losses,
-            "evaluations": [asdict(evaluation) for evaluation in self.record.evaluations],
-            "best": None if best is None else asdict(best),
-            "measured": [entry.as_dict() for entry in self.measured],
-        }
 
 
 def check_out(out: Path) -> None:
@@ -103,13 +44,13 @@ def export(
 ) -> Report:  # fmt: skip
     """Write the drafter, measure what was written, give it its name. Raises ForerunError if it cannot be written."""
     try:
-        with _whole_or_nothing(out) as work:
+        with whole_directory(out) as work:
             recipe.export(module, target, work)
             for name in TOKENIZER:
                 if (target.directory / name).is_file():
                     shutil.copyfile(target.directory / name, work / name)
-            measured = judge.measure(module, work, watch.tell)
-            report = Report(facts, record, sum(p.numel() for p in module.parameters()), measured, recipe.draft)
+            findings = find(judge, module, work, watch.tell)
+            report = Report(facts, record, sum(p.numel() for p in module.parameters()), findings, recipe.draft)
             (work / "training.json").write_text(json.dumps(report.as_dict(), indent=1))
             (work / "README.md").write_text(card(report), encoding="utf-8")
             for path in work.glob("*.safetensors"):
@@ -120,68 +61,3 @@ def export(
             " go on with --resume"
         ) from None
     return report
-
-
-def card(report: Report) -> str:
-    """The README.md of a drafter."""
-    facts, best, first = report.facts, report.record.best, report.record.evaluations[0]
-    settings = facts.settings
-    lines = [
-        f"# Drafter for {facts.target}",
-        "",
-        f"{report.parameters:,} parameters, made by `forerun train --recipe {facts.recipe['name']}` (forerun"
-        f" {__version__}). Use it with `forerun generate --draft {report.draft}:DIRECTORY`: it changes how soon the"
-        " target's tokens come, never which.",
-        "",
-        "## Accepted length",
-        "",
-        "Tokens a target pass, the target's own included, on held-out prompts continued by the target, verified by"
-        " rule token. *Measured* is what the engine counted; *analytic* is what is expected along the same texts when"
-        " token x is accepted with the chance min(1, q(x) / p(x)) and rounds begin where the one before has ended.",
-        "",
-        "| temperature | depth | measured | analytic | passes |",
-        "|---|---|---|---|---|",
-        *(
-            f"| {m.temperature:g} | {m.depth} | {m.accepted_length:.3f} | {m.analytic:.3f} | {m.passes} |"
-            for m in report.measured
-        ),
-        "",
-        f"By steps, at depth {settings.depth} and temperature {settings.temperature:g} (*from any*: the mean over all"
-        " tokens of 1 + sum over k of prod over j <= k of (1 - TV), as if a draft began at each):",
-        "",
-        "| steps | accepted length | from any | overlap (1 - TV) | perplexity |",
-        "|---|---|---|---|---|",
-        *(_row(evaluation) for evaluation in dict.fromkeys((first, best)) if evaluation is not None),
-        "",
-        "## How it was made",
-        "",
-        f"- Recipe: {json.dumps(facts.recipe)}",
-        f"- Training: {json.dumps(asdict(settings))}; {report.record.step} steps were done.",
-        f"- Data: {facts.documents[0]} documents to train on, {facts.documents[1]} held out by the hash of their text,"
-        f" SHA-256 {facts.digest}",
-        *(
-            f"  - {source.name}: {source.documents} documents, {source.repeated} repeated, {source.unreadable} left out"
-            for source in facts.sources
-        ),
-        f"- Of the texts, a share of {settings.on_policy:g} was continued by the target itself, at temperature"
-        f" {settings.temperature:g}.",
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def _row(e: Evaluation) -> str:
-    return f"| {e.step} | {e.accepted_length:.3f} | {e.from_any:.3f} | {e.overlap:.3f} | {e.perplexity:.2f} |"
-
-
-@contextmanager
-def _whole_or_nothing(out: Path) -> Iterator[Path]:
-    """A directory beside `out` that becomes `out` at the end, and goes if anything is raised before."""
-    out = Path(os.path.abspath(out))
-    work = out.with_name(f".{out.name}-{secrets.token_hex(4)}")
-    work.mkdir()
-    try:
-        yield work
-        work.replace(out)
-    except BaseException:
-        shutil.rmtree(work, ignore_errors=True)
-        raise

@@ -17,16 +17,19 @@ from forerun.models.hub import find_model
 from forerun.train.capture import Target
 from forerun.train.checkpoint import checkpoint_path, read_checkpoint
 from forerun.train.data import Corpus, Document, digest_of, read_data, split
-from forerun.train.evaluate import Judge, Measured
-from forerun.train.export import Facts, Report, check_out, export
+from forerun.train.evaluate import Judge
+from forerun.train.export import check_out, export
+from forerun.train.findings import Findings, find
 from forerun.train.loop import Trainer
 from forerun.train.options import OPTIONS, LossOptions, options_of
 from forerun.train.recipes import RECIPES, Recipe, recipe_of
+from forerun.train.report import Facts, Report
 from forerun.train.settings import Training
 from forerun.train.stream import Stream
+from forerun.train.tasks import chosen_tasks, reach_of, task_prompts
 from forerun.train.watch import Watch
 
-MAY_DIFFER = ("max_minutes",)  # between a run and its continuation
+MAY_DIFFER = ("max_minutes", "tasks", "speed_rounds")  # between a run and its continuation
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +78,7 @@ def train(values: Mapping[str, Any], out: Path, watch: Watch) -> Report:
 
 
 def resume(given: Mapping[str, Any], out: Path, watch: Watch) -> Report:
-    """Go on from the checkpoint of `out`. What is given beside it must be what it was, but for `max_minutes`."""
+    """Go on from the checkpoint of `out`. What is given beside it must be what it was, but for `MAY_DIFFER`."""
     path = checkpoint_path(out)
     check_out(out)
     state = read_checkpoint(path)
@@ -83,28 +86,32 @@ def resume(given: Mapping[str, Any], out: Path, watch: Watch) -> Report:
     for part, values in given.items():
         pairs = values.items() if isinstance(values, Mapping) else [(part, values)]
         for name, value in pairs:
+            if name in MAY_DIFFER:
+                continue
             before = held[part][name] if isinstance(values, Mapping) else held[part]
-            if name not in MAY_DIFFER and value != before:
+            if value != before:
                 raise ConfigError(f"the run was begun with {name}={before!r}, not {value!r}: leave it out")
     plan = Plan.of(held)
-    limit = given.get("training", {}).get("max_minutes", 0.0)  # of the run that ended, it says nothing of this one
-    plan = replace(plan, training=replace(plan.training, max_minutes=limit))
+    changed = {name: value for name, value in given.get("training", {}).items() if name in MAY_DIFFER}
+    limit = {"max_minutes": 0.0}  # that of the run that ended says nothing of this one
+    plan = replace(plan, training=replace(plan.training, **(limit | changed)))
     return _Run(plan, watch).to_the_end(out, path, state)
 
 
-def measure(
-    target: str | None, drafter: str, data: tuple[str, ...], training: Training, watch: Watch
-) -> list[Measured]:
-    """The accepted lengths of a drafter that is there, on held-out documents of the data."""
-    documents, _ = read_data(data)
+def measure(target: str | None, drafter: str, data: tuple[str, ...], training: Training, watch: Watch) -> Findings:
+    """What a drafter that is there is worth: on held-out documents of the data, if there are any, and on tasks."""
+    tasks = chosen_tasks(training.tasks)
+    if not data and not tasks:
+        raise ConfigError("there is nothing to measure on: give --data, or other --tasks than none")
+    documents = split(read_data(data)[0], training.held_out)[1] if data else None
     kind, directory = _kind_and_directory(drafter)
-    _, held_out = split(documents, training.held_out)
     watch.tell("loading the target")
     model, recipe = Target(target, training), recipe_of(kind)
     module = recipe.load(directory, model).to(model.device)
     model.boundaries = recipe.boundaries(module, model)
-    judge = Judge(model, recipe, _corpus(held_out, model, training), training)
-    return judge.measure(module, directory, watch.tell)
+    held_out = None if documents is None else _corpus(documents, model, training)
+    prompts = task_prompts(tasks, model, reach_of(module, model), training)
+    return find(Judge(model, recipe, held_out, training, prompts), module, directory, watch.tell)
 
 
 def _kind_and_directory(drafter: str) -> tuple[str, Path]:
@@ -120,7 +127,7 @@ class _Run:
     """A plan with its data read and its models loaded."""
 
     def __init__(self, plan: Plan, watch: Watch) -> None:
-        self.plan, self.watch, settings = plan, watch, plan.training
+        self.plan, self.watch, settings, tasks = plan, watch, plan.training, chosen_tasks(plan.training.tasks)
         documents, self.sources = read_data(plan.data)
         self.split = split(documents, settings.held_out)
         self.digest = digest_of(documents)
@@ -132,7 +139,8 @@ class _Run:
         self.target.boundaries = self.recipe.boundaries(self.module, self.target)
         self.stream = Stream(train_on, self.target, settings)
         watch.tell(f"{len(train_on.examples)} texts of up to {settings.tokens} tokens; the target continues others")
-        self.judge = Judge(self.target, self.recipe, held_out, settings)
+        prompts = task_prompts(tasks, self.target, reach_of(self.module, self.target), settings)
+        self.judge = Judge(self.target, self.recipe, held_out, settings, prompts)
 
     def to_the_end(self, out: Path, path: Path, state: dict[str, Any] | None) -> Report:
         """Train, from `state` if there is one, write the drafter, and remove the checkpoint."""
@@ -151,7 +159,8 @@ class _Run:
             self.watch.tell(f"going on after step {trainer.record.step}")
         record = trainer.run()
         facts = Facts(
-            plan.target or "the bundled model",
+            plan.target,
+            plan.data,
             {"name": plan.recipe, **asdict(plan.options)},
             plan.training,
             self.sources,

@@ -33,7 +33,10 @@ class Training:
         seed: of the order of the data and of what the target says; the same seed gives the same run.
         held_out: share of the documents that are kept for evaluation.
         evaluate_every: steps between evaluations; 0 evaluates at the beginning and at the end only.
-        evaluate_rows: texts of an evaluation, and of the measurement at the end.
+        evaluate_rows: texts of an evaluation, and of each task in the measurement at the end.
+        tasks: kinds of tasks that the drafter is measured on at the end beside the held-out texts, by commas
+            (completion, edit and others of forerun bench); all, or none.
+        speed_rounds: rounds in which its speed is then measured beside plain decoding; 0 does not measure it.
         depth: tokens drafted ahead in the accepted length that is evaluated and measured.
         patience: evaluations without a better accepted length before training stops; 0 never stops early.
         checkpoint_every: steps between checkpoints; 0 writes them at Ctrl-C and at the end only.
@@ -61,6 +64,8 @@ class Training:
     held_out: float = 0.05
     evaluate_every: int = 100
     evaluate_rows: int = 16
+    tasks: str = "all"
+    speed_rounds: int = 3
     depth: int = 4
     patience: int = 5
     checkpoint_every: int = 100
@@ -103,3 +108,8 @@ def check_numbers(settings: Any, lowest: dict[str, int]) -> None:
                 raise ConfigError(f"{field.name}={value!r} is out of range: give a whole number from {low} up")
         elif kind == "float" and (not isinstance(value, (int, float)) or not 0 <= value < 1e6):
             raise ConfigError(f"{field.name}={value!r} is out of range: give a number from 0 up")
+
+
+def depths_up_to(depth: int) -> list[int]:
+    """1, 2, 4 and so on, and `depth` itself: what is measured."""
+    return sorted({*(1 << i for i in range(depth.bit_length())), depth})

@@ -35,6 +35,10 @@ BAD = {
     "decode with no prompts": (["decode", "--prompts", "./nowhere.json"], "nowhere.json cannot be read"),
     "decode with no requests": (["decode", "--requests", "0"], "requests=0"),
     "decode over the context": (["decode", "--tokens", "5000"], "context of 1024"),
+    "sweep of no temperature": (["sweep", "--temperatures", "0,warm"], "'warm' is not a number"),
+    "sweep of bad counts": (["sweep", "--requests", "1,many"], "'many' is not a whole number"),
+    "sweep with both": (["sweep", "--depth", "2", "--depths", "1,2"], "--depth and --depths"),
+    "sweep of an unknown rule": (["sweep", "--rules", "match,tokn"], "did you mean 'token'"),
     "decode with an unknown flag": (["decode", "--temprature", "1"], "--temperature"),
     "model without acceptance": (["model"], "--acceptance"),
     "model of nonsense": (["model", "--acceptance", "high"], "'high' is not a number"),
@@ -63,6 +67,33 @@ def test_model(bench) -> None:
     assert lines[0].split() == ["depth", "rows", "tokens", "a", "pass", "cost", "times", "plain"]
     assert lines[1].split()[:3] == ["1", "3", "1.80"] and lines[-1].startswith("best: depth")
     assert "not to draft" in bench("model", "--acceptance", "0.1", "--draft-cost", "0.5")[1]
+
+
+@pytest.mark.usefixtures("steady")
+def test_a_sweep_has_depths_of_its_own(bench, pair: Pair) -> None:
+    """Where none are given, more than one; one that is given, or several, are taken instead."""
+    basics = [
+        "sweep",
+        "--model",
+        f"{pair.directory}/target",
+        "--tokens",
+        "4",
+        "--repeats",
+        "1",
+        "--batches",
+        "1",
+        "--json",
+    ]
+    for flags, depths in (([], [1, 2, 4, 8, "auto"]), (["--depth", "2"], [2]), (["--depths", "3,auto"], [3, "auto"])):
+        code, out, _ = bench(*basics, *flags)
+        report = json.loads(out)
+        assert code == 0 and report["kind"] == "sweep"
+        assert [r["depth"] for r in report["results"] if r["draft"] == "suffix"] == depths
+
+
+def test_a_client_of_a_server_needs_no_torch() -> None:
+    code = "import forerun.bench.serve, forerun.bench.serve_result, sys; print('torch' in sys.modules)"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "False"
 
 
 @pytest.mark.usefixtures("steady")

@@ -13,9 +13,9 @@ from forerun.bench import rounds
 from forerun.bench import run as timing
 from forerun.bench.decode import Plan, measure_decoding
 from forerun.bench.pair import Pair
-from forerun.bench.report import bootstrap_interval
+from forerun.bench.report import bootstrap_interval, first_difference
 from forerun.bench.rounds import overall, ratio_interval
-from forerun.bench.run import PLAIN, Arm, Run, Work, first_difference, timed_run
+from forerun.bench.run import PLAIN, Arm, Run, Work, timed_run
 from forerun.bench.tally import tally
 from forerun.bench.workloads import Task
 from forerun.engine.stats import RequestStats

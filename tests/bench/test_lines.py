@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from forerun import ForerunError
-from forerun.bench.lines import check_report, read_lines, write_lines, write_whole
+from forerun.bench.lines import check_report, read_lines, write_lines
+from forerun.bench.whole import write_whole
 from tests.bench.reports import MACHINE, large, report, result
 
 

@@ -19,7 +19,7 @@ from tests import tiny
 
 SMALL: dict[str, Any] = dict(
     steps=6, rows=3, tokens=48, prompt_tokens=8, evaluate_rows=3, evaluate_every=3, checkpoint_every=2, depth=3,
-    dtype="float32", device="cpu", held_out=0.3, threads=1,
+    dtype="float32", device="cpu", held_out=0.3, threads=1, tasks="none", speed_rounds=0,
 )  # fmt: skip
 TEXTS = [f'{{"name":"alpha {i}","sizes":[{i},{i * i},{i * 7}],"colour":"green grey"}}' for i in range(12)]
 Make = Callable[..., Trainer]

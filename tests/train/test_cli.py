@@ -2,6 +2,8 @@
 
 import errno
 import json
+import re
+import shlex
 import shutil
 import signal
 from collections.abc import Callable
@@ -59,12 +61,41 @@ def test_from_data_to_a_drafter(train: Verb, bare: Verb, data: Path, tmp_path: P
     report, card = json.loads((out / "training.json").read_text()), (out / "README.md").read_text()
     assert len(report["losses"]) == report["steps"] == 6 and report["recipe"]["layers"] == 1
     assert [(m["temperature"], m["depth"]) for m in report["measured"]] == [(t, d) for t in (0, 0.8) for d in (1, 2, 3)]
-    for fact in (report["data"]["sha256"], str(data), '"seed": 0', "| 0.8 | 3 |", "1 - TV", "q(x) / p(x)"):
+    for fact in ("| held-out | 0.8 | ", "depth 3 |", str(data), '"seed": 0', "1 - TV", "q(x) / p(x)"):
         assert fact in card
+    assert report["data"]["sha256"] in card
     llm = LLM(tiny.worded(), draft=f"model:{out}", kv_tokens=1024)
     assert llm.generate('{"name":', SamplingParams(max_tokens=8))[0].stats.by_source["model"].drafted
     code, text, _ = bare("--eval", str(out), "--target", str(tiny.worded()), "--data", str(data), "--json", *FLAGS)
     assert code == 0 and json.loads(text)["measured"] == report["measured"]
+
+
+def test_the_card_says_how_to_measure_it_again(
+    train: Verb, bare: Verb, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By task and with the speed; its command gives the same accepted lengths. What is too long is counted."""
+    tasks = [("edit", "true false null grey"), ("edit", "[1,2,3]"), ("edit", "x" * 600), ("chat", '{"name":"alpha"}')]
+    lines = [json.dumps({"id": str(i), "category": kind, "prompt": text}) for i, (kind, text) in enumerate(tasks)]
+    (tmp_path / "tasks.jsonl").write_text("\n".join(lines))
+    monkeypatch.setattr("forerun.bench.workloads.TASKS", tmp_path / "tasks.jsonl")
+    out = tmp_path / "d"
+    code, text, err = train("--out", str(out), "--tasks", "all", "--speed-rounds", "1", "--steps", "0")
+    assert code == 0, err
+    report, card = json.loads((out / "training.json").read_text()), (out / "README.md").read_text()
+    assert list(dict.fromkeys(m["task"] for m in report["measured"])) == ["held-out", "edit", "chat"]
+    assert report["left_out"] == {"edit": 1} and "left out, since they are too long: edit 1" in text
+    assert "edit: 1 prompts were too long" in card and "| chat | 0.8 | " in card and "| plain decoding | " in card
+    speed = report["speed"]
+    assert [pace["depth"] for pace in speed["paces"]] == [0, "auto", 1, 2, 3] and speed["best_depth"] in (1, 2, 3)
+    assert f"best fixed depth is {speed['best_depth']}" in card and "best fixed depth" in text
+    (told,) = re.findall(r"measured by `forerun train (.*)`", card)
+    words = [str(out) if word == "DIRECTORY" else word for word in shlex.split(told)]
+    code, text, _ = bare(*words, "--json")
+    again = json.loads(text)
+    assert code == 0 and all(again[name] == report[name] for name in ("measured", "left_out"))
+    assert again["speed"]["tokens"] == speed["tokens"]
+    code, text, _ = bare("--eval", str(out), "--target", str(tiny.worded()), *FLAGS, "--tasks", "chat")
+    assert code == 0 and {line.split()[0] for line in text.splitlines()} == {"task", "chat"}  # without data, no speed
 
 
 def test_ctrl_c_and_resume(train: Verb, bare: Verb, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,6 +148,25 @@ def test_a_full_disk_at_the_end_loses_nothing(train: Verb, tmp_path: Path, monke
     assert code == 0 and json.loads(text)["steps"] == 6 and out.is_dir()
 
 
+def test_who_does_not_want_to_wait_for_the_measurement_goes_on_without(
+    train: Verb, bare: Verb, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C while the finished drafter is measured loses no step; what is measured may be less afterwards."""
+    out = tmp_path / "d"
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("forerun.train.findings.measure_speed", stop)
+        code, _, err = train("--out", str(out), "--speed-rounds", "2", "--tasks", "chat")
+    assert code == 130 and f"kept in {out}.training; go on with" in err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["d.training", "data.jsonl"]
+    code, text, _ = bare("--resume", "--out", str(out), "--speed-rounds", "0", "--tasks", "none", "--json")
+    report = json.loads(text)
+    assert code == 0 and report["speed"] is None and not report["left_out"] and report["steps"] == 6
+
+
 def test_no_step_at_all_writes_the_layers_as_they_are(train: Verb, tmp_path: Path) -> None:
     code, text, _ = train("--out", str(tmp_path / "d"), "--steps", "0", "--json", "--on-policy", "0")
     report = json.loads(text)
@@ -151,7 +201,11 @@ def test_no_step_at_all_writes_the_layers_as_they_are(train: Verb, tmp_path: Pat
         (["--out", "{tmp}/d", "--resume"], "begin without --resume"),
         (["--eval", "{tmp}/d", "--out", "{tmp}/e"], "trains nothing"),
         (["--eval", "{tmp}/d", "--data", "{tmp}/data.jsonl"], "there is no directory"),
-        (["--eval", "{tmp}/d"], "there is no --data"),
+        (["--eval", "{tmp}/d"], "there is no directory"),
+        (["--eval", "{tmp}/d", "--tasks", "none"], "there is nothing to measure on"),
+        (["--eval", "{tmp}/d", "--tasks", "edits"], "did you mean 'edit'"),
+        (["--out", "{tmp}/d", "--data", "{tmp}/data.jsonl", "--tasks", ","], "names none"),
+        (["--out", "{tmp}/d", "--data", "{tmp}/data.jsonl", "--speed-rounds", "-1"], "speed_rounds=-1"),
     ],
 )  # fmt: skip
 def test_bad_input_is_one_line(bare: Verb, data: Path, tmp_path: Path, flags: list[str], says: str) -> None:

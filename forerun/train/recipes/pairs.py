@@ -100,8 +100,8 @@ class PairRecipe:
 
 @dataclass(frozen=True, slots=True)
 class Eagle3(PairRecipe):
-    """An EAGLE-3 head (2503.01840). Its own head begins as the target's, and its layer lets the last of the states it
-    reads through: untouched, it says what the target says of the token before."""
+    """An EAGLE-3 head (2503.01840). Its own head is the target's, and stays it; its layer begins to let the last of the
+    states it reads through: untouched, it says what the target says of the token before."""
 
     options: EagleOptions
     name: str = "eagle3"
@@ -121,7 +121,8 @@ class Eagle3(PairRecipe):
                 ids = corpus.counts(c.vocab).argsort(descending=True, stable=True)[:said].sort().values
                 head.say_only(ids)
                 weights = weights[ids]
-            head.lm_head.weight.copy_(weights)
+            head.lm_head.weight.copy_(weights).requires_grad_(False)
+            head.norm.weight.copy_(target.llm.decoder.weights.norm.weight)
         head.attach(target.view)
         return head
 
@@ -143,6 +144,8 @@ class Mtp(PairRecipe):
     def build(self, target: Target, corpus: Corpus) -> nn.Module:
         c = target.llm.decoder.config
         module = MtpModule(layer_like(c, self.options.intermediate), c.layers)
+        with torch.no_grad():
+            module.mtp_layers[0].final_layernorm.weight.copy_(target.llm.decoder.weights.norm.weight)
         module.attach(target.view)
         return module
 
