@@ -113,6 +113,15 @@ def test_the_loss_is_that_of_each_anchor_and_slot(aimed: Target, corpus: Corpus)
         assert parameter.grad.abs().sum() > 0, name
 
 
+def test_a_head_begins_with_the_norm_of_the_target_and_no_bias(aimed: Target, corpus: Corpus) -> None:
+    """What its slots say is then of the size that the target's head is made for."""
+    head = RECIPE.build(aimed, corpus)
+    assert isinstance(head, BlockHead)
+    made, previous = torch.randn(3, 32), torch.tensor([5, 6, 7])
+    assert torch.equal(head.follow(head.say(made), previous), aimed.view.head(made))
+    assert torch.allclose(head.norm(made), aimed.view.normalise(made), rtol=1e-2, atol=1e-2)
+
+
 def test_anchors_follow_from_the_texts(aimed: Target) -> None:
     """Positions that count and have something before them, none twice; the same texts have the same anchors."""
     recipe, batch = Block(replace(OPTIONS, anchors=12)), aimed.batch(TEXTS)

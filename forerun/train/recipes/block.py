@@ -37,7 +37,8 @@ ANCHORS = 32  # of each text in one pass of an evaluation, where all of its toke
 class Block:
     """Blocks whose slot k, behind an anchor at position i, says token i + 1 + k; its law is the target's at i + k.
 
-    The Markov head and the laws are taught with the text's own tokens. Embedding and head are the target's.
+    The Markov head and the laws are taught with the text's own tokens. Embedding and head are the target's; the norm
+    before the head begins as the target's, and the Markov head says nothing yet.
     """
 
     options: BlockOptions
@@ -62,8 +63,10 @@ class Block:
             confidence_with_markov=options.confidence > 0 and options.markov_rank > 0,
         )
         head = BlockHead(config)
-        if config.markov_rank:
-            nn.init.zeros_(head.markov_head.markov_w2.weight)
+        with torch.no_grad():
+            head.norm.weight.copy_(target.llm.decoder.weights.norm.weight)
+            if config.markov_rank:
+                head.markov_head.markov_w2.weight.zero_()
         head.attach(target.view)
         return head
 
