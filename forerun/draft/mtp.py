@@ -65,6 +65,11 @@ class MtpModule(PairHead):
         self.layer, self.boundaries = layer, (target_layers,)
         self.mtp_layers = nn.ModuleList([_Layer(layer)])
 
+    def begin(self, norm: Tensor) -> None:
+        """Begin with the target's own norm [H] before its head."""
+        with torch.no_grad():
+            self.get_parameter(f"{PREFIX}final_layernorm.weight").copy_(norm)
+
     def attach(self, target: TargetView) -> None:
         c = self.layer
         if (c.hidden, c.vocab, self.boundaries) != (target.hidden, target.vocab, (target.layers,)):

@@ -144,8 +144,7 @@ class Mtp(PairRecipe):
     def build(self, target: Target, corpus: Corpus) -> nn.Module:
         c = target.llm.decoder.config
         module = MtpModule(layer_like(c, self.options.intermediate), c.layers)
-        with torch.no_grad():
-            module.mtp_layers[0].final_layernorm.weight.copy_(target.llm.decoder.weights.norm.weight)
+        module.begin(target.llm.decoder.weights.norm.weight)
         module.attach(target.view)
         return module
 
