@@ -21,8 +21,8 @@ sanitize: $(STAMP)  ## the tests of the native kernels under AddressSanitizer
 	FORERUN_NATIVE=$$(find build/sanitize -name '_native*.so') LD_PRELOAD=$$($${CXX:-c++} -print-file-name=libasan.so) \
 	ASAN_OPTIONS=detect_leaks=0 $(BIN)/python -m pytest -p no:faulthandler tests/kernels tests/test_native.py
 
-bundled: $(STAMP)  ## train the bundled models again (hours)
-	$(BIN)/python scripts/train_bundled.py all --out forerun/bundled
+bundled: $(STAMP)  ## train models like the bundled ones on this machine (hours); scripts/bundled/README.md has the GPU's way
+	$(BIN)/python -m scripts.bundled.build --size small --work build/small --target-minutes 600 --draft-minutes 60 --drafter-minutes 120
 
 $(STAMP): pyproject.toml setup.py $(wildcard forerun/kernels/native/*.cpp forerun/kernels/native/*.h)
 	$(PYTHON) -m venv $(VENV)
