@@ -36,13 +36,15 @@ class _Slot:
     """Where a request is. Positions are those of g.
 
     `read` is the next pair the cache lacks, `seen` the next position to be shown. What lies between waits: `states`
-    are fused [n, Hd], `features` behind them are not yet. `last` is what the head made of the last pair it read, [Hd].
+    are fused [n, Hd], `features` behind them, `waiting` rows, are not yet. `last` is what the head made of the last
+    pair it read, [Hd].
     """
 
     read: int = -1
     seen: int = -1
     states: list[Tensor] = field(default_factory=list)
     features: list[Tensor] = field(default_factory=list)
+    waiting: int = 0
     last: Tensor | None = None
 
 
@@ -94,18 +96,20 @@ class Pairs(Proposer):
     @torch.inference_mode()
     def observe(self, slot: int, start: int, features: Mapping[int, Tensor]) -> None:
         state = self._slots[slot]
-        shown = torch.cat([features[boundary] for boundary in self.boundaries], dim=-1)
+        shown = [features[boundary] for boundary in self.boundaries]
         if state.seen < 0:
             state.read = start
-        state.seen = start + len(shown)
-        state.features.append(shown)
-        if sum(map(len, state.features)) >= CHUNK:
+        count = len(shown[0])
+        state.seen, state.waiting = start + count, state.waiting + count
+        state.features.append(torch.cat(shown, dim=-1) if len(shown) > 1 else shown[0])
+        if state.waiting >= CHUNK:
             self._fuse(state)  # a long prompt waits as what is made of it, which is narrower
 
     def _fuse(self, state: _Slot) -> None:
         if state.features:
             state.states.append(self.head.fuse(torch.cat(state.features).to(self.dtype)).to(self.dtype))
             state.features.clear()
+            state.waiting = 0
 
     @torch.inference_mode()
     def propose(self, rows: Sequence[Row]) -> list[Draft]:
