@@ -137,7 +137,7 @@ class NativeDecoder:
         tables = [rope_tables(config, rope, context, torch.float32) for rope in config.ropes]
         self.ropes = [(cos.contiguous(), sin.contiguous()) for cos, sin in tables]
         self._keep: list[Any] = []  # what the program points to
-        self._recorded: dict[tuple[int, ...], _Recorded] = {}
+        self._recorded: dict[tuple[int, ...], Recorded] = {}
 
     @property
     def weight_bytes(self) -> int:
@@ -152,7 +152,7 @@ class NativeDecoder:
         key = tuple(sorted(set(boundaries)))
         if key not in self._recorded:
             self._recorded[key] = self._record(key)
-        recorded, batch = self._recorded[key], _Pass(segments, cache)
+        recorded, batch = self._recorded[key], Pass(segments, cache)
         tokens, wanted = len(batch.ids), len(batch.want)
         pointers, scratch = recorded.buffers.fit(tokens, wanted)
         native.loaded().forerun_run(recorded.program, batch.fill(pointers, scratch, cache))
@@ -166,7 +166,7 @@ class NativeDecoder:
         inner = -(-c.intermediate // 16) * 16
         return [c.hidden, heads, c.heads * c.head_dim, inner, c.hidden, c.vocab]
 
-    def _record(self, boundaries: tuple[int, ...]) -> _Recorded:
+    def _record(self, boundaries: tuple[int, ...]) -> Recorded:
         """The decoder, operation by operation; hidden states at `boundaries` are saved on the way."""
         c, w = self.config, self.weights
         saves = {b: COp(kind=native.SAVE, input=X, output=LOGITS + 1 + i) for i, b in enumerate(boundaries)}
@@ -195,7 +195,7 @@ class NativeDecoder:
             ]  # fmt: skip
         ops += [saves[c.layers]] if c.layers in saves else []
         ops.append(self._linear(w.head, X, LOGITS, w.norm, wanted=1, softcap=c.logit_softcap or 0))
-        return _Recorded(c, ops, np.array(self._widths() + [c.hidden] * len(boundaries), dtype=np.int32))
+        return Recorded(c, ops, np.array(self._widths() + [c.hidden] * len(boundaries), dtype=np.int32))
 
     def _linear(self, packed: Any, source: int, to: int, norm: Norm | None, **options: Any) -> COp:
         return COp(kind=native.LINEAR, input=source, output=to, norm=self._norm(norm), matrix=packed.matrix, **options)
@@ -228,7 +228,7 @@ class NativeDecoder:
         return tensor.data_ptr()
 
 
-class _Recorded:
+class Recorded:
     """A program and its buffers."""
 
     def __init__(self, c: ModelConfig, ops: list[COp], widths: np.ndarray) -> None:
@@ -258,7 +258,7 @@ class _Buffers:
         return self.pointers, -(-self.scratch.ctypes.data // 64) * 64
 
 
-class _Pass:
+class Pass:
     """The arrays of one pass: which tokens, where they are stored, what each of them sees."""
 
     def __init__(self, segments: Sequence[Segment], cache: KVCache) -> None:

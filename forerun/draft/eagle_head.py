@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from forerun.draft.layers import Mlp, SelfAttention
-from forerun.draft.pair_head import PairHead
+from forerun.draft.pair_head import PairHead, Parts
 from forerun.draft.view import TargetView
 from forerun.errors import LoadError
 from forerun.models.config import ModelConfig
@@ -75,6 +75,7 @@ class EagleHead(PairHead):
     i + d2t[i]; `t2d` [V] bool marks those tokens. Letters: n boundaries, H the target's hidden size, Hd the head's.
     """
 
+    inner = "layers"
     d2t: Tensor | None
     t2d: Tensor | None
 
@@ -128,6 +129,21 @@ class EagleHead(PairHead):
     def forward(self, embedded: Tensor, state: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
         out: Tensor = self.layers[0](embedded, state, rotation, attend)
         return out
+
+    def enter(self, state: Tensor) -> Tensor:
+        out: Tensor = self._layer.hidden_norm(state) if self.config.norm_before_residual else state
+        return out
+
+    def parts(self) -> Parts:
+        own = self._layer
+        state_norm = None if self.config.norm_before_residual else own.hidden_norm
+        return Parts(own.input_layernorm, state_norm, None, None, own.self_attn, own.post_attention_layernorm, own.mlp)
+
+    @property
+    def _layer(self) -> _Layer:
+        (layer,) = self.layers
+        assert isinstance(layer, _Layer)
+        return layer
 
     def logits(self, made: Tensor) -> Tensor:
         out: Tensor = self.lm_head(self.norm(made))

@@ -10,6 +10,7 @@ import copy
 from pathlib import Path
 from typing import TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from forerun.kernels import reference as kernels
@@ -46,6 +47,10 @@ class SelfAttention(nn.Module):
         self.q_norm = nn.RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else nn.Identity()
         self.k_norm = nn.RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else nn.Identity()
 
+    def products(self) -> Tensor:
+        """The weights of queries, keys and values, one below the other."""
+        return torch.cat((self.q_proj.weight, self.k_proj.weight, self.v_proj.weight))
+
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
         """x [.., width]; rotation: cos and sin of each position, [.., 1, D / 2]. -> [.., H]"""
         heads = (*x.shape[:-1], -1, self.head_dim)
@@ -81,14 +86,16 @@ class _Native(nn.Module):
         return self.product(x)
 
 
-def with_native_products(module: M, form: str) -> M:
+def with_native_products(module: M, form: str, leave: str = "\0") -> M:
     """The same module, its norms shared, its products in `form` on the native kernels: for drafting, not training.
 
-    Products with a bias stay as they are: the kernels add none.
+    Products with a bias stay as they are: the kernels add none. So do parts whose names begin with `leave`.
     """
     shared = {id(tensor): tensor for tensor in module.parameters()}
     fast = copy.deepcopy(module, shared)  # copies the structure only
-    for part in list(fast.modules()):
+    for within, part in list(fast.named_modules()):
+        if within.startswith(leave):
+            continue
         for name, child in part.named_children():
             if isinstance(child, nn.Linear) and child.bias is None:
                 setattr(part, name, _Native(child, form))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from forerun.draft.layers import Mlp, SelfAttention
-from forerun.draft.pair_head import PairHead
+from forerun.draft.pair_head import PairHead, Parts
 from forerun.draft.stored import (
     assemble,
     describe_layer,
@@ -36,7 +36,7 @@ PREFIX = "mtp_layers.0."
 
 
 class _Layer(nn.Module):
-    """What joins a pair, a decoder layer, and the norm before the target's head."""
+    """What joins a pair, a decoder layer, and the norm that comes after it."""
 
     def __init__(self, c: ModelConfig) -> None:
         super().__init__()
@@ -53,12 +53,14 @@ class _Layer(nn.Module):
         pair = torch.cat((self.token_layernorm(embedded), self.hidden_layernorm(state)), dim=-1)
         x = self.input_proj(pair)
         x = x + self.self_attn(self.input_layernorm(x), rotation, attend)
-        out: Tensor = self.final_layernorm(x + self.mlp(self.post_attention_layernorm(x)))
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
 
 
 class MtpModule(PairHead):
     """The module as it is trained and stored; what it makes of a pair is normalised already."""
+
+    inner = "mtp_layers"
 
     def __init__(self, layer: ModelConfig, target_layers: int) -> None:
         super().__init__()
@@ -68,7 +70,7 @@ class MtpModule(PairHead):
     def begin(self, norm: Tensor) -> None:
         """Begin with the target's own norm [H] before its head."""
         with torch.no_grad():
-            self.get_parameter(f"{PREFIX}final_layernorm.weight").copy_(norm)
+            self._layer.final_layernorm.weight.copy_(norm)
 
     def attach(self, target: TargetView) -> None:
         c = self.layer
@@ -83,8 +85,24 @@ class MtpModule(PairHead):
         return self.target.normalise(features)
 
     def forward(self, embedded: Tensor, state: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        out: Tensor = self.mtp_layers[0](embedded, state, rotation, attend)
+        return self.leave(self.mtp_layers[0](embedded, state, rotation, attend))
+
+    def leave(self, x: Tensor) -> Tensor:
+        out: Tensor = self._layer.final_layernorm(x)
         return out
+
+    def parts(self) -> Parts:
+        own = self._layer
+        return Parts(
+            own.token_layernorm, own.hidden_layernorm, own.input_proj, own.input_layernorm, own.self_attn,
+            own.post_attention_layernorm, own.mlp,
+        )  # fmt: skip
+
+    @property
+    def _layer(self) -> _Layer:
+        (layer,) = self.mtp_layers
+        assert isinstance(layer, _Layer)
+        return layer
 
     def logits(self, made: Tensor) -> Tensor:
         return self.target.head(made)

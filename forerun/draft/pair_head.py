@@ -6,22 +6,48 @@ speak; all else, from how they are drafted with to how they are trained, is the 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import Tensor, nn
 
+from forerun.draft.layers import Mlp, SelfAttention
 from forerun.draft.view import TargetView
 from forerun.models.config import ModelConfig
 from forerun.models.decoder import Attend
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What the layer of a head is made of, for those who compute it in their own way.
+
+    Attributes:
+        embed_norm, state_norm: of either half of a pair; a state may be normed already.
+        join: what makes one vector of a pair, [Hd, 2 Hd]; without it both halves enter the attention side by side, and
+            the state alone is carried on.
+        attention_norm: before the attention, where pairs are joined.
+        attention, mlp_norm, mlp: of the layer.
+    """
+
+    embed_norm: nn.Module
+    state_norm: nn.Module | None
+    join: nn.Linear | None
+    attention_norm: nn.Module | None
+    attention: SelfAttention
+    mlp_norm: nn.Module
+    mlp: Mlp
 
 
 class PairHead(nn.Module):
     """Base of all heads on pairs.
 
     Attributes:
+        inner: how the names of its layer's parts begin.
         layer: the shape of its decoder layer; `vocab` is that of its embedding.
         boundaries: the target's hidden states it reads.
         target: what it borrows from its target; there once it is attached.
     """
 
+    inner: str
     layer: ModelConfig
     boundaries: tuple[int, ...]
     target: TargetView
@@ -52,6 +78,18 @@ class PairHead(nn.Module):
         rotation: cos and sin of the pairs' positions, [.., 1, D / 2]. attend: as in `models.decoder`, of layer 0.
         """
         raise NotImplementedError
+
+    def parts(self) -> Parts:
+        """What `forward` is made of, between `enter` and `leave`."""
+        raise NotImplementedError
+
+    def enter(self, state: Tensor) -> Tensor:
+        """States as they go into the layer. [.., Hd] -> [.., Hd]"""
+        return state
+
+    def leave(self, x: Tensor) -> Tensor:
+        """What is made of what the layer left. [.., Hd] -> [.., Hd]"""
+        return x
 
     def logits(self, made: Tensor) -> Tensor:
         """[.., Hd] -> logits of the tokens it says, [.., Vd]"""

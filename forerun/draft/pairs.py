@@ -22,6 +22,7 @@ from forerun.cache.attention import Attention, Segment
 from forerun.cache.kv import KVCache
 from forerun.draft.base import Proposer, Reference, Row
 from forerun.draft.layers import with_native_products
+from forerun.draft.native_layer import NativeLayer
 from forerun.draft.pair_head import PairHead
 from forerun.draft.tree import Tree, grow
 from forerun.draft.view import TargetView
@@ -68,12 +69,14 @@ class Pairs(Proposer):
         head.attach(target)
         head = head.to(target.device)
         self.name, self.target, self.width, self.boundaries = name, target, width, head.boundaries
-        self.dtype, self.ids = next(head.parameters()).dtype, head.tokens()
-        self.head = head if target.form is None else with_native_products(head, target.form)
+        self.dtype = next(head.parameters()).dtype if target.form is None else torch.float32
+        self.ids = head.tokens()
+        self.head = head if target.form is None else with_native_products(head, target.form, head.inner)
         self._shape = {"tokens": tokens, "page": page, "slots": slots}
         layer = head.layer
         tables = rope_tables(layer, layer.ropes[0], target.context, self.dtype)
         self.rotation = tuple(table.to(target.device) for table in tables)
+        self.native = None if target.form is None else NativeLayer(head, target.form, tables)
         self.reset()
 
     def reset(self) -> None:
@@ -173,10 +176,14 @@ class Pairs(Proposer):
 
     def _pass(self, segments: Sequence[Segment], states: Tensor) -> Sequence[Tensor]:
         """The segments' tokens, paired with states [T, Hd]; what the head makes of each segment's. [N, Hd]"""
-        attention = Attention(segments, self.cache, self.head.layer)
-        cosine, sine = (table[attention.positions] for table in self.rotation)
         ids = torch.tensor([token for s in segments for token in s.tokens], device=self.target.device)
-        made = self.head(self.head.embed(ids).to(self.dtype), states, (cosine, sine), attention)
+        embedded = self.head.embed(ids).to(self.dtype)
+        if self.native is not None:
+            made = self.head.leave(self.native(embedded, self.head.enter(states), segments, self.cache))
+        else:
+            attention = Attention(segments, self.cache, self.head.layer)
+            cosine, sine = (table[attention.positions] for table in self.rotation)
+            made = self.head(embedded, states, (cosine, sine), attention)
         return torch.split(made, [len(s.tokens) for s in segments])
 
     def _logits(self, made: Tensor) -> Tensor:

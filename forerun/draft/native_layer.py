@@ -1,0 +1,91 @@
+"""The layer of a head on pairs on the native kernels: recorded once, then one call a level of a draft.
+
+In torch a layer this small takes longer to call than to compute. What it computes is what the head's own `forward` does
+up to the precision of its products, so a draft may differ, and the text cannot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from forerun.cache.attention import Segment
+from forerun.cache.kv import KVCache
+from forerun.draft.pair_head import PairHead
+from forerun.kernels import native
+from forerun.kernels.native import CNorm, COp
+from forerun.native import ATTENDED, HIDDEN, LOGITS, QKV, Packed, Pass, Recorded, X
+
+EMBEDDED, STATE = LOGITS + 1, LOGITS + 2  # buffers that are filled before each pass
+
+
+class NativeLayer:
+    """A head's layer as a program; the head's weights are packed in `form`."""
+
+    def __init__(self, head: PairHead, form: str, rotation: tuple[Tensor, Tensor]) -> None:
+        """rotation: cos and sin of all positions, float32 [context, 1, D / 2]."""
+        self._form, self._eps, self._kept = form, head.layer.norm_eps, list(rotation)
+        c, parts = head.layer, head.parts()
+        qkv, q, k = parts.attention.products(), parts.attention.q_norm, parts.attention.k_norm
+        if parts.join is None:
+            ops = [
+                self._product(qkv[:, : c.hidden], EMBEDDED, QKV, parts.embed_norm),
+                self._product(qkv[:, c.hidden :], STATE, QKV, parts.state_norm, residual=1),
+                COp(kind=native.SAVE, input=STATE, output=X),
+            ]
+        else:
+            ops = [
+                self._product(parts.join.weight[:, : c.hidden], EMBEDDED, X, parts.embed_norm),
+                self._product(parts.join.weight[:, c.hidden :], STATE, X, parts.state_norm, residual=1),
+                self._product(qkv, X, QKV, parts.attention_norm),
+            ]
+        cosine, sine = rotation
+        ops += [
+            COp(
+                kind=native.ROTATE, input=QKV, layer=0, norm=self._norm(q), key_norm=self._norm(k),
+                cosine=cosine.data_ptr(), sine=sine.data_ptr(), rotary=2 * cosine.shape[-1],
+            ),
+            COp(
+                kind=native.ATTEND, input=QKV, output=ATTENDED, layer=0, scale=c.attention_scale,
+                window=c.windows[0] or 0,
+            ),
+            self._product(parts.attention.o_proj.weight, ATTENDED, X, None, residual=1),
+            self._product(
+                torch.cat((parts.mlp.gate_proj.weight, parts.mlp.up_proj.weight)), X, HIDDEN, parts.mlp_norm,
+                gated=1, activation=native.ACTIVATIONS[c.activation],
+            ),
+            self._product(parts.mlp.down_proj.weight, HIDDEN, X, None, residual=1),
+        ]  # fmt: skip
+        heads, inner = (c.heads + 2 * c.kv_heads) * c.head_dim, -(-c.intermediate // 16) * 16
+        widths = [c.hidden, heads, c.heads * c.head_dim, inner, c.hidden, 1, c.hidden, c.hidden]
+        self._recorded = Recorded(c, ops, np.array(widths, dtype=np.int32))
+
+    def __call__(self, embedded: Tensor, states: Tensor, segments: Sequence[Segment], cache: KVCache) -> Tensor:
+        """Pairs [T, Hd] of the segments' tokens; keys and values go into the cache. -> float32 [T, Hd]"""
+        batch, buffers, count = Pass(segments, cache), self._recorded.buffers, len(embedded)
+        pointers, scratch = buffers.fit(count, 0)
+        buffers.arrays[EMBEDDED][:count] = embedded.numpy()
+        buffers.arrays[STATE][:count] = states.numpy()
+        native.loaded().forerun_run(self._recorded.program, batch.fill(pointers, scratch, cache))
+        return torch.from_numpy(buffers.arrays[X][:count].copy())
+
+    def _product(
+        self, weight: Tensor, source: int, to: int, norm: nn.Module | None, residual: int = 0, gated: int = 0,
+        activation: int = 0,
+    ) -> COp:  # fmt: skip
+        packed = Packed(weight.detach().contiguous(), None, self._form, gated=bool(gated))
+        self._kept.append(packed)  # type: ignore[arg-type]
+        return COp(
+            kind=native.LINEAR, input=source, output=to, norm=self._norm(norm), matrix=packed.matrix,
+            residual=residual, gated=gated, activation=activation,
+        )  # fmt: skip
+
+    def _norm(self, norm: nn.Module | None) -> CNorm:
+        if norm is None or isinstance(norm, nn.Identity):
+            return CNorm()
+        weight = norm.get_parameter("weight").detach().float().contiguous()
+        self._kept.append(weight)
+        return CNorm(weight.data_ptr(), None, self._eps, native.NORMS["rms"])
