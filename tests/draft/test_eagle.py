@@ -18,7 +18,7 @@ from forerun.cache.attention import Segment
 from forerun.draft import pairs
 from forerun.draft.base import Row
 from forerun.draft.eagle_format import save_head
-from forerun.draft.eagle_head import EagleHead
+from forerun.draft.eagle_head import EagleConfig, EagleHead
 from forerun.draft.pairs import Pairs
 from forerun.draft.view import TargetView, view_of
 from forerun.engine.engine import Engine
@@ -368,22 +368,44 @@ def test_without_states_room_or_tokens_there_is_no_draft() -> None:
     assert drafter.cache.pages.available == drafter.cache.pages.count
 
 
+NATIVE = {
+    "plain": lambda: tiny.eagle(tiny.eagle_config("llama")),
+    "norm before residual": lambda: tiny.eagle(tiny.eagle_config("llama", norm_before_residual=True, norm_output=True)),
+    "norms of queries and keys": lambda: tiny.eagle(
+        tiny.eagle_config("llama", layer={"model_type": "qwen3", "head_dim": 16})
+    ),
+    "narrower, some tokens": lambda: tiny.eagle(
+        tiny.eagle_config("llama", own_embedding=True, draft_vocab=40, layer={"hidden_size": 24, "head_dim": 8})
+    ),
+    "window": lambda: _windowed(tiny.eagle_config("llama")),
+    "mtp": lambda: tiny.mtp("llama"),
+}
+
+
+def _windowed(config: EagleConfig) -> EagleHead:
+    return tiny.eagle(replace(config, layer=replace(config.layer, windows=(3,))))
+
+
 @pytest.mark.parametrize("form", ["float32", "int8"])
-def test_the_native_products_compute_what_is_trained(form: str) -> None:
+@pytest.mark.parametrize("name", NATIVE)
+def test_the_native_layer_computes_what_is_trained(name: str, form: str) -> None:
+    """What is made of committed pairs, and in float32 whole trees; the trained head is left as it was."""
     if native.library() is None:
         pytest.skip("the native kernels were not compiled")
     native.start(2)
-    head, tokens = tiny.eagle(tiny.eagle_config("llama")), (5, 6, 7, 8, 9)
-    made = []
+    head, tokens = NATIVE[name](), (5, 6, 7, 8, 9, 10, 11)
+    made, trees = [], []
     for view in (target(), replace(target(), form=form)):
-        drafter = Pairs("eagle3", head, view, **ROOM)
+        drafter = Pairs("x", head, view, **ROOM, width=3)
         show(drafter, 0, tokens)
-        row = Row(0, tokens, SamplingParams(), Noise(1, 4), 1)
-        drafter.propose([row])
-        made.append(drafter._logits(drafter._slots[0].last[None]))
+        draft = drafter.propose([Row(0, tokens, SamplingParams(), Noise(1, 4), 3)])[0]
+        made.append(drafter._slots[0].last)
+        trees.append((draft.tokens, draft.parents))
     apart = (made[1] - made[0]).norm() / made[0].norm()
     assert 0 < apart < (0.1 if form == "int8" else 1e-4)
-    assert isinstance(head.lm_head, torch.nn.Linear), "the trained head is left as it was"
+    assert trees[0] == trees[1] or form == "int8"
+    assert len(trees[0][0]) == 10
+    assert any(isinstance(part, torch.nn.Linear) for part in head.modules())
 
 
 @pytest.mark.parametrize("kernels", ["torch", "auto"])
