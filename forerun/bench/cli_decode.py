@@ -43,6 +43,7 @@ Price = Annotated[float | None, typer.Option(help="Of an hour of this machine: t
 Out = Annotated[
     list[Path] | None, typer.Option(help="Also write a page (.html) or lines of JSON (.jsonl); may be repeated.")
 ]
+ROUNDS, SETTLE = 9, 120.0  # of decode where no number of rounds is given
 DEPTHS = "1,2,4,8,auto"  # of a sweep
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
@@ -56,7 +57,13 @@ def decode(
     prompts: Prompts = None,
     tokens: Tokens = 256,
     requests: Annotated[int, typer.Option(help="Prompts that run at once.")] = 1,
-    repeats: Repeats = 9,
+    repeats: Annotated[
+        int | None,
+        typer.Option(
+            help=f"Rounds; each runs everything once over all prompts. Without it {ROUNDS}, and more for up to"
+            f" {SETTLE:.0f} seconds while a ratio is uncertain by over 3 %."
+        ),
+    ] = None,
     batches: Batches = 5,
     price: Price = None,
     out: Out = None,
@@ -66,9 +73,10 @@ def decode(
     sampling: dict[str, Any],
 ) -> None:
     """Time plain decoding and every draft in turn: tokens a second without the prompt, times plain, the same text?"""
+    repeats, settle = (ROUNDS, SETTLE) if repeats is None else (repeats, 0.0)
     asked = _Asked(
         drafts, depths, None, None, str(requests), quantizations, categories, prompts, tokens, repeats, batches, price,
-        out or [], as_json,
+        out or [], as_json, settle,
     )  # fmt: skip
     _measure("decode", config, sampling, asked, "auto", "auto")
 
@@ -193,6 +201,7 @@ class _Asked:
     price: float | None
     out: list[Path]
     as_json: bool
+    settle: float = 0.0
 
 
 def _measure(
@@ -218,8 +227,9 @@ def _measure(
     from forerun.bench.report import print_json, progress
 
     plan = Plan(
-        params, drafts, numbers, rules, temperatures, requests, weights, asked.repeats, asked.batches, asked.price
-    )
+        params, drafts, numbers, rules, temperatures, requests, weights, asked.repeats, asked.batches, asked.price,
+        asked.settle,
+    )  # fmt: skip
     tasks = choose_tasks(config.get("model"), asked.prompts, asked.categories, max(requests), asked.batches)
     with progress(asked.as_json) as tell:
         report = measure_decoding(config, plan, tasks, tell, kind)

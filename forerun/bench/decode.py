@@ -22,7 +22,8 @@ from forerun.sampling.params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class DecodeReport:
-    """What was measured, where and how. `energy` says how joules were counted, or why not."""
+    """What was measured, where and how. `repeats` is the most rounds of a setting; `energy` says how joules were
+    counted, or why not."""
 
     kind: str
     model: str
@@ -42,8 +43,9 @@ class DecodeReport:
 class Plan:
     """What to measure: the product of all of these.
 
-    `batches` is how many groups of prompts of each category are used, `repeats` how often each; `price` that of an hour
-    of this machine.
+    `batches` is how many groups of prompts of each category are used, `repeats` how often each at least; rounds are
+    added for up to `settle` seconds in each setting while ratios are uncertain. `price` is that of an hour of this
+    machine.
     """
 
     params: SamplingParams
@@ -56,6 +58,7 @@ class Plan:
     repeats: int = 5
     batches: int = 5
     price: float | None = None
+    settle: float = 0.0
 
     def __post_init__(self) -> None:
         every = (self.drafts, self.depths, self.rules, self.temperatures, self.requests, self.quantizations)
@@ -122,19 +125,21 @@ def measure_decoding(
     if options["max_rows"] < most:
         raise ConfigError(f"max_rows={options['max_rows']} cannot run {most} requests at once: raise it")
     results: list[Result] = []
+    most_rounds = 0
     limits: dict[tuple[str, int], Limit] = {}
     for quantization, draft, arms in plan.engines():
         tell(f"loading, {quantization}")
         llm = LLM(**options, draft=draft, quantization=None if quantization == "none" else quantization)
         for setting, mine in plan.settings(tasks):
             rounds = Rounds(llm, setting, [PLAIN, *arms], plan.params, plan.repeats, meter)
-            rounds.play(batches(llm, mine, setting.requests, plan.params.max_tokens)[: plan.batches], tell)
+            rounds.play(batches(llm, mine, setting.requests, plan.params.max_tokens)[: plan.batches], tell, plan.settle)
+            most_rounds = max(most_rounds, rounds.done)
             results += [rounds.result(quantization, arm, plan.price) for arm in rounds.runs]
             limits.setdefault((quantization, setting.requests), rounds.limit(quantization))
         del llm
     config = Config.of(**options)
     return DecodeReport(
-        kind, config.model or "bundled", plan.params.max_tokens, plan.repeats, machine(config.threads), meter.method,
+        kind, config.model or "bundled", plan.params.max_tokens, most_rounds, machine(config.threads), meter.method,
         results, list(limits.values()),
     )  # fmt: skip
 

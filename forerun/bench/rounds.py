@@ -11,6 +11,7 @@ policy measure.
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -25,6 +26,7 @@ from forerun.llm import LLM
 from forerun.sampling.params import SamplingParams
 
 Batch = list[Work]
+NARROW = 0.06  # width of a 95 % interval, as a share of the ratio, below which no further rounds are needed
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +119,8 @@ class Rounds:
         self.energies: dict[Arm, list[float | None]] = {arm: [] for arm in arms}  # joules a token of each run
         self.bandwidths: list[float] = []
 
-    def play(self, works: Sequence[Batch], tell: Tell) -> None:
-        """The warm-up and all rounds."""
+    def play(self, works: Sequence[Batch], tell: Tell, settle: float = 0.0) -> None:
+        """The warm-up and all rounds, then further ones for up to `settle` seconds, until every ratio has settled."""
         llm, arms = self.llm, list(self.runs)
         params = replace(self.params, temperature=self.setting.temperature)
         has_limit = llm.decoder.device.type == "cpu" and native.library() is not None
@@ -130,8 +132,19 @@ class Rounds:
             timed_run(llm.engine, works[0], params, arm)
         for arm in arms:
             self.runs[arm] = [[] for _ in works]
-        for i, (repeat, batch) in enumerate(itertools.product(range(self.repeats), range(len(works)))):
-            tell(f"{self.setting}: round {repeat + 1} of {self.repeats}, prompts {batch + 1} of {len(works)}")
+        until = time.monotonic() + settle
+        while self.done < self.repeats or (time.monotonic() < until and not self.settled()):
+            self._round(works, tell)
+            self.bandwidths += [native.read_bandwidth()] if has_limit else []
+
+    def _round(self, works: Sequence[Batch], tell: Tell) -> None:
+        """Every arm on every batch, the arms in turns."""
+        llm, arms, done = self.llm, list(self.runs), self.done
+        params = replace(self.params, temperature=self.setting.temperature)
+        of = f" of {self.repeats}" if done < self.repeats else ", until ratios have settled"
+        for batch in range(len(works)):
+            tell(f"{self.setting}: round {done + 1}{of}, prompts {batch + 1} of {len(works)}")
+            i = done * len(works) + batch
             for turn in range(len(arms)):
                 arm = arms[(turn + i) % len(arms)]
                 llm.forget()
@@ -139,7 +152,21 @@ class Rounds:
                     run = timed_run(llm.engine, works[batch], params, arm)
                 self.runs[arm][batch].append(run)
                 self.energies[arm].append(window.energy.per_token(run.tokens) if window.energy else None)
-            self.bandwidths += [native.read_bandwidth()] if has_limit else []
+
+    @property
+    def done(self) -> int:
+        """Rounds that are over."""
+        return len(self.runs[PLAIN][-1])
+
+    def settled(self) -> bool:
+        """Whether the interval of every arm's ratio to plain decoding is at most `NARROW` of it wide."""
+        plain = self._speeds(PLAIN)
+        for arm in self.runs:
+            speeds = self._speeds(arm)
+            interval = None if arm == PLAIN else ratio_interval(speeds, plain)
+            if interval and interval[1] - interval[0] > NARROW * overall(speeds) / overall(plain):
+                return False
+        return True
 
     def result(self, quantization: str, arm: Arm, price: float | None) -> Result:
         """What the runs of one arm come to; `price` is that of an hour of this machine."""

@@ -149,6 +149,28 @@ def test_rounds_are_fair(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+@pytest.mark.parametrize(("noise", "seconds", "expected"), [(0.0, 100.0, 3), (0.2, 10.0, 5), (0.2, 1e6, None)])
+def test_rounds_are_added_until_ratios_have_settled(
+    noise: float, seconds: float, expected: int | None, monkeypatch: pytest.MonkeyPatch, pair: Pair
+) -> None:
+    """None where they have, as many as fit into the time where they have not; with time enough, until they have."""
+    dice, now = np.random.default_rng(0), [0.0]
+
+    def note(engine: object, works: list, params: SamplingParams, arm: Arm) -> Run:
+        now[0] += 1.0
+        speed = 10.0 * (1 + (arm.draft != "off")) * (1 + noise * dice.uniform(-1, 1))
+        return Run(speed, [[1]], [RequestStats(steps=1, completion_tokens=1)], 1.0)
+
+    monkeypatch.setattr(rounds, "timed_run", note)
+    monkeypatch.setattr(rounds, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    plan = Plan(PARAMS, ["suffix"], [2], repeats=3, settle=seconds)
+    report = measure_decoding({"model": str(pair.directory / "target")}, plan, tasks([5]))
+    low, high = report.results[1].interval
+    settled = high - low <= rounds.NARROW * report.results[1].times_plain
+    assert report.repeats == expected if expected else report.repeats > 5
+    assert settled == (expected != 5)
+
+
 def test_one_disturbed_run_counts_for_nothing_and_every_prompt_for_its_time() -> None:
     speeds = np.array([[10.0, 10.0, 1.0], [40.0, 90.0, 40.0]])
     assert overall(speeds) == pytest.approx(2 / (1 / 10 + 1 / 40))
