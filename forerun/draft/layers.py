@@ -86,7 +86,7 @@ class _Native(nn.Module):
         return self.product(x)
 
 
-def with_native_products(module: M, form: str, leave: str = "\0") -> M:
+def with_native_products(module: M, form: str, leave: str | None = None) -> M:
     """The same module, its norms shared, its products in `form` on the native kernels: for drafting, not training.
 
     Products with a bias stay as they are: the kernels add none. So do parts whose names begin with `leave`.
@@ -94,7 +94,7 @@ def with_native_products(module: M, form: str, leave: str = "\0") -> M:
     shared = {id(tensor): tensor for tensor in module.parameters()}
     fast = copy.deepcopy(module, shared)  # copies the structure only
     for within, part in list(fast.named_modules()):
-        if within.startswith(leave):
+        if leave is not None and within.startswith(leave):
             continue
         for name, child in part.named_children():
             if isinstance(child, nn.Linear) and child.bias is None:
