@@ -9,7 +9,7 @@ demo: $(STAMP)  ## install into .venv, then generate with and without speculatio
 	$(BIN)/python examples/compare.py
 
 test: $(STAMP) lint  ## lint, type-check and run the tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --dist worksteal
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -1,6 +1,7 @@
 """What all tests share: no network, and no CUDA tests where there is no CUDA device."""
 
 import os
+import signal
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports huggingface_hub
 
@@ -9,6 +10,8 @@ import torch
 import transformers
 
 transformers.utils.logging.disable_progress_bar()
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # begun in the background: programs that are tested inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1)  # tiny models: a second thread costs more than it gives
 
 

@@ -221,7 +221,7 @@ def test_a_second_sigterm_ends_at_once() -> None:
         server.process.send_signal(signal.SIGTERM)
         until(lambda: server.get("/health")[0] == 503, "the server says that it ends")
         server.process.send_signal(signal.SIGTERM)
-        assert server.end(2) == 0
+        assert server.end(15) == 0  # far below the 60 s it may otherwise take
         del streams  # were open until now
 
 
