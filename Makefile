@@ -22,7 +22,7 @@ sanitize: $(STAMP)  ## the tests of the native kernels under AddressSanitizer
 	ASAN_OPTIONS=detect_leaks=0 $(BIN)/python -m pytest -p no:faulthandler tests/kernels tests/test_native.py
 
 bundled: $(STAMP)  ## train models like the bundled ones on this machine (hours); scripts/bundled/README.md has the GPU's way
-	$(BIN)/python -m scripts.bundled.build --size small --work build/small --target-minutes 600 --draft-minutes 60 --drafter-minutes 120
+	$(BIN)/python -m scripts.bundled.build --size small --work build/small --seed-minutes 120 --target-minutes 600 --drafter-minutes 120
 
 $(STAMP): pyproject.toml setup.py $(wildcard forerun/kernels/native/*.cpp forerun/kernels/native/*.h)
 	$(PYTHON) -m venv $(VENV)

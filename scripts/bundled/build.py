@@ -3,10 +3,11 @@
     python -m scripts.bundled.build --size base --work build/bundled
     python -m scripts.bundled.build --size tiny --work build/tiny --target-minutes 1     # everything, in minutes
 
-Stages: corpus, tokens, target, start (the draft model before it learns from the target), twin (the target in bfloat16,
-which the recipes train on), draft, eagle3, medusa (by `forerun train`), measure (accepted lengths on held-out files),
-bundle (WORK/bundle, as the package holds them). A stage that was stopped goes on where it was. A drafter that fails is
-told and left out; the exit code is then 1.
+Stages: corpus, tokens, target (grown from a smaller one, its seed, where there is a size for that), start (the draft
+model before it learns from the target), twin (the target in bfloat16, which the recipes train on), draft, eagle3,
+medusa (by `forerun train`), measure (accepted lengths on held-out files), bundle (WORK/bundle, as the package holds
+them). A stage that was stopped goes on where it was. A drafter that fails is told and left out; the exit code is then
+1.
 """
 
 from __future__ import annotations
@@ -22,9 +23,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from forerun.errors import ConfigError, ForerunError, nearest
+from forerun.train.prune import prune
 from scripts.bundled import corpus
 from scripts.bundled.common import folder_written_whole, run, tell, written_whole
+from scripts.bundled.export import TOKENIZER, write_twin
+from scripts.bundled.model import SEED, SIZES, size_of
 
 MOST = 64_000_000  # bytes of all bundled models
 KINDS = {"draft": "model", "eagle3": "eagle3", "medusa": "medusa"}  # directory to what --draft calls it
@@ -48,12 +54,17 @@ class Build:
 
     size: str
     work: Path
+    seed_minutes: float
     target_minutes: float
     draft_minutes: float
     drafter_minutes: float
     device: str
     folders: tuple[Path, ...]
     offline: bool
+
+    @property
+    def seed(self) -> Path:
+        return self.work / (self.size + SEED)
 
     @property
     def target(self) -> Path:
@@ -71,7 +82,6 @@ def make_corpus(build: Build) -> None:
 
 
 def make_tokens(build: Build) -> None:
-    from scripts.bundled.model import size_of
     from scripts.bundled.tokens import prepare
 
     size = size_of(build.size)
@@ -79,16 +89,28 @@ def make_tokens(build: Build) -> None:
 
 
 def make_target(build: Build) -> None:
-    _train_decoder(build, build.size, build.target_minutes)
+    if build.seed.name not in SIZES:
+        _train_decoder(build, build.size, build.target_minutes)
+        return
+    if not build.seed.exists():
+        _train_decoder(build, build.seed.name, build.seed_minutes)
+    _train_decoder(build, build.size, build.target_minutes, grown=build.seed)
 
 
 def make_start(build: Build) -> None:
-    _train_decoder(build, build.start.name, build.draft_minutes)
+    """Some layers of the seed, or where there is none a decoder that learns for itself."""
+    if not build.seed.exists():
+        _train_decoder(build, build.start.name, build.draft_minutes)
+        return
+    with folder_written_whole(build.start) as make:
+        pruned = prune(build.seed, size_of(build.start.name).layers)
+        pruned.config.update({"max_position_embeddings": size_of(build.size).context})
+        pruned.to(torch.bfloat16).save_pretrained(make)
+        for name in TOKENIZER:
+            shutil.copyfile(build.seed / name, make / name)
 
 
 def make_twin(build: Build) -> None:
-    from scripts.bundled.export import write_twin
-
     with folder_written_whole(build.work / "twin") as make:
         write_twin(build.target, make)
 
@@ -152,7 +174,7 @@ STAGES = {
     "corpus": Stage(lambda b: b.work / corpus.MANIFEST, make_corpus),
     "tokens": Stage(lambda b: b.work / "tokens.json", make_tokens, ("corpus",)),
     "target": Stage(lambda b: b.target, make_target, ("tokens",)),
-    "start": Stage(lambda b: b.start, make_start, ("tokens",)),
+    "start": Stage(lambda b: b.start, make_start, ("tokens", "target")),
     "twin": Stage(lambda b: b.work / "twin", make_twin, ("target",)),
     "draft": Stage(lambda b: b.work / "draft", make_draft, ("tokens", "twin", "start"), needed=False),
     "eagle3": Stage(lambda b: b.work / "eagle3", make_eagle3, ("tokens", "twin"), needed=False),
@@ -199,9 +221,9 @@ def _forget(build: Build) -> None:
             made.unlink(missing_ok=True)
 
 
-def _train_decoder(build: Build, size: str, minutes: float) -> None:
+def _train_decoder(build: Build, size: str, minutes: float, **more: Any) -> None:
     """In a process of its own: what it had on the device is free when it ends."""
-    options = _options(size=size, work=build.work, minutes=minutes, device=build.device)
+    options = _options(size=size, work=build.work, minutes=minutes, device=build.device, **more)
     _call([sys.executable, "-m", "scripts.bundled.target", *options])
 
 
@@ -259,6 +281,7 @@ def main() -> None:
     parser.add_argument("--size", default="base", help=", ".join(EFFORTS))
     parser.add_argument("--work", type=Path, default=Path("build/bundled"), help="the folder to work in")
     parser.add_argument("--stages", nargs="+", default=list(STAGES), metavar="STAGE", help="only these")
+    parser.add_argument("--seed-minutes", type=float, default=1.0, help="of the model that the target is grown from")
     parser.add_argument("--target-minutes", type=float, default=6.0)
     parser.add_argument("--draft-minutes", type=float, default=1.0, help="of the stage start")
     parser.add_argument("--drafter-minutes", type=float, default=2.0, help="of each drafter, at most")
@@ -272,11 +295,11 @@ def main() -> None:
     for name in args.stages:
         if name not in STAGES:
             raise ConfigError(f"there is no stage {name!r}: {nearest(name, STAGES)}")
-    if min(args.target_minutes, args.draft_minutes, args.drafter_minutes) <= 0:
+    if min(args.seed_minutes, args.target_minutes, args.draft_minutes, args.drafter_minutes) <= 0:
         raise ConfigError("the minutes must be numbers over 0")
     build = Build(
-        args.size, args.work, args.target_minutes, args.draft_minutes, args.drafter_minutes, args.device,
-        tuple(args.folders), args.offline,
+        args.size, args.work, args.seed_minutes, args.target_minutes, args.draft_minutes, args.drafter_minutes,
+        args.device, tuple(args.folders), args.offline,
     )  # fmt: skip
     args.work.mkdir(parents=True, exist_ok=True)
     failed = build_all(build, args.stages)

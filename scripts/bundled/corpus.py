@@ -28,7 +28,7 @@ from typing import Any, BinaryIO, Protocol
 
 from forerun.errors import ConfigError, ForerunError, LoadError
 from scripts.bundled.common import run, sha256_of, tell, written_whole
-from scripts.bundled.filters import SUFFIXES, Seen, digest_of, in_order, is_held_out, licence_of, why_not
+from scripts.bundled.filters import SUFFIXES, Seen, in_order, is_held_out, licence_of, why_not
 
 NAMES = Path(__file__).with_name("packages.txt")
 CORPUS, MANIFEST = "corpus.jsonl.xz", "manifest.json"
@@ -196,7 +196,7 @@ class Writer:
             if self._raw.tell() + SLACK > self._most:
                 self.full = True
                 break
-            held = is_held_out(digest_of(text))
+            held = is_held_out(package.name, path, text)
             line = {"package": package.name, "path": path, "held_out": held, "text": text}
             self._file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
             package.files, package.characters = package.files + 1, package.characters + len(text)

@@ -122,13 +122,13 @@ def write_twin(source: Path, directory: Path) -> None:
 
 CARD = """# forerun bundled {role}
 
-A {layers}-layer Llama-architecture decoder of {parameters:,} parameters for Python code, trained from nothing by
-`scripts/bundled/target.py` (next-token prediction). It exists so that `forerun` can show and test speculation without a
-download; it writes what looks like Python and knows nothing else.
+A {layers}-layer Llama-architecture decoder of {parameters:,} parameters for Python code, trained by
+`scripts/bundled/target.py` (next-token prediction) from {beginning}. It exists so that `forerun` can show and test
+speculation without a download; it writes what looks like Python and knows nothing else.
 
 - Data: {train_files:,} files of Python source under permissive licences (below), none nearly the same as another,
-  {train_tokens:,} tokens; it saw {seen_tokens:,}. One file in fifty, by the hash of its text, was held out
-  ({held_out_tokens:,} tokens).
+  {train_tokens:,} tokens; it saw {seen_tokens:,}. One file in fifty of the packages and one in twenty of the standard
+  library, by their hashes, were held out ({held_out_tokens:,} tokens).
 - Held-out perplexity per token, of the weights as they are stored: **{perplexity:.2f}** ({bits:.3f} bits a
   character), over rows of {context:,} tokens.
 - Trained for {steps:,} steps of {step_tokens:,} tokens in {minutes:.1f} minutes on {machine}; seed {seed}, Muon for the
@@ -139,6 +139,7 @@ download; it writes what looks like Python and knows nothing else.
   `{corpus}`.
 - Licence of the weights: Apache-2.0.
 """
+GROWN = "a model of {parameters:,} parameters that had seen {seen_tokens:,} tokens of the same kind (`grow.py`)"
 STORED = {
     "int8": "int8, one bfloat16 scale for each output (compressed-tensors, pack-quantized); embedding in bfloat16",
     "bfloat16": "bfloat16",
@@ -148,7 +149,9 @@ SOURCES = "\n## Source of the data\n\n| package | version | licence | files | ch
 
 def card(role: str, size: Size, facts: Mapping[str, Any], packages: list[dict[str, Any]]) -> str:
     """README.md of a model; `facts` are those of training.json, `packages` those of the corpus's manifest."""
-    text = CARD.format(role=role, **{**asdict(size), **facts, "store": STORED[size.store]})
+    grown = facts.get("grown")
+    more = {"beginning": GROWN.format(**grown) if grown else "nothing", "store": STORED[size.store]}
+    text = CARD.format(role=role, **{**asdict(size), **facts, **more})
     rows = (
         f"| {p['name']} | {p['version']} | {p['licence']} | {p['files']:,} | {p['characters']:,} |" for p in packages
     )

@@ -37,6 +37,7 @@ class Size:
 
     Attributes:
         rows: texts of `context` tokens in one pass; passes: of these, whose gradients make one step.
+        cut: of how many shorter rows a row is read as in most of the run.
         store: what is written: int8 (one scale an output) or bfloat16.
     """
 
@@ -49,6 +50,7 @@ class Size:
     kv_heads: int
     rows: int
     passes: int
+    cut: int = 4
     store: str = "int8"
 
     @property
@@ -56,22 +58,25 @@ class Size:
         return self.hidden // self.heads
 
 
-def _draft(hidden: int, intermediate: int, heads: int, rows: int, **other: Any) -> Size:
-    kv_heads = heads // 2
+def _small(hidden: int, intermediate: int, layers: int, heads: int, rows: int, **other: Any) -> Size:
+    """Of what others begin with."""
     return Size(
-        hidden=hidden, intermediate=intermediate, layers=2, heads=heads, kv_heads=kv_heads, rows=rows, passes=1,
+        hidden=hidden, intermediate=intermediate, layers=layers, heads=heads, kv_heads=heads // 2, rows=rows, passes=1,
         store="bfloat16", **other,
     )  # fmt: skip
 
 
 SIZES = {
     "tiny": Size(vocab=512, context=256, hidden=64, intermediate=192, layers=3, heads=4, kv_heads=2, rows=8, passes=1),
-    "tiny-draft": _draft(32, 96, 2, 8, vocab=512, context=256),
-    "small": Size(hidden=384, intermediate=1024, layers=6, heads=6, kv_heads=3, rows=2, passes=1),
-    "small-draft": _draft(192, 512, 4, 2),
+    "tiny-seed": _small(32, 96, 3, 2, 8, vocab=512, context=256),
+    "tiny-draft": _small(32, 96, 2, 2, 8, vocab=512, context=256),
+    "small": Size(hidden=512, intermediate=1408, layers=7, heads=8, kv_heads=4, rows=2, passes=1, cut=8),
+    "small-seed": _small(256, 704, 6, 4, 4, context=1024),
+    "small-draft": _small(256, 704, 2, 4, 2),
     "base": Size(hidden=512, intermediate=1408, layers=9, heads=8, kv_heads=4, rows=32, passes=2),
-    "base-draft": _draft(256, 704, 4, 64),
+    "base-draft": _small(256, 704, 2, 4, 64),
 }  # tiny runs to its end in two minutes anywhere, small is for a patient CPU, base is the real one
+SEED = "-seed"  # the name of the size that another is grown from, where there is one, ends so
 
 
 def size_of(name: str) -> Size:
@@ -186,7 +191,8 @@ class Decoder(nn.Module):
         total = torch.zeros((), device=x.device)
         for at in range(0, len(wanted), CHUNK):
             part = states[at : at + CHUNK], self.embed_tokens.weight, wanted[at : at + CHUNK]
-            total = total + checkpoint(self.loss_of, *part, use_reentrant=False)
+            one = len(wanted) <= CHUNK
+            total = total + (self.loss_of(*part) if one else checkpoint(self.loss_of, *part, use_reentrant=False))
         return total / len(wanted)
 
     def compile_parts(self) -> None:

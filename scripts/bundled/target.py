@@ -4,10 +4,11 @@
     python -m scripts.bundled.target --size tiny --work build/tiny --steps 200
 
 WORK holds what the stage "tokens" made (`build.py`); WORK/SIZE is written. One loop for CPU and CUDA: bfloat16 where
-the machine computes in it, torch.compile on CUDA, rows packed plainly. For the first three quarters rows are read as
-four shorter ones, which costs less; the rest is read whole. The learning rate warms up, stays, and falls in a line to
-zero, by the clock (--minutes) or by --steps. A run that was stopped or killed goes on from its last checkpoint when the
-same command is given again: by steps it is then the same run, by the clock it has the minutes that were left.
+the machine computes in it, torch.compile, rows packed plainly. For the first three quarters rows are read as several
+shorter ones, which costs less; the rest is read whole. With --grown the first weights are those of a smaller model.
+The learning rate warms up, stays, and falls in a line to zero, by the clock (--minutes) or by --steps. A run that was
+stopped or killed goes on from its last checkpoint when the same command is given again: by steps it is then the same
+run, by the clock it has the minutes that were left.
 
 Size base costs 200 million operations a token in short rows, 285 million in whole ones (`model.flops_of`); an H100 has
 989e12 a second in bfloat16. At 40 % of them it would read 2.0 and 1.4 million tokens a second, 660 million in 6
@@ -40,6 +41,7 @@ from forerun.train.loop import computes_bfloat16
 from forerun.train.optimizers import BETAS, Muon
 from scripts.bundled.common import folder_written_whole, run, tell
 from scripts.bundled.export import card, floats_of, tensors_of, write_model
+from scripts.bundled.grow import grow
 from scripts.bundled.model import SIZES, Decoder, flops_of, size_of
 from scripts.bundled.tokens import Ids, Windows, read_facts, read_tokens
 
@@ -48,7 +50,7 @@ WARMUP = 100  # steps, or a tenth of a run by steps if that is less
 FALL = 0.6  # share of the run in which the learning rate falls
 DECAY = 0.1  # of the matrices; it bounds what they can grow to
 CLIP = 1.0
-SHORT, CUT = 0.75, 4  # share of the run in which a row is read as so many shorter ones
+SHORT = 0.75  # share of the run in which a row is read as shorter ones
 HELD_OUT_ROWS = 64  # of the perplexity, at most
 TOLD = 15.0  # seconds between lines of progress
 CHECKPOINT = 120.0  # seconds between checkpoints
@@ -57,7 +59,8 @@ LOWEST = 1e-3  # share of the learning rate, at the end
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """A run. Exactly one of minutes and steps is over 0; rows and passes are those of the size unless given."""
+    """A run. Exactly one of minutes and steps is over 0; rows and passes are those of the size unless given; `grown`
+    is the directory of the model to begin from, if any."""
 
     size: str
     minutes: float = 0.0
@@ -65,6 +68,7 @@ class Plan:
     seed: int = 1
     rows: int = 0
     passes: int = 0
+    grown: str = ""
 
     def __post_init__(self) -> None:
         size_of(self.size)
@@ -95,7 +99,10 @@ class Trainer:
         self.size = size_of(plan.size)
         self.per_pass, self.passes = plan.rows or self.size.rows, plan.passes or self.size.passes
         self.windows, self.held_out = Windows(train, self.size.context, plan.seed), held_out
-        self.model = Decoder(self.size).to(device)
+        self.model = Decoder(self.size)
+        if plan.grown:
+            grow(self.model, Path(plan.grown))
+        self.model.to(device)
         if compiled:
             torch._dynamo.config.suppress_errors = True  # what cannot be compiled runs as it is, and says so
             self.model.compile_parts()
@@ -116,7 +123,7 @@ class Trainer:
     def learn(self) -> None:
         """One step."""
         share = self.plan.share(self.step, self.seconds)
-        cut = CUT if share < SHORT else 1
+        cut = self.size.cut if share < SHORT else 1
         total = torch.zeros((), device=self.device)
         for number in range(self.passes):
             first = (self.step * self.passes + number) * self.per_pass
@@ -207,7 +214,7 @@ class Trainer:
     def _tell(self, steps_a_second: float) -> None:
         loss, share = self.settle(), self.plan.share(self.step, self.seconds)
         rate = steps_a_second * self.step_tokens
-        flops = rate * flops_of(self.size, self.size.context // (CUT if share < SHORT else 1))
+        flops = rate * flops_of(self.size, self.size.context // (self.size.cut if share < SHORT else 1))
         tell(
             f"{self.plan.size}: step {self.step}, {100 * share:.0f} %, loss {loss:.3f}, {rate:,.0f} tokens/s,"
             f" {flops / 1e12:.2f} TFLOP/s"
@@ -234,6 +241,9 @@ def export(trainer: Trainer, work: Path, out: Path) -> dict[str, Any]:
             "machine": torch.cuda.get_device_name() if cuda else f"a CPU ({torch.get_num_threads()} threads)",
             "losses": [round(loss, 4) for loss in trainer.losses[:: max(len(trainer.losses) // 500, 1)]],
         }  # fmt: skip
+        if plan.grown:
+            seed = json.loads((Path(plan.grown) / "training.json").read_text())
+            facts["grown"] = {name: seed[name] for name in ("parameters", "seen_tokens")}
         (make / "training.json").write_text(json.dumps(facts, indent=1))
         manifest = work / "manifest.json"
         packages = json.loads(manifest.read_text())["packages"] if manifest.is_file() else []
@@ -287,13 +297,13 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=0, help="rows of a pass, if not the size's own")
     parser.add_argument("--passes", type=int, default=0, help="passes of a step, if not the size's own")
     parser.add_argument("--device", default="auto", help="auto takes CUDA where there is one")
-    parser.add_argument("--no-compile", action="store_true", help="do not use torch.compile on CUDA")
+    parser.add_argument("--no-compile", action="store_true", help="do not use torch.compile")
+    parser.add_argument("--grown", default="", metavar="DIR", help="a smaller model to begin from")
     args = parser.parse_args()
-    numbers = {name: getattr(args, name) for name in ("size", "minutes", "steps", "seed", "rows", "passes")}
+    given = {name: getattr(args, name) for name in ("size", "minutes", "steps", "seed", "rows", "passes", "grown")}
     device = pick_device(args.device)
     torch.set_float32_matmul_precision("high")
-    compiled = device.type == "cuda" and not args.no_compile
-    facts = train(Plan(**numbers), args.work, args.work / args.size, device, compiled)
+    facts = train(Plan(**given), args.work, args.work / args.size, device, not args.no_compile)
     print(
         f"{args.work / args.size}: {facts['parameters'] / 1e6:.1f}M parameters, {facts['seen_tokens']:,} tokens seen,"
         f" held-out perplexity {facts['perplexity']:.2f}"

@@ -46,7 +46,8 @@ class Facts:
 
 
 def prepare(corpus: Path, out: Path, vocab: int, context: int) -> Facts:
-    """Make the tokenizer and all tokens. Raises LoadError or ConfigError for a corpus that will not do."""
+    """Make the tokenizer, unless there is one, and all tokens. Raises LoadError or ConfigError for a corpus that will
+    not do."""
     parts: dict[str, list[str]] = {"train": [], "held_out": []}
     for line in read_corpus(corpus):
         parts["held_out" if line["held_out"] else "train"].append(line["text"])
@@ -54,9 +55,12 @@ def prepare(corpus: Path, out: Path, vocab: int, context: int) -> Facts:
         if not texts:
             raise ConfigError(f"{corpus} has no {name} files: make a larger one")
         texts.sort(key=digest_of)
-    tell(f"{len(parts['train'])} files to train on; making a tokenizer of {vocab} tokens")
-    tokenizer = train_tokenizer(list(_first(parts["train"], LEARNT)), vocab)
-    _save_tokenizer(tokenizer, out / "tokenizer", context)
+    tell(f"{len(parts['train'])} files to train on")
+    tokenizer = _read_tokenizer(out / "tokenizer", vocab)
+    if tokenizer is None:
+        tell(f"making a tokenizer of {vocab} tokens")
+        tokenizer = train_tokenizer(list(_first(parts["train"], LEARNT)), vocab)
+        _save_tokenizer(tokenizer, out / "tokenizer", context)
     counts = {}
     for name, texts in parts.items():
         counts[name] = _encode(tokenizer, texts, out / f"{name}.tokens")
@@ -141,6 +145,17 @@ def _encode(tokenizer: Tokenizer, texts: Sequence[str], path: Path) -> int:
                 file.write(ids.tobytes())
                 total += len(ids)
     return total
+
+
+def _read_tokenizer(directory: Path, vocab: int) -> Tokenizer | None:
+    """The tokenizer that is there: of the model that this one is grown from. Raises ConfigError if it will not do."""
+    path = directory / "tokenizer.json"
+    if not path.exists():
+        return None
+    tokenizer = Tokenizer.from_file(str(path))
+    if tokenizer.get_vocab_size() != vocab or tokenizer.token_to_id(END) != END_ID:
+        raise ConfigError(f"{path} is not of {vocab} tokens that begin with {END}: remove it to make one")
+    return tokenizer
 
 
 def _save_tokenizer(tokenizer: Tokenizer, directory: Path, context: int) -> None:

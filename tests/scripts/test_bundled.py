@@ -1,9 +1,12 @@
 """The scripts that make the bundled models: what may be learnt from, pieces that travel, and a model that is what its
 card says, trained as if nothing had interrupted it."""
 
+import dataclasses
+import filecmp
 import json
 import lzma
 import math
+import shutil
 import sysconfig
 import zipfile
 from email.message import Message
@@ -20,8 +23,9 @@ from forerun.train.data import Example
 from forerun.train.settings import Training
 from scripts.bundled import build as builder
 from scripts.bundled import corpus, pieces, target
-from scripts.bundled.export import floats_of, tensors_of, write_twin
+from scripts.bundled.export import floats_of, tensors_of, write_model, write_twin
 from scripts.bundled.filters import Seen, digest_of, is_held_out, is_permissive, licence_of, why_not
+from scripts.bundled.grow import grow
 from scripts.bundled.model import SIZES, Decoder, size_of
 from scripts.bundled.target import Plan, Trainer
 from scripts.bundled.tokens import Windows, prepare, read_facts, read_tokens
@@ -100,9 +104,12 @@ def test_repetitions_are_found_but_not_what_only_looks_alike() -> None:
     assert seen.repeats(GOOD.replace("value", "item")) is None
 
 
-def test_one_file_in_fifty_is_held_out_by_its_text_alone() -> None:
-    held = sum(is_held_out(digest_of(f"text {i}")) for i in range(20_000))
+def test_what_is_held_out_hangs_on_the_text_and_in_the_standard_library_on_the_path() -> None:
+    held = sum(is_held_out("some", "same.py", f"text {i}") for i in range(20_000))
     assert 320 < held < 480
+    of_the_library = [is_held_out("python", f"module_{i}.py", "same text") for i in range(4_000)]
+    assert 150 < sum(of_the_library) < 250
+    assert of_the_library == [is_held_out("python", f"module_{i}.py", "another") for i in range(4_000)]
 
 
 @pytest.fixture
@@ -139,7 +146,7 @@ def test_a_corpus_has_what_is_allowed_and_says_why_not_the_rest(places: corpus.P
     assert [(line["package"], line["path"]) for line in lines] == [
         ("python", "module.py"), ("good", "good/__init__.py"), ("in-wheel", "in_wheel.py"),
     ]  # fmt: skip
-    assert all(line["held_out"] == is_held_out(digest_of(line["text"])) for line in lines)
+    assert all(line["held_out"] == is_held_out(line["package"], line["path"], line["text"]) for line in lines)
     assert [(p.name, p.version, p.licence) for p in manifest.packages[1:]] == [
         ("good", "1.0", "MIT"), ("in-wheel", "2.0", "BSD-3-Clause"),
     ]  # fmt: skip
@@ -226,6 +233,17 @@ def test_tokens_are_the_texts(work: Path) -> None:
     texts = sorted((path.read_text() for path in MODULES[::4]), key=digest_of)
     assert said == "".join(texts)
     assert json.loads((work / "held_out.jsonl").read_text().split("\n")[0]) == {"text": texts[0]}
+
+
+def test_a_tokenizer_that_is_there_is_taken(work: Path, tmp_path: Path) -> None:
+    shutil.copytree(work / "tokenizer", tmp_path / "tokenizer")
+    lines = [{"text": path.read_text(), "held_out": i == 0} for i, path in enumerate(MODULES[:2])]
+    (tmp_path / corpus.CORPUS).write_bytes(lzma.compress("\n".join(map(json.dumps, lines)).encode(), preset=0))
+    size = size_of("tiny")
+    prepare(tmp_path / corpus.CORPUS, tmp_path, size.vocab, size.context)
+    assert filecmp.cmp(work / "tokenizer/tokenizer.json", tmp_path / "tokenizer/tokenizer.json", shallow=False)
+    with pytest.raises(ConfigError, match="remove it"):
+        prepare(tmp_path / corpus.CORPUS, tmp_path, size.vocab + 1, size.context)
 
 
 def test_every_epoch_has_every_row_once() -> None:
@@ -339,6 +357,38 @@ def test_the_decoder_computes_what_transformers_llama_does(made: Path, tmp_path:
         assert mine(ids[:, :-1], ids[:, 1:]).item() == pytest.approx(expected.item(), abs=1e-5)
 
 
+def test_a_grown_decoder_says_what_the_small_one_said_and_all_of_it_learns(work: Path, tmp_path: Path) -> None:
+    seed, size = dataclasses.replace(size_of("tiny-seed"), layers=2), size_of("tiny")
+    torch.manual_seed(0)
+    small = Decoder(seed)
+    with torch.no_grad():
+        for weight in small.parameters():
+            weight.add_(0.3 * torch.randn_like(weight))
+    write_model(tmp_path, seed, tensors_of(small), work / "tokenizer")
+    small.load_state_dict(floats_of(tmp_path))
+    grown = Decoder(size)
+    before = grown.layers[-1].mlp.up_proj.weight.clone()
+    grow(grown, tmp_path)
+    assert torch.equal(grown.layers[-1].mlp.up_proj.weight, before)  # a layer that the seed does not have
+    ids = torch.randint(0, size.vocab, (4, 65), generator=torch.Generator().manual_seed(0))
+    read, wanted = ids[:, :-1], ids[:, 1:]
+    with torch.no_grad():
+        assert grown(read, wanted).item() == pytest.approx(small(read, wanted).item(), rel=2e-3)
+        assert Decoder(size)(read, wanted).item() != pytest.approx(small(read, wanted).item(), rel=2e-3)
+    for _ in range(2):  # what reads the new is zero at first, and what is read has no gradient before it is not
+        loss = grown(read, wanted)
+        grown.zero_grad()
+        loss.backward()
+        with torch.no_grad():
+            for weight in grown.parameters():
+                weight.sub_(0.01 * weight.grad)
+    for name, weight in grown.named_parameters():
+        if "proj" in name:
+            assert weight.grad.norm(dim=-1).count_nonzero() > 0.9 * len(weight), name
+    with pytest.raises(ConfigError, match="grow from a smaller one"):
+        grow(Decoder(dataclasses.replace(seed, layers=1)), tmp_path)
+
+
 def test_int8_holds_every_weight_to_half_a_step(made: Path) -> None:
     model = Decoder(size_of("tiny"))
     tensors = tensors_of(model)
@@ -375,7 +425,7 @@ def test_the_bundle_of_size_base_fits_the_repository() -> None:
 
 
 def a_build(work: Path) -> builder.Build:
-    return builder.Build("tiny", work, 1, 1, 1, "cpu", (), True)
+    return builder.Build("tiny", work, 1, 1, 1, 1, "cpu", (), True)
 
 
 def test_stages_are_done_once_in_order_and_a_drafter_may_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
