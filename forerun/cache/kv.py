@@ -28,9 +28,11 @@ class KVCache:
         context: int,
         dtype: torch.dtype,
         device: torch.device,
+        ahead: int = 0,
     ) -> None:
-        """Room for `tokens` tokens in all, `context` a slot, in pages of `page` tokens."""
-        self.pages = Pages(-(-tokens // page), page, slots, context)
+        """Room for `tokens` tokens in all, `context` a slot, in pages of `page` tokens. What is kept of a token may
+        depend on as many as `ahead` tokens behind it."""
+        self.pages = Pages(-(-tokens // page), page, slots, context, ahead)
         rows = self.pages.count * page + 1  # vector loads of the last row may reach past it
         # zeros, not empty: a masked key of NaN would still poison the sum
         self.data = torch.zeros((2, config.layers, rows, config.kv_heads, config.head_dim), dtype=dtype, device=device)

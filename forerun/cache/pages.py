@@ -16,10 +16,13 @@ import numpy as np
 
 
 class Pages:
-    """Page allocator over `count` pages of `size` rows for `slots` slots of at most `context` tokens."""
+    """Page allocator over `count` pages of `size` rows for `slots` slots of at most `context` tokens.
 
-    def __init__(self, count: int, size: int, slots: int, context: int) -> None:
-        self.count, self.size = count, size
+    A row is of a token, and of as many as `ahead` tokens behind it: those of a page's last row are in its name too.
+    """
+
+    def __init__(self, count: int, size: int, slots: int, context: int, ahead: int = 0) -> None:
+        self.count, self.size, self.ahead = count, size, ahead
         # rows[slot, i]: the row of the KV tensors that holds logical index i
         self.rows = np.zeros((slots, -(-context // size) * size), dtype=np.int64)
         self.held: list[list[int]] = [[] for _ in range(slots)]
@@ -46,8 +49,8 @@ class Pages:
         At least one token is always left to read.
         """
         digest = b""
-        for start in range(0, len(tokens) - self.size, self.size):
-            digest = _digest(digest, tokens[start : start + self.size])
+        for start in range(0, len(tokens) - self.ahead - self.size, self.size):
+            digest = self._digest(digest, tokens, start)
             page = self.page_of.get(digest)
             if page is None:
                 break
@@ -73,11 +76,12 @@ class Pages:
             self._drop(self.held[slot].pop())
 
     def seal(self, slot: int, tokens: Sequence[int], upto: int) -> None:
-        """Name the full pages of the first `upto` committed tokens, so that others can share them."""
+        """Name the full pages of the first `upto` committed tokens, so that others can share them. `tokens` has
+        `ahead` more."""
         chain = self.chain[slot]
         while (len(chain) + 1) * self.size <= upto:
             start = len(chain) * self.size
-            digest = _digest(chain[-1] if chain else b"", tokens[start : start + self.size])
+            digest = self._digest(chain[-1] if chain else b"", tokens, start)
             page = self.held[slot][len(chain)]
             if digest not in self.page_of and page not in self.digest_of:
                 self.page_of[digest], self.digest_of[page] = page, digest
@@ -117,6 +121,7 @@ class Pages:
             else:
                 self.free.append(page)
 
-
-def _digest(previous: bytes, tokens: Sequence[int]) -> bytes:
-    return hashlib.blake2b(previous + np.asarray(tokens, dtype=np.int64).tobytes(), digest_size=16).digest()
+    def _digest(self, previous: bytes, tokens: Sequence[int], start: int) -> bytes:
+        """The name of the page of tokens from `start` on, behind the page called `previous`."""
+        page = np.asarray(tokens[start : start + self.size + self.ahead], dtype=np.int64)
+        return hashlib.blake2b(previous + page.tobytes(), digest_size=16).digest()

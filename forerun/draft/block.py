@@ -5,14 +5,12 @@ once for each layer, kept in the head's own cache, and never change. The block o
 and values are scratch rows, which the next round overwrites. So a draft of any depth costs one pass of a few layers,
 and the tokens are then taken from it level by level.
 
-The root is the anchor, at position start: its own states are not known yet, and the context are those before it. The
-states of a cached prefix are not shown, but its context is mostly here too: pages of it are shared as the target shares
-its own. Where it is not, positions are counted from the first state a slot has: rotary embeddings only see distances.
+The root is the anchor, at position start: its own states are not known yet, and the context are those before it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,31 +19,14 @@ from torch import Tensor
 
 from forerun.cache.attention import Attention, Segment
 from forerun.cache.kv import KVCache
-from forerun.draft.base import Proposer, Reference, Row
+from forerun.draft.base import Row
 from forerun.draft.block_head import BlockHead
+from forerun.draft.features import FeatureProposer
 from forerun.draft.layers import with_native_products
 from forerun.draft.tree import Tree, grow
 from forerun.draft.view import TargetView
 from forerun.models.rope import rope_tables
 from forerun.types import Draft
-
-CHUNK = 512  # so many states that wait are fused, which makes them narrower
-
-
-@dataclass(slots=True)
-class _Slot:
-    """Where a request is. Its context begins at position `begin`; `seen` is the next position to be shown. What the
-    cache lacks waits: `context` is fused [n, Hd], `features` behind it are not yet."""
-
-    begin: int = 0
-    seen: int = -1
-    context: list[Tensor] = field(default_factory=list)
-    features: list[Tensor] = field(default_factory=list)
-
-    @property
-    def waiting(self) -> int:
-        """Tokens whose context the cache lacks."""
-        return sum(map(len, self.context)) + sum(map(len, self.features))
 
 
 @dataclass(slots=True)
@@ -61,7 +42,7 @@ class _Growing:
     stands: dict[int, float] = field(default_factory=lambda: {-1: 1.0})
 
 
-class Block(Proposer):
+class Block(FeatureProposer):
     """Chains, or trees of `width` nodes a level, as deep as the head has slots.
 
     Attributes:
@@ -90,42 +71,13 @@ class Block(Proposer):
         self.rotation = tuple(table.to(target.device) for table in tables)
         self.reset()
 
-    def reset(self) -> None:
-        self._slots: dict[int, _Slot] = {}
-        self.cache = KVCache(
-            self.config.layer,
-            **self._shape,
-            context=self._reach,
-            dtype=self.dtype,
-            device=self.target.device,
+    def new_cache(self) -> KVCache:
+        return KVCache(
+            self.config.layer, **self._shape, context=self._reach, dtype=self.dtype, device=self.target.device
         )
 
-    def open(self, slot: int, tokens: Sequence[int], references: Sequence[Reference] = ()) -> None:
-        self._slots[slot] = _Slot()
-        self.cache.open(slot, tokens)
-
-    def close(self, slot: int, finished: Sequence[int] | None = None) -> None:
-        self._slots.pop(slot, None)
-        self.cache.close(slot)
-
-    @torch.inference_mode()
-    def observe(self, slot: int, start: int, features: Mapping[int, Tensor]) -> None:
-        state = self._slots[slot]
-        if state.seen < 0 and self.cache.length[slot] < start:
-            self.cache.close(slot)  # what lies between was shown to others, and is not here any more
-            state.begin = start
-        shown = torch.cat([features[boundary] for boundary in self.boundaries], dim=-1)
-        state.seen = start + len(shown)
-        new = state.seen - state.begin - self.cache.length[slot] - state.waiting
-        if new > 0:
-            state.features.append(shown[-new:])
-        if sum(map(len, state.features)) >= CHUNK:
-            self._fuse(state)
-
-    def _fuse(self, state: _Slot) -> None:
-        if state.features:
-            state.context.append(self.head.fuse(torch.cat(state.features).to(self.dtype)))
-            state.features.clear()
+    def fuse(self, shown: Tensor) -> Tensor:
+        return self.head.fuse(shown)
 
     @torch.inference_mode()
     def propose(self, rows: Sequence[Row]) -> list[Draft]:
@@ -141,23 +93,19 @@ class Block(Proposer):
 
     def _can_draft(self, row: Row) -> bool:
         """Without the states up to the root, or without room, the request goes on without a draft."""
-        state = self._slots.get(row.slot)
-        if state is None or state.seen != len(row.tokens) - 1:
-            return False
-        return self.cache.pages.grow(row.slot, self.cache.length[row.slot] + state.waiting + self.config.block)
+        upto = self.cache.length[row.slot] + self.config.block
+        return self.is_up_to_date(row) and self.cache.pages.grow(row.slot, upto + len(self.waiting[row.slot]))
 
     def _remember(self, rows: Sequence[Row]) -> None:
         """Write the keys and values of all context that waits; none depends on another."""
         parts, positions, places, counts = [], [], [], []
         for row in rows:
-            state, at = self._slots[row.slot], self.cache.length[row.slot]
-            self._fuse(state)
-            count = state.waiting
-            parts += state.context
+            at, taken = self.cache.length[row.slot], self.take(row.slot)
+            count = sum(map(len, taken))
+            parts += taken
             positions.append(np.arange(at, at + count))
             places.append(self.cache.pages.rows[row.slot, at : at + count])
             counts.append(count)
-            state.context.clear()
         if not parts:
             return
         context, index = torch.cat(parts), torch.from_numpy(np.concatenate(places)).to(self.target.device)
@@ -166,9 +114,7 @@ class Block(Proposer):
             keys, values = self.head.remember(layer, context, rotation)
             self.cache.data[0, layer, index], self.cache.data[1, layer, index] = keys, values
         for row, count in zip(rows, counts, strict=True):
-            self.cache.commit(row.slot, range(count))
-            if self._slots[row.slot].begin == 0:  # others have other positions
-                self.cache.pages.seal(row.slot, row.tokens, self.cache.length[row.slot])
+            self.commit(row, count)
 
     def _say(self, trees: Sequence[Tree]) -> list[_Growing]:
         """One pass over the block of each root. A block is whole however deep the draft is to be: what a slot says

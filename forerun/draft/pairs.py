@@ -4,15 +4,12 @@ With g_t the target's hidden states of token t at some boundaries, side by side,
 t + 1 and g_t says token t + 2. Of committed tokens both halves are final: their pairs are read once, and kept in the
 head's own cache. Below the root there are no states of the target: a drafted token is paired with what the head itself
 made of its parent, and none of that outlives the round. So what is committed in the cache was never drafted.
-
-Positions are counted from the first pair a slot has: the states of a cached prefix are not shown, and rotary
-embeddings only see distances.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +17,8 @@ from torch import Tensor
 
 from forerun.cache.attention import Attention, Segment
 from forerun.cache.kv import KVCache
-from forerun.draft.base import Proposer, Reference, Row
+from forerun.draft.base import Row
+from forerun.draft.features import FeatureProposer
 from forerun.draft.layers import with_native_products
 from forerun.draft.native_layer import NativeLayer
 from forerun.draft.pair_head import PairHead
@@ -28,25 +26,6 @@ from forerun.draft.tree import Tree, grow
 from forerun.draft.view import TargetView
 from forerun.models.rope import rope_tables
 from forerun.types import Draft
-
-CHUNK = 512  # so many states that wait are fused, and later read in one pass
-
-
-@dataclass(slots=True)
-class _Slot:
-    """Where a request is. Positions are those of g.
-
-    `read` is the next pair the cache lacks, `seen` the next position to be shown. What lies between waits: `states`
-    are fused [n, Hd], `features` behind them, `waiting` rows, are not yet. `last` is what the head made of the last
-    pair it read, [Hd].
-    """
-
-    read: int = -1
-    seen: int = -1
-    states: list[Tensor] = field(default_factory=list)
-    features: list[Tensor] = field(default_factory=list)
-    waiting: int = 0
-    last: Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -57,7 +36,7 @@ class _Growing:
     made: dict[int, Tensor]
 
 
-class Pairs(Proposer):
+class Pairs(FeatureProposer):
     """Chains, or trees of `width` nodes a level, from a head on pairs."""
 
     def __init__(
@@ -80,39 +59,21 @@ class Pairs(Proposer):
         self.reset()
 
     def reset(self) -> None:
-        self._slots: dict[int, _Slot] = {}
-        self.cache = KVCache(
-            self.head.layer,
-            **self._shape,
-            context=self.target.context,
-            dtype=self.dtype,
-            device=self.target.device,
-        )
-
-    def open(self, slot: int, tokens: Sequence[int], references: Sequence[Reference] = ()) -> None:
-        self._slots[slot] = _Slot()
+        super().reset()
+        self._last: dict[int, Tensor] = {}  # by slot: what the head made of the last pair it read, [Hd]
 
     def close(self, slot: int, finished: Sequence[int] | None = None) -> None:
-        self._slots.pop(slot, None)
-        self.cache.close(slot)
+        super().close(slot, finished)
+        self._last.pop(slot, None)
 
-    @torch.inference_mode()
-    def observe(self, slot: int, start: int, features: Mapping[int, Tensor]) -> None:
-        state = self._slots[slot]
-        shown = [features[boundary] for boundary in self.boundaries]
-        if state.seen < 0:
-            state.read = start
-        count = len(shown[0])
-        state.seen, state.waiting = start + count, state.waiting + count
-        state.features.append(torch.cat(shown, dim=-1) if len(shown) > 1 else shown[0])
-        if state.waiting >= CHUNK:
-            self._fuse(state)  # a long prompt waits as what is made of it, which is narrower
+    def new_cache(self) -> KVCache:
+        return KVCache(
+            self.head.layer, **self._shape, context=self.target.context, dtype=self.dtype, device=self.target.device,
+            ahead=1,
+        )  # fmt: skip
 
-    def _fuse(self, state: _Slot) -> None:
-        if state.features:
-            state.states.append(self.head.fuse(torch.cat(state.features).to(self.dtype)).to(self.dtype))
-            state.features.clear()
-            state.waiting = 0
+    def fuse(self, shown: Tensor) -> Tensor:
+        return self.head.fuse(shown).to(self.dtype)
 
     @torch.inference_mode()
     def propose(self, rows: Sequence[Row]) -> list[Draft]:
@@ -132,31 +93,29 @@ class Pairs(Proposer):
     def _can_draft(self, row: Row) -> bool:
         """Without the state before the root, without room, or after a token that the head's own embedding lacks, the
         request goes on without a draft."""
-        state = self._slots.get(row.slot)
-        if state is None or state.seen != len(row.tokens) - 1:
+        if not self.is_up_to_date(row):
             return False
-        waiting = row.tokens[state.read + 1 :]
-        if not all(map(self.head.can_read, waiting)):
+        unread = row.tokens[self.next_position(row.slot) + 1 :]
+        if not all(map(self.head.can_read, unread)):
             return False
-        upto = self.cache.length[row.slot] + len(waiting) + row.depth * self.width
+        upto = self.cache.length[row.slot] + len(unread) + row.depth * self.width
         return self.cache.pages.grow(row.slot, upto)
 
     def _read(self, rows: Sequence[Row]) -> list[Tensor]:
         """Read the pairs each slot has missed, all of them final; what the head made of the last ones, [Hd] each."""
-        states = [self._slots[row.slot] for row in rows]
-        for state in states:
-            self._fuse(state)
-        while lagging := [(row, state) for row, state in zip(rows, states, strict=True) if state.states]:
-            parts = [state.states.pop(0) for _, state in lagging]
+        parts = [self.take(row.slot) for row in rows]
+        for number in range(max(map(len, parts), default=0)):
+            lagging = [(row, taken[number]) for row, taken in zip(rows, parts, strict=True) if number < len(taken)]
             segments = []
-            for (row, state), part in zip(lagging, parts, strict=True):
-                tokens = list(row.tokens[state.read + 1 : state.read + 1 + len(part)])
+            for row, part in lagging:
+                first = self.next_position(row.slot) + 1
+                tokens = list(row.tokens[first : first + len(part)])
                 segments.append(Segment(row.slot, tokens, list(range(-1, len(tokens) - 1)), []))
-            for (row, state), made in zip(lagging, self._pass(segments, torch.cat(parts)), strict=True):
-                self.cache.commit(row.slot, range(len(made)))
-                state.read += len(made)
-                state.last = made[-1].clone()  # a view would keep the whole pass
-        return [state.last for state in states if state.last is not None]
+            passed = self._pass(segments, torch.cat([part for _, part in lagging]))
+            for (row, _), made in zip(lagging, passed, strict=True):
+                self.commit(row, len(made))
+                self._last[row.slot] = made[-1].clone()  # a view would keep the whole pass
+        return [self._last[row.slot] for row in rows]
 
     def _feed(self, growing: Sequence[_Growing]) -> None:
         """Run the nodes added last, each with the state its parent left; nothing of it is committed."""

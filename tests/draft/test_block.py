@@ -17,7 +17,7 @@ from torch import Tensor
 
 from forerun import LLM, LoadError, SamplingParams
 from forerun.cache.attention import Attention
-from forerun.draft import block
+from forerun.draft import block, features
 from forerun.draft.base import Row
 from forerun.draft.block import Block
 from forerun.draft.block_format import save_block
@@ -133,7 +133,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
 
     def observing(self, slot, start, features):
         observe(self, slot, start, features)
-        watch.first[slot] = self._slots[slot].begin
+        watch.first[slot] = self.waiting[slot].begin
 
     monkeypatch.setattr(block, "grow", seeing)
     monkeypatch.setattr(Block, "observe", observing)
@@ -196,7 +196,7 @@ def test_every_node_has_the_logits_of_the_naive_head(shape: str, width: int, wat
 
 def test_small_chunks_and_preemption(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
     """States come in pieces, wait fused, and begin anew, some behind a prefix that nobody showed."""
-    monkeypatch.setattr(block, "CHUNK", 5)
+    monkeypatch.setattr(features, "CHUNK", 5)
     head = head_of()
     requests = run(engine_of(head, 2, chunk=3, tokens=112), count=8)
     assert sum(r.stats.preemptions for r in requests) > 0
@@ -236,9 +236,9 @@ def test_a_prefix_that_is_known_beyond_what_the_target_has_is_not_read_twice() -
     assert drafter.cache.length[0] == 16
     parts = states_of(tokens[:-1], drafter.boundaries)
     for start, end in ((4, 7), (7, 17), (17, 18), (18, 19)):
-        features = parts[start:end].split(drafter.target.hidden, -1)
-        drafter.observe(0, start, dict(zip(drafter.boundaries, features, strict=True)))
-    assert drafter._slots[0].waiting == 3 and drafter.propose([row])[0].tokens == expected
+        shown = parts[start:end].split(drafter.target.hidden, -1)
+        drafter.observe(0, start, dict(zip(drafter.boundaries, shown, strict=True)))
+    assert len(drafter.waiting[0]) == 3 and drafter.propose([row])[0].tokens == expected
     assert torch.allclose(*(d.cache.data[:, :, d.cache.pages.rows[0, :19]] for d in (drafter, plain)), atol=1e-9)
 
 

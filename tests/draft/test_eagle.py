@@ -15,7 +15,7 @@ from torch import Tensor
 
 from forerun import LLM, LoadError, SamplingParams
 from forerun.cache.attention import Segment
-from forerun.draft import pairs
+from forerun.draft import features, pairs
 from forerun.draft.base import Row
 from forerun.draft.eagle_format import save_head
 from forerun.draft.eagle_head import EagleConfig, EagleHead
@@ -138,7 +138,7 @@ class Watch:
 
 @pytest.fixture
 def watch(monkeypatch) -> Watch:
-    watch, grow, observe, opened = Watch(), pairs.grow, Pairs.observe, Pairs.open
+    watch, grow, observe = Watch(), pairs.grow, Pairs.observe
 
     def seeing(trees, logits, width, source):
         nodes = [(tree, node) for tree in trees for node in tree.frontier]
@@ -148,16 +148,11 @@ def watch(monkeypatch) -> Watch:
         grow(trees, logits, width, source)
 
     def observing(self, slot, start, features):
-        watch.first.setdefault(slot, start)
         observe(self, slot, start, features)
-
-    def opening(self, slot, tokens, references=()):
-        watch.first.pop(slot, None)
-        opened(self, slot, tokens, references)
+        watch.first[slot] = self.waiting[slot].begin
 
     monkeypatch.setattr(pairs, "grow", seeing)
     monkeypatch.setattr(Pairs, "observe", observing)
-    monkeypatch.setattr(Pairs, "open", opening)
     return watch
 
 
@@ -215,12 +210,42 @@ def test_every_node_has_the_logits_of_the_naive_head(shape: str, width: int, wat
 
 def test_small_chunks_and_preemption(watch: Watch, monkeypatch) -> None:
     """Pairs come in pieces, wait fused, and begin anew, some behind a prefix that nobody showed."""
-    monkeypatch.setattr(pairs, "CHUNK", 5)
+    monkeypatch.setattr(features, "CHUNK", 5)
     head = tiny.eagle(tiny.eagle_config("llama"))
     requests = run(engine_of(head, 2, chunk=3, tokens=112), count=8)
     assert sum(r.stats.preemptions for r in requests) > 0
     assert {first > 0 for *_, first, _ in watch.seen} == {False, True}
     same_as_naive(watch, head, every=5)
+
+
+@pytest.mark.parametrize("draft", ["eagle", "off"])
+def test_the_pairs_of_a_cached_prefix_are_shared(draft: str, watch: Watch) -> None:
+    """The target shows the states of a prefix once; who comes later finds what was made of them, or does without where
+    nobody asked."""
+    head, prompt = tiny.eagle(tiny.eagle_config("llama")), build.prompts()[7]
+    engine = engine_of(head, chunk=5)
+    first = engine.add(prompt, build.params(1, 0.8, 12), draft=draft, depth=3)
+    build.finish(engine)
+    for seed in (2, 3):
+        del watch.seen[:]
+        again = engine.add(list(first.tokens), build.params(seed, 0.8, 16), draft="eagle", depth=3)
+        build.finish(engine)
+        assert again.stats.cached_tokens > len(prompt)
+        assert {begin for *_, begin, _ in watch.seen} == {0 if draft == "eagle" else again.stats.cached_tokens}
+        same_as_naive(watch, head)
+
+
+def test_a_pair_is_shared_only_with_texts_that_have_its_second_token_too() -> None:
+    """The last pair of a page has a token of the next page."""
+    head, tokens = tiny.eagle(tiny.eagle_config("llama")).double(), tuple(range(5, 25))
+    drafter = Pairs("eagle3", head, target(), **ROOM)
+    show(drafter, 0, tokens)
+    drafter.propose([Row(0, tokens, SamplingParams(), Noise(1, 2), 3)])
+    drafter.close(0)
+    for changed, shared in ((18, 16), (17, 16), (16, 12), (15, 12), (12, 8), (11, 8)):
+        drafter.open(0, [*tokens[:changed], 63, *tokens[changed + 1 :]])
+        assert drafter.cache.length[0] == shared
+        drafter.close(0)
 
 
 def test_a_sliding_window(watch: Watch) -> None:
@@ -399,7 +424,7 @@ def test_the_native_layer_computes_what_is_trained(name: str, form: str) -> None
         drafter = Pairs("x", head, view, **ROOM, width=3)
         show(drafter, 0, tokens)
         draft = drafter.propose([Row(0, tokens, SamplingParams(), Noise(1, 4), 3)])[0]
-        made.append(drafter._slots[0].last)
+        made.append(drafter._last[0])
         trees.append((draft.tokens, draft.parents))
     apart = (made[1] - made[0]).norm() / made[0].norm()
     assert 0 < apart < (0.1 if form == "int8" else 1e-4)

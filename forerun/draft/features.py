@@ -1,0 +1,114 @@
+"""What proposers that read the target's hidden states (its features) have in common: a KV cache of their own, behind.
+
+What a head keeps of a committed token depends on the target's features alone, never on a draft. So it is computed once,
+when a draft is next asked for; until then features wait, and many of them wait fused, which makes them narrower. Pages
+of the cache are shared between requests that begin alike, as the target shares its own.
+
+The features of a cached prefix are not shown. Mostly what a head made of them is in its own cache too. Where it is not,
+positions are counted from the first features a slot has: rotary embeddings only see distances.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from forerun.cache.kv import KVCache
+from forerun.draft.base import Proposer, Reference, Row
+
+CHUNK = 512  # so many features that wait are fused, and some heads read no more in a pass
+
+
+@dataclass(slots=True)
+class Waiting:
+    """What a slot was shown and its cache lacks.
+
+    Attributes:
+        begin: position of the first row of the cache. seen: the next position to be shown.
+        fused: parts [n, Hd], in order. shown: what comes behind them, [n, boundaries x H] as it came.
+    """
+
+    begin: int = 0
+    seen: int = -1
+    fused: list[Tensor] = field(default_factory=list)
+    shown: list[Tensor] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return sum(map(len, self.fused)) + sum(map(len, self.shown))
+
+
+class FeatureProposer(Proposer):
+    """Keeps count of features for its subclasses, which set the attributes before they `reset`.
+
+    Attributes:
+        cache: keys and values of the head's layers.
+        waiting: by slot.
+        dtype: what features are fused in.
+    """
+
+    cache: KVCache
+    waiting: dict[int, Waiting]
+    dtype: torch.dtype
+
+    def fuse(self, shown: Tensor) -> Tensor:
+        """Features [n, boundaries x H] as the head reads them, [n, Hd]."""
+        raise NotImplementedError
+
+    def new_cache(self) -> KVCache:
+        """An empty one."""
+        raise NotImplementedError
+
+    def reset(self) -> None:
+        self.waiting, self.cache = {}, self.new_cache()
+
+    def open(self, slot: int, tokens: Sequence[int], references: Sequence[Reference] = ()) -> None:
+        self.waiting[slot] = Waiting()
+        self.cache.open(slot, tokens)
+
+    def close(self, slot: int, finished: Sequence[int] | None = None) -> None:
+        self.waiting.pop(slot, None)
+        self.cache.close(slot)
+
+    @torch.inference_mode()
+    def observe(self, slot: int, start: int, features: Mapping[int, Tensor]) -> None:
+        waiting = self.waiting[slot]
+        if waiting.seen < 0 and self.cache.length[slot] < start:
+            self.cache.close(slot)  # what lies between was shown to others, and is not here any more
+            waiting.begin = start
+        shown = [features[boundary] for boundary in self.boundaries]
+        waiting.seen = start + len(shown[0])
+        new = waiting.seen - self.next_position(slot) - len(waiting)
+        if new > 0:
+            waiting.shown.append(torch.cat([part[-new:] for part in shown], dim=-1))
+        if sum(map(len, waiting.shown)) >= CHUNK:
+            self._fuse(waiting)
+
+    def next_position(self, slot: int) -> int:
+        """Of the first token whose features are not in the cache."""
+        return self.waiting[slot].begin + self.cache.length[slot]
+
+    def is_up_to_date(self, row: Row) -> bool:
+        """Whether all tokens before the root have shown their features."""
+        waiting = self.waiting.get(row.slot)
+        return waiting is not None and waiting.seen == len(row.tokens) - 1
+
+    def take(self, slot: int) -> list[Tensor]:
+        """All that waits, fused, in parts [n, Hd]; it waits no more."""
+        waiting = self.waiting[slot]
+        self._fuse(waiting)
+        parts, waiting.fused = waiting.fused, []
+        return parts
+
+    def commit(self, row: Row, count: int) -> None:
+        """Keep `count` rows that were written to the cache, and share its full pages."""
+        self.cache.commit(row.slot, range(count))
+        if self.waiting[row.slot].begin == 0:  # others have other positions
+            self.cache.pages.seal(row.slot, row.tokens, self.cache.length[row.slot])
+
+    def _fuse(self, waiting: Waiting) -> None:
+        if waiting.shown:
+            waiting.fused.append(self.fuse(torch.cat(waiting.shown).to(self.dtype)))
+            waiting.shown.clear()
