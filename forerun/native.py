@@ -20,13 +20,14 @@ from torch import Tensor
 from forerun.cache.attention import Segment
 from forerun.cache.kv import KVCache
 from forerun.kernels import native
-from forerun.kernels.native import CBatch, CMatrix, CNorm, COp, CProgram
+from forerun.kernels.native import CChain, CMatrix, CNorm, COp, CProgram
 from forerun.kernels.native.layout import interleave, lay_out
 from forerun.models.config import ModelConfig
 from forerun.models.packed_cache import Broken, Kept, PackedCache, open_cache
 from forerun.models.quantized import Exact, Stored, is_quantised
 from forerun.models.rope import rope_tables
 from forerun.models.weights import Layer, Norm, Source, load_weights
+from forerun.passes import Link, Pass, Steps
 from forerun.types import Forward
 
 BLOCK = 32
@@ -160,6 +161,23 @@ class NativeDecoder:
         features = {boundary: x[:tokens].clone() for boundary, x in zip(key, saved, strict=True)}
         return Forward(logits[:wanted, : self.config.vocab].clone(), features)
 
+    def chain(self, links: Sequence[Link], cache: KVCache, vocab: int) -> list[list[int]]:
+        """Say token after token behind each link, as many as it has keys, in one native call; the slots have room.
+        Tokens from `vocab` up are never said."""
+        if () not in self._recorded:
+            self._recorded[()] = self._record(())
+        recorded = self._recorded[()]
+        steps = Steps(links, cache)
+        pointers, scratch = recorded.buffers.fit(len(links), len(links))
+        batch = steps.fill(pointers, scratch, cache)
+        chain = CChain(
+            levels=len(steps.keys), rows=len(links), logits=LOGITS, vocab=min(vocab, self.config.vocab),
+            active=steps.active.ctypes.data, temperature=steps.temperature.ctypes.data, keys=steps.keys.ctypes.data,
+            tokens=steps.tokens.ctypes.data,
+        )  # fmt: skip
+        native.loaded().forerun_chain(recorded.program, batch, chain)
+        return steps.said()
+
     def _widths(self) -> list[int]:
         c = self.config
         heads = (c.heads + 2 * c.kv_heads) * c.head_dim
@@ -256,56 +274,3 @@ class _Buffers:
             self.pointers = np.array([a.ctypes.data for a in self.arrays], dtype=np.uint64)
             self.scratch = np.zeros(self.rows * self.scratch_row + 64, dtype=np.uint8)
         return self.pointers, -(-self.scratch.ctypes.data // 64) * 64
-
-
-class Pass:
-    """The arrays of one pass: which tokens, where they are stored, what each of them sees."""
-
-    def __init__(self, segments: Sequence[Segment], cache: KVCache) -> None:
-        table = cache.pages.rows
-        ids: list[int] = []
-        positions: list[int] = []
-        lines: list[int] = []
-        direct: list[int] = []
-        extra: list[int] = []
-        extra_at: list[int] = [0]
-        want: list[int] = []
-        store: list[np.ndarray] = []
-        for s in segments:
-            at = cache.length[s.slot]
-            want += [len(ids) + i for i in s.want]
-            ids += s.tokens
-            lines += [int(table[s.slot].ctypes.data)] * len(s.tokens)
-            store.append(table[s.slot, at + s.offset : at + len(s.parents)])
-            for straight, path in _sights(s.parents)[s.offset :]:
-                positions.append(at + straight + len(path) - 1)
-                direct.append(at + straight)
-                extra += [int(table[s.slot, at + i]) for i in path]
-                extra_at.append(len(extra))
-        self.ids, self.positions, self.want, self.extra = (
-            np.array(values, dtype=np.int64) for values in (ids, positions, want, extra)
-        )
-        self.lines = np.array(lines, dtype=np.uint64)
-        self.direct, self.extra_at = np.array(direct, dtype=np.int32), np.array(extra_at, dtype=np.int32)
-        self.store = np.concatenate(store)
-
-    def fill(self, pointers: np.ndarray, scratch: int, cache: KVCache) -> CBatch:
-        """The C structure; it points into this object and the cache."""
-        data = cache.data
-        return CBatch(
-            tokens=len(self.ids), wanted=len(self.want), ids=self.ids.ctypes.data,
-            positions=self.positions.ctypes.data, store=self.store.ctypes.data, rows=self.lines.ctypes.data,
-            direct=self.direct.ctypes.data, extra_at=self.extra_at.ctypes.data, extra=self.extra.ctypes.data,
-            want=self.want.ctypes.data, buffers=pointers.ctypes.data, scratch=scratch, keys=data[0].data_ptr(),
-            values=data[1].data_ptr(), layer_stride=data.stride(1), kv_format=native.FORMATS[str(data.dtype)[6:]],
-        )  # fmt: skip
-
-
-def _sights(parents: Sequence[int]) -> list[tuple[int, list[int]]]:
-    """For each uncommitted token, the path it sees, itself last: how many of the first tokens in a row, and which
-    further ones."""
-    sights: list[tuple[int, list[int]]] = []
-    for i, parent in enumerate(parents):
-        straight, path = sights[parent] if parent >= 0 else (0, [])
-        sights.append((straight + 1, path) if not path and straight == i else (straight, [*path, i]))
-    return sights

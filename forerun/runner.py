@@ -10,6 +10,7 @@ from forerun.cache.attention import Attention, Segment
 from forerun.cache.kv import KVCache
 from forerun.models.decoder import Decoder
 from forerun.native import NativeDecoder
+from forerun.passes import Link
 from forerun.types import Forward
 
 
@@ -28,6 +29,12 @@ class Runner:
         self.cache = KVCache(
             decoder.config, **self._shape, context=decoder.context, dtype=decoder.dtype, device=decoder.device
         )
+
+    def chain(self, links: Sequence[Link], vocab: int) -> list[list[int]] | None:
+        """Say token after token below `vocab` behind each link; None where passes are not native."""
+        if isinstance(self.decoder, NativeDecoder):
+            return self.decoder.chain(links, self.cache, vocab)
+        return None
 
     @torch.inference_mode()
     def forward(self, segments: Sequence[Segment], boundaries: Sequence[int] = ()) -> Forward:

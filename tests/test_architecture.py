@@ -15,7 +15,7 @@ FLOORS = [
     {"kernels", "sampling", "verify"},
     {"models"},
     {"cache"},
-    {"native", "runner", "linear", "load"},
+    {"native", "passes", "runner", "linear", "load"},
     {"draft"},
     {"engine"},
     {"llm", "flags"},

@@ -4,6 +4,7 @@ That second property is what makes speculative text equal plain text in every pr
 """
 
 import functools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,20 +13,25 @@ import torch
 from forerun import rng
 from forerun.cache.attention import Segment
 from forerun.cache.kv import KVCache
+from forerun.draft.base import Row
 from forerun.draft.model import DraftModel
 from forerun.draft.suffix import Suffix
 from forerun.engine.engine import Engine
 from forerun.kernels import native
 from forerun.kernels.draw import gumbel_argmax
 from forerun.models.config import load_config
-from forerun.native import NativeDecoder, Packed, _sights
+from forerun.native import NativeDecoder, Packed
+from forerun.passes import _sights
 from forerun.runner import Runner
+from forerun.sampling.params import SamplingParams
+from forerun.verify import Noise
 from tests import tiny
 from tests.engine import build
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason=native.reason() or "compiled")
 
 FORMS = ("float32", "bfloat16", "int8", "int4")
+DRAFTERS = ["llama", "gemma2", "gpt2"]  # no windows, windows and a soft cap, learned positions
 NAMES = [*tiny.FAMILIES, *tiny.VARIANTS]
 
 
@@ -184,6 +190,50 @@ def test_outliers_do_not_drown_their_neighbours_in_int8() -> None:
     rest[:, :64] = 0  # what the other groups contribute
     exact = x.double() @ rest.double().T
     assert ((product(rest, x, "int8") - exact).norm() / exact.norm()).item() < 0.012
+
+
+@pytest.mark.parametrize("form", ["float32", "int8"])
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_a_chain_in_one_call_is_the_chain_level_by_level(name: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several requests, each with its own depth and temperature, in pages that do not lie in a row."""
+    model = decoder(name, form, draft=True)
+    depths, temperatures, lengths = (5, 1, 7, 4), (0.8, 0.0, 1.3, 0.0), (9, 30, 1, 14)
+    drafts = []
+    for whole in (True, False):
+        if not whole:
+            monkeypatch.setattr(Runner, "chain", lambda *_: None)
+        drafter = DraftModel(Runner(model, tokens=256, page=4, slots=4), tiny.VOCAB - 3)
+        rows = [
+            Row(slot, ids(length, slot), SamplingParams(temperature=temperature), Noise(slot, length - 1), depth)
+            for slot, (depth, temperature, length) in enumerate(zip(depths, temperatures, lengths, strict=True))
+        ]
+        for round in range(3):
+            for row in rows:
+                if not round:
+                    drafter.open(row.slot, row.tokens)
+            drafts.append(drafter.propose(rows))
+            rows = [
+                replace(row, tokens=[*row.tokens, *draft.tokens[1:3], 5])
+                for row, draft in zip(rows, drafts[-1], strict=True)
+            ]
+        drafter.runner.cache.pages.check()
+    for mine, theirs in zip(drafts[:3], drafts[3:], strict=True):
+        assert [len(draft) - 1 for draft in mine] == list(depths)
+        assert mine == theirs
+        assert max(max(draft.tokens[1:]) for draft in mine) < tiny.VOCAB - 3
+
+
+def test_filtered_draws_are_made_level_by_level() -> None:
+    """The native call knows temperatures only."""
+    drafter = DraftModel(Runner(decoder("llama", "float32", draft=True), tokens=256, page=4, slots=1), tiny.VOCAB)
+    tokens = ids(9)
+    drafter.open(0, tokens)
+    params = SamplingParams(temperature=2.0, top_k=1)
+    greedy, filtered = (
+        drafter.propose([Row(0, tokens, each, Noise(3, 8), 6)])[0].tokens for each in (SamplingParams(), params)
+    )
+    assert filtered == greedy
+    assert drafter.propose([Row(0, tokens, replace(params, top_k=0), Noise(3, 8), 6)])[0].tokens != greedy
 
 
 def test_sights() -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from forerun.cache.attention import Segment
 from forerun.draft.base import Proposer, Reference, Row
 from forerun.draft.tree import Tree, grow
+from forerun.passes import Link
 from forerun.runner import Runner
 from forerun.types import Draft
 
@@ -42,10 +43,12 @@ class DraftModel(Proposer):
         active = [tree for tree in trees if self._has_room(tree.row)]
         logits = self._read([tree.row for tree in active]) if active else None
         level = 1
-        while active and logits is not None:
+        while logits is not None:
             grow(active, logits, self.width, self.name)
             active = [tree for tree in active if tree.row.depth > level and tree.frontier]
-            logits = self._feed(active) if active else None
+            if not active or self._chain(active):
+                break
+            logits = self._feed(active)
             level += 1
         return [tree.finish(self.vocab) for tree in trees]
 
@@ -86,6 +89,25 @@ class DraftModel(Proposer):
             segments.append(Segment(tree.row.slot, draft.tokens[first:], draft.parents, want, offset=first))
             tree.fed = len(draft)
         return self._logits(segments)
+
+    def _chain(self, trees: Sequence[Tree]) -> bool:
+        """Finish drafts that are chains in one native call. False, and nothing done, where a level needs more than
+        that: branches, a law to keep, a filter, a model on torch."""
+        if self.width > 1 or not all(tree.row.coupled and tree.row.params.unfiltered for tree in trees):
+            return False
+        links = [
+            Link(
+                tree.row.slot, tree.draft.tokens[-1], tree.fed,
+                0.0 if tree.row.params.greedy else tree.row.params.temperature,
+                [tree.row.noise.target(depth) for depth in range(tree.fed, tree.row.depth)],
+            )
+            for tree in trees
+        ]  # fmt: skip
+        said = self.runner.chain(links, self.vocab)
+        for tree, tokens in zip(trees, said, strict=True) if said else ():
+            for token in tokens:
+                tree.draft.add(token, len(tree.draft) - 1, self.name)
+        return said is not None
 
     def _logits(self, segments: Sequence[Segment]) -> Tensor:
         """One pass, its logits cut or padded to the target's vocabulary (padding rows differ between sizes)."""

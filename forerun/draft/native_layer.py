@@ -17,7 +17,8 @@ from forerun.cache.kv import KVCache
 from forerun.draft.pair_head import PairHead
 from forerun.kernels import native
 from forerun.kernels.native import CNorm, COp
-from forerun.native import ATTENDED, HIDDEN, LOGITS, QKV, Packed, Pass, Recorded, X
+from forerun.native import ATTENDED, HIDDEN, LOGITS, QKV, Packed, Recorded, X
+from forerun.passes import Pass
 
 EMBEDDED, STATE = LOGITS + 1, LOGITS + 2  # buffers that are filled before each pass
 

@@ -111,6 +111,11 @@ class SamplingParams:
         return self.temperature < 1e-6
 
     @property
+    def unfiltered(self) -> bool:
+        """Whether every token can be drawn: no top-k, top-p or min-p."""
+        return not self.top_k and self.top_p >= 1 and not self.min_p
+
+    @property
     def penalised(self) -> bool:
         """Whether any penalty depends on the text so far."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0

@@ -57,6 +57,13 @@ class CBatch(Structure):
     ]  # fmt: skip
 
 
+class CChain(Structure):
+    _fields_ = [
+        ("levels", c_int32), ("rows", c_int32), ("logits", c_int32), ("vocab", c_int32),
+        ("active", c_void_p), ("temperature", c_void_p), ("keys", c_void_p), ("tokens", c_void_p),
+    ]  # fmt: skip
+
+
 @functools.cache
 def _load() -> tuple[ctypes.CDLL | None, str]:
     given = os.environ.get("FORERUN_NATIVE")  # another build of the library, such as one with sanitizers
@@ -69,6 +76,8 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
         return None, f"the compiled library does not load: {error}"
     lib.forerun_start.argtypes, lib.forerun_start.restype = [c_char_p, c_int32], c_char_p
     lib.forerun_run.argtypes, lib.forerun_run.restype = [POINTER(CProgram), POINTER(CBatch)], None
+    lib.forerun_chain.argtypes = [POINTER(CProgram), POINTER(CBatch), POINTER(CChain)]
+    lib.forerun_chain.restype = None
     lib.forerun_pack.argtypes = [c_int32, c_void_p, c_int32, c_int32, c_void_p, c_void_p]
     lib.forerun_pack.restype = None
     lib.forerun_draw.argtypes, lib.forerun_draw.restype = [c_void_p, c_void_p, c_int32, c_int32, c_void_p], None

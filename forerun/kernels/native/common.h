@@ -62,6 +62,16 @@ struct Batch {
   int32_t kv_format, pad;
 };
 
+// Passes one behind the other, each over the tokens that were said after the one before. Level l has the first active[l]
+// rows of all, and its own positions, store and direct in the batch, `rows` further on than the level before.
+struct Chain {
+  int32_t levels, rows, logits, vocab;      // logits: their buffer; vocab: as many of them may be said
+  const int32_t *active;                    // [levels], never rising
+  const float *temperature;                 // [rows], 0 says the likeliest
+  const uint64_t *keys;                     // [levels][rows] streams of noise
+  int64_t *tokens;                          // [levels + 1][rows]: the first row is given
+};
+
 // static: each instruction set needs its own copy, or the linker keeps one of them for all
 struct Share { int from, to; };
 static inline Share share(int n, int item, int items) {

@@ -175,6 +175,17 @@ class Memory {
 };
 Memory memory;
 
+// The likeliest token of a row of logits, or one drawn at a temperature as sampling/filters.py and `draw` do. Overwrites it.
+int64_t say(float *row, int vocab, float temperature, uint64_t key) {
+  int best = 0;
+  for (int i = 1; i < vocab; i++)
+    if (row[i] > row[best]) best = i;
+  if (temperature <= 0) return best;
+  float most = row[best];
+  for (int i = 0; i < vocab; i++) row[i] = (row[i] - most) / temperature;
+  return active->draw(row, key, vocab);
+}
+
 }  // namespace
 
 extern "C" {
@@ -198,6 +209,21 @@ void forerun_run(const Program *program, const Batch *batch) {
   static std::mutex one;
   std::lock_guard<std::mutex> lock(one);
   pool->run(active, program, batch);
+}
+
+// Draft token by token: a pass, a draw for each of its rows, a pass over what was drawn.
+void forerun_chain(const Program *program, const Batch *batch, const Chain *chain) {
+  Batch b = *batch;
+  for (int level = 0; level < chain->levels; level++) {
+    int64_t *tokens = chain->tokens + (int64_t)level * chain->rows;
+    b.ids = tokens;
+    b.tokens = b.wanted = chain->active[level];
+    forerun_run(program, &b);
+    for (int r = 0; r < b.tokens; r++)
+      tokens[chain->rows + r] = say(at(program, &b, chain->logits, r), chain->vocab, chain->temperature[r],
+                                    chain->keys[(int64_t)level * chain->rows + r]);
+    b.positions += chain->rows, b.store += chain->rows, b.direct += chain->rows;
+  }
 }
 
 void forerun_pack(int format, const float *source, int outputs, int inputs, void *weight, void *scale) {
