@@ -48,14 +48,17 @@ def serve(
     chat: Annotated[bool, typer.Option("--chat", help="Ask by /v1/chat/completions.")] = False,
     api_key_env: Annotated[str | None, typer.Option(help="The environment variable that holds the API key.")] = None,
     timeout: Annotated[float, typer.Option(help="Most seconds to wait for the next piece of an answer.")] = 60.0,
-    out: Annotated[Path | None, typer.Option(help="A file to write, a line of JSON for each result.")] = None,
+    out: Annotated[
+        list[Path] | None, typer.Option(help="Also write a page (.html) or lines of JSON (.jsonl); may be repeated.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Time a running server under load: tokens a second, first token, between tokens, what its drafts are worth."""
     counts = [whole(count, "requests") for count in listed(requests)]
     key = _key(api_key_env) if api_key_env is not None else None
-    if out is not None and (out.is_dir() or not out.absolute().parent.is_dir()):
-        raise ConfigError(f"{out} cannot be written: give a file in a directory that is there")
+    from forerun.bench.writing import check_out, write_out
+
+    check_out(out or [])
     try:
         from forerun.bench.endpoint import Endpoint
     except ImportError as error:
@@ -82,10 +85,8 @@ def serve(
         print_json(report.as_dict())
     else:
         _show(report)
-    if out is not None:
-        from forerun.bench.serve_lines import write_served
-
-        write_served(out, report.as_dict())
+    if report.results:
+        write_out(out or [], report.as_dict())
     if report.stopped is None:
         return
     ended = f"{report.stopped}; the figures are of what was measured until then"

@@ -66,8 +66,13 @@ FIELDS: dict[str, tuple[str, Check]] = {
 
 def write_served(path: Path, report: Mapping[str, Any]) -> None:
     """Write a report of a server, as its `as_dict()` gives it, in place of what is there. Raises ForerunError."""
+    write_whole(path, "".join(f"{json.dumps(line)}\n" for line in lines_of(report)))
+
+
+def lines_of(report: Mapping[str, Any]) -> list[Line]:
+    """The results of a report, each with the fields of its run."""
     run = {name: value for name, value in report.items() if name != "results"}
-    write_whole(path, "".join(f"{json.dumps(run | result)}\n" for result in report["results"]))
+    return [run | result for result in report["results"]]
 
 
 def read_served(paths: Sequence[Path]) -> list[Line]:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from forerun.bench.lines import write_lines
+from forerun.bench.serve_lines import SERVE, lines_of, write_served
 from forerun.errors import ConfigError
 
 ENDINGS = (".html", ".jsonl")
@@ -21,13 +23,25 @@ def check_out(paths: Sequence[Path]) -> None:
 
 
 def write_out(paths: Sequence[Path], data: dict[str, Any]) -> None:
-    """Write the report to each."""
+    """Write the report, of a server or of decoding, to each."""
     for path in paths:
-        if path.suffix == ".html":
-            from forerun.bench.page import write_page
+        write = _write_served if data.get("kind") == SERVE else _write_decoding
+        write(path, data)
 
-            write_page(path, data)
-        else:
-            from forerun.bench.lines import write_lines
 
-            write_lines(path, data)
+def _write_decoding(path: Path, data: dict[str, Any]) -> None:
+    if path.suffix == ".html":
+        from forerun.bench.page import write_page
+
+        write_page(path, data)
+    else:
+        write_lines(path, data)
+
+
+def _write_served(path: Path, data: dict[str, Any]) -> None:
+    if path.suffix == ".html":
+        from forerun.bench.serve_page import write_served_page
+
+        write_served_page(path, lines_of(data))
+    else:
+        write_served(path, data)

@@ -450,7 +450,8 @@ def test_our_own_server_says_the_same_with_every_draft(bench, tmp_path: Path) ->
         assert (code, out) == (2, "") and "refuses the key" in err and len(err.splitlines()) == 1
         patch.setenv("SERVE_KEY", "s3cret")
         flags = ["--api-key-env", "SERVE_KEY", "--tokens", "24", "--repeats", "1"]
-        more = ["--requests", "1,2", "--drafts", "suffix", "--temperature", "0.7", "--json", "--out", str(lines)]
+        more = ["--requests", "1,2", "--drafts", "suffix", "--temperature", "0.7", "--json"]
+        more += ["--out", str(lines), "--out", str(tmp_path / "page.html")]
         code, out, err = bench(server.url, *flags, *more)
         report = json.loads(out)
         assert (code, err, report["kind"], report["server"], report["stopped"]) == (0, "", "serve", "forerun", None)
@@ -463,7 +464,8 @@ def test_our_own_server_says_the_same_with_every_draft(bench, tmp_path: Path) ->
         assert all(r["errors"] == {} and r["finished"] == r["requests"] * EACH for r in report["results"])
         written = [json.loads(line) for line in lines.read_text().splitlines()]
         assert [w["requests"] for w in written] == [1, 1, 2, 2] and all(w["url"] == server.url for w in written)
-        assert list(tmp_path.iterdir()) == [lines]
+        assert "first token ms" in (tmp_path / "page.html").read_text()
+        assert sorted(tmp_path.iterdir()) == [lines, tmp_path / "page.html"]
         code, out, err = bench(server.url, *flags, "--requests", "2", "--chat", "--category", "chat")
         assert code == 0 and "round 1 of 1" in err and out.split()[:3] == ["at", "once", "tokens/s"]
         assert out.splitlines()[1].split()[0] == "2" and "another --seed" in out  # there are four such tasks only
@@ -484,9 +486,9 @@ def test_partial_figures_come_with_exit_code_1(bench, tmp_path: Path) -> None:
         (handler.reply(500, "") if handler.fake.dead else good(handler, body))
 
     with faking(dying) as fake:
-        code, out, err = bench(fake.url, "--requests", "1", "--tokens", "5", "--out", str(tmp_path / "x"))
+        code, out, err = bench(fake.url, "--requests", "1", "--tokens", "5", "--out", str(tmp_path / "x.jsonl"))
     assert code == 1 and out.startswith("at once") and DIES in err.splitlines()[-1]
-    assert DIES in json.loads((tmp_path / "x").read_text())["stopped"]
+    assert DIES in json.loads((tmp_path / "x.jsonl").read_text())["stopped"]
 
 
 def test_a_file_that_cannot_be_written_keeps_what_it_held(
@@ -495,15 +497,15 @@ def test_a_file_that_cannot_be_written_keeps_what_it_held(
     def full(source: Path, target: Path) -> None:
         raise OSError(28, "No space left on device")
 
-    (tmp_path / "x").write_text("before")
+    (tmp_path / "x.jsonl").write_text("before")
     monkeypatch.setattr("forerun.bench.whole.os.replace", full)
     with faking() as fake:
-        flags = ["--requests", "1", "--repeats", "1", "--tokens", "5", "--out", str(tmp_path / "x")]
+        flags = ["--requests", "1", "--repeats", "1", "--tokens", "5", "--out", str(tmp_path / "x.jsonl")]
         code, out, err = bench(fake.url, *flags)
     assert (
         code == 1
         and out
-        and err.splitlines()[-1] == f"forerun: {tmp_path / 'x'} cannot be written: No space left on device"
+        and err.splitlines()[-1] == f"forerun: {tmp_path / 'x.jsonl'} cannot be written: No space left on device"
     )
     assert [path.read_text() for path in tmp_path.iterdir()] == ["before"]
 
@@ -517,7 +519,7 @@ BAD = {
     "no key": (["http://a", "--api-key-env", "SERVE_NO_SUCH_KEY"], "SERVE_NO_SUCH_KEY is not set"),
     "no file": (["http://a", "--prompts", "./nowhere.jsonl"], "nowhere.jsonl cannot be read"),
     "no category": (["http://a", "--category", "edits"], "did you mean 'edit'"),
-    "nowhere to write": (["http://a", "--out", "./nowhere/x.jsonl"], "in a directory that is there"),
+    "nowhere to write": (["http://a", "--out", "./nowhere/x.jsonl"], "there is none to hold it"),
 }
 
 
