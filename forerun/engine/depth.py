@@ -20,6 +20,8 @@ HOPELESS = 0.02  # chance of acceptance below which a token is not worth conside
 PRIOR = 0.6  # acceptance assumed of a proposer nothing is known of
 STRENGTH = 4.0  # how many observations the prior is worth
 PROBE_FIRST, PROBE_LAST = 32, 256  # steps without drafting before one is tried again; doubles while it fails
+PROBE_DEPTH = 2
+PROBE_SHARE = 0.01  # of the time goes into probes of a proposer, or one probe in PROBE_LAST steps
 
 
 @dataclass(slots=True)
@@ -125,6 +127,7 @@ class Auto:
         self.passes = Curve(slope=0.02)
         self.drafts: dict[str, Curve] = defaultdict(lambda: Curve(slope=0.5))
         self.sources: dict[str, Acceptance] = defaultdict(Acceptance)
+        self.unprobed: dict[str, int] = defaultdict(int)  # steps since a request probed, by proposer
 
     def choose(self, wishes: Sequence[Wish], tokens: int) -> list[int]:
         """Add drafted tokens in order of their chance to be accepted; keep the best point on the way."""
@@ -146,7 +149,7 @@ class Auto:
                 best, best_speed, in_vain = list(depths), expected / cost, 0
             if depths[i] < min(wishes[i].limit, DEEPEST) and -chance * rates[i] > HOPELESS:
                 heapq.heappush(heap, (chance * rates[i], i))
-        return [self._probe(wish, depth) for wish, depth in zip(wishes, best, strict=True)]
+        return self._with_probes(wishes, best, tokens)
 
     def rate(self, source: str, acceptance: Acceptance) -> float:
         return acceptance.rate(self.sources[source].rate(PRIOR))
@@ -154,17 +157,32 @@ class Auto:
     def costs(self) -> tuple[dict[int, float], dict[str, dict[int, float]]]:
         return dict(self.passes.seen), {name: dict(curve.seen) for name, curve in self.drafts.items() if curve.seen}
 
-    def _probe(self, wish: Wish, depth: int) -> int:
-        """Now and then draft where it does not seem to pay, or nothing would ever be learned again."""
-        state = wish.acceptance
-        if depth or not wish.limit:
-            state.skipped, state.patience = 0, PROBE_FIRST
-            return depth
-        state.skipped += 1
-        if state.skipped < state.patience:
-            return 0
-        state.skipped, state.patience = 0, min(2 * state.patience, PROBE_LAST)
-        return min(2, wish.limit)
+    def _with_probes(self, wishes: Sequence[Wish], depths: Sequence[int], tokens: int) -> list[int]:
+        """Now and then draft where it does not seem to pay, or nothing would ever be learned again: each request when
+        it has waited long enough, and of a dear proposer no more often than its price allows."""
+        found, due = list(depths), self._due(wishes, depths, tokens)
+        for i, wish in enumerate(wishes):
+            state = wish.acceptance
+            if depths[i] or not wish.limit:
+                state.skipped, state.patience = 0, PROBE_FIRST
+                continue
+            state.skipped += 1
+            if state.skipped >= state.patience and wish.source in due:
+                state.skipped, state.patience = 0, min(2 * state.patience, PROBE_LAST)
+                found[i], self.unprobed[wish.source] = min(PROBE_DEPTH, wish.limit), 0
+        return found
+
+    def _due(self, wishes: Sequence[Wish], depths: Sequence[int], tokens: int) -> set[str]:
+        """The proposers that may be probed in this step."""
+        resting = {w.source: w.width for w, depth in zip(wishes, depths, strict=True) if w.limit and not depth}
+        due = set()
+        for source, width in resting.items():
+            self.unprobed[source] += 1
+            drafting = self.drafts[source].at(PROBE_DEPTH) or 0.0
+            price = (drafting + self._pass(tokens + PROBE_DEPTH * width)) / self._pass(tokens) - 1  # in passes
+            if self.unprobed[source] >= min(price / PROBE_SHARE, PROBE_LAST):
+                due.add(source)
+        return due
 
     def _pass(self, tokens: int) -> float:
         seconds = self.passes.at(tokens)

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from forerun.engine.depth import PROBE_FIRST, Acceptance, Auto, Curve, Wish
+from forerun.engine.depth import PROBE_FIRST, PROBE_LAST, Acceptance, Auto, Curve, Wish
 
 
 def learned(rate: float, draft_cost: float, slope: float) -> tuple[Auto, Acceptance]:
@@ -34,7 +34,7 @@ def test_a_draft_that_costs_more_than_it_brings_is_left_alone() -> None:
 
 
 def test_probes_are_rare_and_rarer_while_they_fail() -> None:
-    policy, acceptance = learned(rate=0.05, draft_cost=0.5, slope=0.3)
+    policy, acceptance = learned(rate=0.05, draft_cost=0.1, slope=0.05)
     chosen = []
     for _ in range(400):
         (depth,) = policy.choose([Wish("model", 8, acceptance)], 1)
@@ -45,6 +45,24 @@ def test_probes_are_rare_and_rarer_while_they_fail() -> None:
     assert probes[0] == PROBE_FIRST - 1
     gaps = [b - a for a, b in itertools.pairwise(probes)]
     assert gaps == sorted(gaps) and gaps[-1] >= 4 * PROBE_FIRST
+
+
+@pytest.mark.parametrize(("cost", "gap"), [(0.01, PROBE_FIRST), (0.5, 100), (50.0, PROBE_LAST)])
+def test_what_probes_cost_is_bounded_over_all_requests(cost: float, gap: int) -> None:
+    """A dear proposer is tried seldom, whoever asks, and even the dearest sometimes: its cost may have been misread.
+    Requests of 50 tokens, two at a time; those whose time has come are tried together."""
+    policy, _ = learned(rate=0.05, draft_cost=cost, slope=0.0)
+    policy.sources["model"] = Acceptance(accepted=0, rejected=1000)
+    probed = []
+    for step in range(2000):
+        if step % 50 == 0:
+            wishes = [Wish("model", 8, Acceptance(rejected=1000)) for _ in range(2)]
+        depths = policy.choose(wishes, 2)
+        if any(depths):
+            probed.append(step)
+            assert depths[0] == depths[1]
+    gaps = [b - a for a, b in itertools.pairwise([-1, *probed])]
+    assert min(gaps) >= gap and max(gaps) <= gap + 50
 
 
 def test_a_draft_that_becomes_good_is_taken_up_again() -> None:
