@@ -2,11 +2,12 @@
 
 Under a coupled rule tokens are drawn with the target's own noise, so they agree about as often as the two laws overlap;
 at width n the n likeliest paths of a beam are kept. Under the ratio rules a chain is sampled and its law kept; `tree`
-has the width - 1 likeliest other tokens beside each sampled one (greedy + 1, 2502.18779).
+has the likeliest tokens beside sampled ones (greedy + 1, 2502.18779), all of them with children of their own.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -19,6 +20,11 @@ from forerun.draft.base import Row
 from forerun.kernels.draw import gumbel_argmax
 from forerun.sampling.filters import shape_logits
 from forerun.types import Draft, Law
+
+# How trees branch under `tree`. Accepted lengths with the bundled draft hardly depend on them.
+SAMPLED = 0.65  # chance assumed of a sampled token that it stands
+AMONG_REST = 0.85  # of one that was sampled beside given ones, if the target says none of these
+BESIDE = 0.45  # what a given token adds beside a sampled one, as a share of its chance
 
 
 @dataclass(slots=True)
@@ -56,11 +62,11 @@ def grow(trees: Sequence[Tree], logits: Tensor, width: int, source: str) -> None
     start = 0
     for tree in trees:
         end = start + len(tree.frontier)
-        if tree.row.coupled:
-            greedy = tree.row.params.greedy
+        greedy = tree.row.params.greedy
+        if tree.row.coupled or (greedy and tree.row.branching):
             _coupled(tree, logits[start:end] if greedy else shaped[start:end], greedy, width, source)
         else:
-            _sampled(tree, shaped[start], width, source)
+            _sampled(tree, shaped[start:end], width if tree.row.branching else 1, source)
         start = end
 
 
@@ -76,10 +82,8 @@ def _coupled(tree: Tree, scores: Tensor, greedy: bool, width: int, source: str) 
     ranked = torch.log_softmax(scores.double(), -1)
     best, tokens = ranked.topk(min(width, ranked.shape[-1]))
     candidates = [
-        (self_value + value, token, parent)
-        for self_value, parent, values, ids in zip(
-            tree.values, tree.frontier, best.tolist(), tokens.tolist(), strict=True
-        )
+        (so_far + value, token, parent)
+        for so_far, parent, values, ids in zip(tree.values, tree.frontier, best.tolist(), tokens.tolist(), strict=True)
         for value, token in zip(values, ids, strict=True)
         if value > -torch.inf
     ]
@@ -89,16 +93,36 @@ def _coupled(tree: Tree, scores: Tensor, greedy: bool, width: int, source: str) 
 
 
 def _sampled(tree: Tree, scores: Tensor, width: int, source: str) -> None:
-    """One child drawn from q, first; beside it the likeliest others where the rule takes trees."""
-    (parent,), others = tree.frontier, []
-    if tree.row.branching and width > 1 and not tree.row.params.greedy:
-        best, tokens = scores.topk(min(width - 1, len(scores)))
-        others = tokens[best > -torch.inf].tolist()
-        scores = scores.index_fill(0, torch.tensor(others, device=scores.device), -torch.inf)
-    tree.frontier = []
-    if torch.isfinite(scores).any():
-        token = int(gumbel_argmax(scores[None], [tree.row.noise.draft(parent)]))
-        tree.laws[parent] = scores.double().softmax(-1).cpu().numpy()
-        tree.frontier = [tree.draft.add(token, parent, source, Law.SAMPLED)]
-    for token in others:
-        tree.draft.add(token, parent, source)
+    """The next level where laws are kept: nodes get a sampled child and their likeliest tokens beside it, those that
+    are expected to add most. What is sampled comes from the law without the given tokens, and stands first."""
+    chances = scores.double().softmax(-1)
+    best, tokens = chances.topk(min(width - 1, chances.shape[-1]))
+    wishes = _wishes(tree.values, best)[:width]
+    frontier, values = [], []
+    for i, (parent, value) in enumerate(zip(tree.frontier, tree.values, strict=True)):
+        ranks = [rank for node, rank in wishes if node == i and rank >= 0]
+        given, beside = tokens[i, ranks], best[i, ranks]
+        rest = scores[i].index_fill(0, given, -torch.inf)
+        if (i, -1) in wishes and torch.isfinite(rest).any():
+            token = int(gumbel_argmax(rest[None], [tree.row.noise.draft(parent)]))
+            tree.laws[parent] = rest.double().softmax(-1).cpu().numpy()
+            frontier.append(tree.draft.add(token, parent, source, Law.SAMPLED))
+            chance = AMONG_REST * max(1 - float(beside.sum()), 1e-9) if ranks else SAMPLED
+            values.append(value + math.log(chance))
+        for token, chance in zip(given.tolist(), beside.tolist(), strict=True):
+            frontier.append(tree.draft.add(token, parent, source))
+            values.append(value + math.log(chance))
+    tree.frontier, tree.values = frontier, values
+
+
+def _wishes(values: Sequence[float], best: Tensor) -> list[tuple[int, int]]:
+    """Children there could be, those that add most first: (which node of the frontier, the rank of a given token or -1
+    for a sampled one). best [F, R]: chances of the likeliest tokens."""
+    wishes = [(math.exp(value) * SAMPLED, i, -1) for i, value in enumerate(values)]
+    wishes += [
+        (math.exp(value) * chance * BESIDE, i, rank)
+        for i, (value, chances) in enumerate(zip(values, best.tolist(), strict=True))
+        for rank, chance in enumerate(chances)
+        if chance > 0
+    ]
+    return [(i, rank) for _, i, rank in sorted(wishes, key=lambda wish: -wish[0])]

@@ -21,6 +21,7 @@ from torch import Tensor
 from forerun import rng
 from forerun.cache.attention import Segment
 from forerun.draft import model as draft_model
+from forerun.draft import tree
 from forerun.draft.base import Row
 from forerun.draft.model import DraftModel
 from forerun.models.decoder import Decoder, load_decoder
@@ -254,42 +255,71 @@ def test_all_pages_come_back() -> None:
 @pytest.mark.parametrize("params", [GREEDY, WARM, FILTERED], ids=["greedy", "warm", "filtered"])
 @pytest.mark.parametrize("width, branching", [(1, False), (1, True), (2, True), (3, True), (3, False)])
 def test_sampled_draft_keeps_the_law_it_drew_from(params: SamplingParams, width: int, branching: bool) -> None:
-    """One sampled child a level, its law without the given siblings, which are the likeliest tokens."""
+    """A greedy tree is a beam; else laws are kept, each without the given siblings."""
     drafter = proposer(width)
     rows = [row(text_of(7 + slot, slot), params, 4, slot, coupled=False, branching=branching) for slot in range(3)]
     for r in rows:
         drafter.open(r.slot, r.tokens)
     for r, draft in zip(rows, drafter.propose(rows), strict=True):
         well_formed(draft, r)
-        sampled_as_said(decoder(), r, width, draft)
+        if params.greedy and branching:
+            same_as_naive(decoder(), r, width, draft)
+        else:
+            sampled_as_said(decoder(), r, width if branching else 1, draft)
 
 
 def sampled_as_said(model: Decoder, row: Row, width: int, draft: Draft) -> None:
-    """Every node of a draft of an uncoupled row, against the model run from scratch."""
+    """Every node of a draft of an uncoupled row, against the model run from scratch and the level planned once more."""
     assert draft.probs is not None
     assert draft.probs.shape == (len(draft), tiny.VOCAB)
     assert draft.probs.dtype == np.float64
-    node, children = 0, draft.children()
-    for depth in range(row.depth):
-        scores = shape_logits(logits_after(model, [*row.tokens, *paths(draft)[node]])[None], [row.params])[0]
-        others = width - 1 if row.branching and row.params.temperature > 0 else 0
-        given = [token for token in scores.topk(others).indices.tolist() if scores[token] > -math.inf]
-        scores[given] = -math.inf
-        beside = [i for i, level in enumerate(draft.depths()) if level == depth and i != node]
-        assert not any(children[i] or draft.probs[i].any() for i in beside)
-        if not torch.isfinite(scores).any():
-            assert [(draft.tokens[i], draft.laws[i]) for i in children[node]] == [(t, Law.GIVEN) for t in given]
-            assert not draft.probs[node].any()
-            return
-        child, *rest = children[node]
-        drawn = noisy(scores, row.noise.draft(node))
-        assert draft.laws[child] is Law.SAMPLED
-        assert draft.tokens[child] == max(range(tiny.VOCAB), key=drawn.__getitem__)
-        assert [(draft.tokens[i], draft.laws[i]) for i in rest] == [(token, Law.GIVEN) for token in given]
-        assert np.allclose(draft.probs[node], scores.double().softmax(-1).numpy(), atol=1e-9)
-        assert draft.probs[node][draft.tokens[child]] > 0
-        node = child
-    assert not children[node]
+    children, depths = draft.children(), draft.depths()
+    values = {0: 1.0}  # of the nodes to expand: the chance that their path stands
+    for _ in range(row.depth):
+        laws, likeliest = {}, {}
+        for node in values:
+            scores = shape_logits(logits_after(model, [*row.tokens, *paths(draft)[node]])[None], [row.params])[0]
+            laws[node] = scores
+            chances = scores.double().softmax(-1)
+            likeliest[node] = [(t, chances[t].item()) for t in chances.topk(width - 1).indices.tolist() if chances[t]]
+        wishes = [(value * tree.SAMPLED, node, None) for node, value in values.items()]
+        wishes += [(values[n] * c * tree.BESIDE, n, (t, c)) for n in values for t, c in likeliest[n]]
+        taken = [wish[1:] for wish in sorted(wishes, key=lambda wish: -wish[0])[:width]]
+        found = {}
+        for node, value in values.items():
+            given = [wish for n, wish in taken if n == node and wish is not None]
+            scores = laws[node].clone()
+            scores[[token for token, _ in given]] = -math.inf
+            kept = list(children[node])
+            if (node, None) in taken and torch.isfinite(scores).any():
+                child, drawn = kept.pop(0), noisy(scores, row.noise.draft(node))
+                assert draft.laws[child] is Law.SAMPLED
+                assert draft.tokens[child] == max(range(tiny.VOCAB), key=drawn.__getitem__)
+                assert np.allclose(draft.probs[node], scores.double().softmax(-1).numpy(), atol=1e-9)
+                assert draft.probs[node][draft.tokens[child]] > 0
+                left = 1 - sum(chance for _, chance in given)
+                found[child] = value * (tree.AMONG_REST * max(left, 1e-9) if given else tree.SAMPLED)
+            else:
+                assert not draft.probs[node].any()
+            assert [(draft.tokens[i], draft.laws[i]) for i in kept] == [(token, Law.GIVEN) for token, _ in given]
+            found |= {child: value * chance for child, (_, chance) in zip(kept, given, strict=True)}
+        values = dict(sorted(found.items()))
+        assert 0 < len(values) <= width
+    assert len(draft) == 1 + sum(map(len, children)) and max(depths) == row.depth
+    assert not any(children[node] for node in values)
+
+
+def test_a_tree_under_a_ratio_rule_goes_on_below_given_tokens_too() -> None:
+    """The likeliest token is given, and what follows it matters most."""
+    drafter, deepest = proposer(2), 0
+    for seed in range(8):
+        r = row(text_of(12, seed), SamplingParams(temperature=0.3), 4, coupled=False)
+        drafter.open(0, r.tokens)
+        (draft,) = drafter.propose([r])
+        drafter.close(0)
+        given = [i for i, law in enumerate(draft.laws) if law is Law.GIVEN and i]
+        deepest = max([deepest, *(draft.depths()[i] for i in given if draft.children()[i])])
+    assert deepest >= 2
 
 
 @pytest.mark.parametrize("width", [1, 3])
@@ -323,14 +353,13 @@ def test_target_and_draft_noise_are_not_the_same() -> None:
 
 
 def test_given_siblings_that_leave_nothing_to_draw() -> None:
-    """With one token possible and given, there is no law to draw from: the tree ends there."""
+    """With one token possible and given, there is no law to draw from: the tree goes on below what is given."""
     params = SamplingParams(temperature=1.0, top_k=1)
     drafter, r = proposer(2), row(text_of(9), params, 4, coupled=False)
     drafter.open(0, r.tokens)
     (draft,) = drafter.propose([r])
-    well_formed(draft, r)
-    assert draft.laws == [Law.GIVEN, Law.GIVEN]
-    assert draft.tokens[1] == int(logits_after(decoder(), r.tokens).argmax())
+    same_as_naive(decoder(), r, 1, draft)
+    assert len(draft) == 5
 
 
 # ---------------------------------------------------------------- without room
