@@ -14,7 +14,10 @@ from scipy import stats
 
 from forerun import rng
 from forerun.check import oracle
+from forerun.draft.base import Row
+from forerun.draft.tree import Tree, grow
 from forerun.rng import Lane
+from forerun.sampling.params import SamplingParams
 from forerun.types import Draft, Law
 from forerun.verify import RULES, Noise
 
@@ -182,18 +185,12 @@ class SharedNoise(Noise):
 
 
 def real_draft(noise, context, drafter, depth, branching):
-    """A chain drawn with the round's own noise; where trees are taken, with the likeliest token beside each draw."""
-    draft, parent, laws = Draft.root(0), 0, {}
+    """Drawn as drafters draw, with the round's own noise: a chain, or a tree of width 2 where trees are taken."""
+    tree = Tree(Row(0, [0], SamplingParams(temperature=1.0), noise, depth, coupled=False, branching=branching))
     for _ in range(depth):
-        law = drafter[context + oracle.prefix_of(draft, parent)]
-        drawn = int(rng.gumbel_argmax(torch.tensor(np.log(law))[None], [noise.draft(parent)]))
-        laws[parent] = law
-        child = draft.add(drawn, parent, "toy", Law.SAMPLED)
-        if branching:
-            draft.add(int(law.argmax()), parent, "toy")
-        parent = child
-    draft.probs = np.stack([laws.get(node, drafter[()] * 0) for node in range(len(draft))])
-    return draft
+        laws = [drafter[context + oracle.prefix_of(tree.draft, node)] for node in tree.frontier]
+        grow([tree], torch.tensor(np.log(laws)), 2, "toy")
+    return tree.finish(len(drafter[()]))
 
 
 def speculate(rule, noise_class, models, depth, length, seed):
