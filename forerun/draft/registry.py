@@ -1,4 +1,5 @@
-"""Draft names to proposers: off, auto, ngram, suffix, model:bundled, and KIND:DIR_OR_HUB_ID for those with weights."""
+"""Draft names to proposers: off, auto, ngram, suffix, model:bundled, KIND:DIR_OR_HUB_ID for those with weights, and
+suffix+KIND:DIR_OR_HUB_ID for both: what the text repeats is copied, the rest is drafted with weights."""
 
 from __future__ import annotations
 
@@ -25,13 +26,22 @@ from forerun.errors import ConfigError, nearest
 from forerun.models.hub import BUNDLED, find_model
 from forerun.runner import Runner
 
-SIMPLE = ("off", "auto", "ngram", "suffix")
+COPYING = ("ngram", "suffix")
+SIMPLE = ("off", "auto", *COPYING)
 PAIRS: dict[str, Callable[[Path, TargetView], PairHead]] = {"eagle3": load_head, "mtp": load_module}
 LOADED = ("model", "medusa", *PAIRS, "block")
 
 
 def parse_draft(spec: str) -> tuple[str, str]:
-    """A draft option as (name, argument); `auto` becomes what it stands for. Raises ConfigError."""
+    """A draft option as (name of the proposer, argument); `auto` becomes what it stands for. Raises ConfigError."""
+    first, plus, second = spec.partition("+")
+    if plus and first in COPYING:
+        name, argument = parse_draft(second)
+        if name not in LOADED:
+            raise ConfigError(
+                f"{first}+ goes before a draft with weights, not before {second!r}: write {first}+model:.."
+            )
+        return f"{first}+{name}", argument
     name, _, argument = spec.partition(":")
     if name == "auto" and not argument:
         return "suffix", ""
@@ -65,6 +75,7 @@ def make_proposers(
     """The proposers of an engine: those that need no weights, and the one with weights that is asked for. One with a
     cache of its own gets as much room as the target's `cache` has."""
     proposers: dict[str, Proposer] = {"ngram": NGram(), "suffix": Suffix()}
+    first, _, name = name.rpartition("+")
     if name == "model":
         proposers["model"] = DraftModel(load(argument), target.vocab, width)
     if name == "medusa":
@@ -77,6 +88,9 @@ def make_proposers(
         )
     if name == "block":
         proposers["block"] = Block(load_block(find_model(argument, pickled=True), target), target, **room, width=width)
+    if first:
+        both = Cascade((proposers[first], proposers[name]))
+        proposers[both.name] = both
     references = References()
     cascades = [Cascade((references, proposer)) for proposer in proposers.values()]
     return proposers | {p.name: p for p in (references, *cascades)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from forerun.draft.block import Block
+from forerun.draft.compose import Cascade
 from forerun.draft.medusa import Medusa
 from forerun.draft.model import DraftModel
 from forerun.draft.ngram import NGram
@@ -17,7 +18,7 @@ from forerun.runner import Runner
 from forerun.sampling.params import SamplingParams
 from tests import tiny
 
-PROPOSERS = ("ngram", "suffix", "model", "tree", "medusa", "eagle", "mtp", "block")
+PROPOSERS = ("ngram", "suffix", "model", "tree", "medusa", "eagle", "mtp", "block", "both")
 
 
 def engine(
@@ -32,7 +33,7 @@ def engine(
     device: str = "cpu",
 ) -> Engine:
     """A target, and proposers: ngram, suffix, model (chains), tree (of width 3) often agree with it, medusa,
-    eagle, mtp and block (of width 2) now and then."""
+    eagle, mtp and block (of width 2) now and then; both is ngram before an EAGLE-3 head."""
     target = tiny.decoder(tiny.family(family), dtype, device)
     small = tiny.decoder(tiny.drafter(family), dtype, device)
 
@@ -53,6 +54,7 @@ def engine(
         "mtp": Pairs("mtp", tiny.mtp(family), view, **room, width=2 if wide else 1),
         "block": Block(block, view, **room, width=2 if wide else 1),
     }
+    proposers["both"] = Cascade((NGram(longest=3, shortest=1), Pairs("eagle3", head, view, **room)))
     return Engine(runner(target), proposers, rule=rule, chunk=chunk)
 
 
@@ -81,8 +83,9 @@ def finish(engine: Engine) -> None:
 
 def check_idle(engine: Engine) -> None:
     """Every page and slot is back, in the target's pool and in the drafters'."""
-    caches = [engine.target.cache, *(p.runner.cache for p in engine.proposers.values() if isinstance(p, DraftModel))]
-    caches += [p.cache for p in engine.proposers.values() if isinstance(p, (Pairs, Block))]
+    parts = [part for p in engine.proposers.values() for part in (p.parts if isinstance(p, Cascade) else (p,))]
+    caches = [engine.target.cache, *(p.runner.cache for p in parts if isinstance(p, DraftModel))]
+    caches += [p.cache for p in parts if isinstance(p, (Pairs, Block))]
     for cache in caches:
         cache.pages.check()
         assert cache.pages.available == cache.pages.count
