@@ -42,7 +42,7 @@ def check(
     scope = Scope(rules, (), texts, tokens, samples, seconds, inject)
     if model is None and named is None:
         config["draft"] = "model:bundled"
-    if config.get("draft", "").startswith("model:") and config.get("rule") not in ("token", "block"):
+    if ":" in config.get("draft", "") and config.get("rule") not in ("token", "block"):
         config.setdefault("width", 2)  # trees for the rules that take them
     from forerun.bench.report import print_json, progress
     from forerun.check.findings import Finding

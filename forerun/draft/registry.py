@@ -38,9 +38,7 @@ def parse_draft(spec: str) -> tuple[str, str]:
     if plus and first in COPYING:
         name, argument = parse_draft(second)
         if name not in LOADED:
-            raise ConfigError(
-                f"{first}+ goes before a draft with weights, not before {second!r}: write {first}+model:.."
-            )
+            raise ConfigError(f"{first}+ goes before a draft with weights, not {second!r}: write {first}+model:..")
         return f"{first}+{name}", argument
     name, _, argument = spec.partition(":")
     if name == "auto" and not argument:
