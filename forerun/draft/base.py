@@ -71,6 +71,11 @@ class Proposer:
     width = 1
     boundaries: tuple[int, ...] = ()
 
+    @property
+    def parts(self) -> Sequence[Proposer]:
+        """Those who are asked in order until one has a draft, each with costs and an acceptance of its own."""
+        return (self,)
+
     def open(self, slot: int, tokens: Sequence[int], references: Sequence[Reference] = ()) -> None:
         """A request was given `slot`, first or after a preemption; `tokens` are all it has so far."""
 

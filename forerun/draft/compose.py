@@ -11,13 +11,20 @@ from forerun.types import Draft
 
 
 class Cascade(Proposer):
-    """Asks its parts in order: whoever has a draft for a request first drafts it alone."""
+    """Asks its parts in order: whoever has a draft for a request first drafts it alone.
+
+    The engine asks the parts itself, so that it learns what each costs and is worth.
+    """
 
     def __init__(self, parts: Sequence[Proposer]) -> None:
-        self.parts = parts
+        self._parts = tuple(own for part in parts for own in part.parts)
         self.name = "+".join(part.name for part in parts)
         self.width = max(part.width for part in parts)
         self.boundaries = tuple(sorted({b for part in parts for b in part.boundaries}))
+
+    @property
+    def parts(self) -> Sequence[Proposer]:
+        return self._parts
 
     def open(self, slot: int, tokens: Sequence[int], references: Sequence[Reference] = ()) -> None:
         for part in self.parts:

@@ -30,26 +30,44 @@ class Drafting:
     def propose(self, works: Sequence[Work], drawing: Sequence[Work]) -> dict[int, Draft]:
         """One draft for each request that draws, roots where it does not pay or there is no room."""
         drafts = {w.request.id: self._forced(w) for w in drawing}
-        free = [work for work in drawing if len(drafts[work.request.id]) == 1]
-        depths = self._depths(free, sum(w.count for w in works) + sum(len(d) - 1 for d in drafts.values()))
-        groups: dict[str, list[Request]] = defaultdict(list)
-        for work in free:
-            work.request.allowed = depths[work.request.id]
+        known, turn = sum(w.count for w in works), 0
+        while waiting := self._waiting(drawing, drafts, turn):
+            self._ask(waiting, drafts, known + sum(len(d) - 1 for d in drafts.values()))
+            turn += 1
+        return drafts
+
+    def _waiting(self, drawing: Sequence[Work], drafts: Mapping[int, Draft], turn: int) -> list[tuple[Work, Proposer]]:
+        """Who has no draft yet, each with the proposer whose turn it is."""
+        found = []
+        for work in drawing:
+            request = work.request
+            if len(drafts[request.id]) == 1 and request.draft != OFF:
+                parts = self.proposers[request.draft].parts
+                found += [(work, parts[turn])] if turn < len(parts) else []
+        return found
+
+    def _ask(self, waiting: Sequence[tuple[Work, Proposer]], drafts: dict[int, Draft], tokens: int) -> None:
+        """Let each proposer draft for all its requests. `tokens` are in the pass in any case."""
+        groups: dict[Proposer, list[Request]] = defaultdict(list)
+        for (work, proposer), depth in zip(waiting, self._depths(waiting, tokens), strict=True):
+            request = work.request
             # room for the largest draft there could be: what is verified must not depend on what was drawn
-            if depths[work.request.id] and self._reserve(work.request, depths[work.request.id]):
-                groups[work.request.draft].append(work.request)
-        for name, requests in groups.items():
-            start = self.clock()
-            rows = [self._row(request, depths[request.id]) for request in requests]
-            proposed = self.proposers[name].propose(rows)
-            lag = max(len(r.tokens) - r.proposed for r in requests)
-            if lag <= SHORT_LAG:  # reading a long one is no measure of a round
+            if depth and self.target.cache.pages.grow(request.slot, len(request.tokens) + depth * proposer.width):
+                request.allowed = depth
+                groups[proposer].append(request)
+        for proposer, requests in groups.items():
+            name, start = proposer.name, self.clock()
+            rows = [self._row(request) for request in requests]
+            proposed = proposer.propose(rows)
+            if max(len(r.tokens) - r.asked.get(name, 0) for r in requests) <= SHORT_LAG:
+                # reading a long lag is no measure of a round
                 self.policy.record_draft(name, max(row.depth for row in rows), self.clock() - start)
             for request, draft in zip(requests, proposed, strict=True):
-                request.proposed, request.reach = len(request.tokens), max(draft.depths())
-                grammar = request.state.grammar
-                drafts[request.id] = grammar.prune(draft) if grammar else draft
-        return drafts
+                request.asked[name] = len(request.tokens)
+                if len(draft) > 1:
+                    request.drafter, request.reach = name, max(draft.depths())
+                    grammar = request.state.grammar
+                    drafts[request.id] = grammar.prune(draft) if grammar else draft
 
     def _forced(self, work: Work) -> Draft:
         """What the request's grammar leaves no choice about, a root where it does or there is no room.
@@ -57,7 +75,7 @@ class Drafting:
         It costs nothing to draft and is always accepted: neither the proposer nor the depth policy is asked.
         """
         request = work.request
-        request.reach = request.allowed = 0
+        request.drafter, request.reach, request.allowed = "", 0, 0
         deepest = DEEPEST if request.depth == "auto" else int(request.depth)
         grammar, limit = request.state.grammar, min(deepest, self._limit(work))
         tokens = grammar.forced(limit) if grammar and limit else []
@@ -65,40 +83,32 @@ class Drafting:
             tokens = []
         return Draft.chain(request.tokens[-1], tokens, SOURCE)
 
-    def _reserve(self, request: Request, depth: int) -> bool:
-        """Rows for a draft so deep; without them the request goes on without a draft."""
-        nodes = depth * self.proposers[request.draft].width
-        return self.target.cache.pages.grow(request.slot, len(request.tokens) + nodes)
-
     def _limit(self, work: Work) -> int:
         """The most a request can use of a draft. The pass that ends a prompt drafts nothing, so that the first token
         comes soonest."""
         request = work.request
         return request.limit - request.produced - 1 if request.draft != OFF and work.count == 1 else 0
 
-    def _depths(self, drawing: Sequence[Work], tokens: int) -> dict[int, int]:
-        """Depth of each drawing request: what it asked for, or what the policy says. `tokens` are in the pass in any
-        case."""
-        limits, wishes, free = {}, [], []
-        for work in drawing:
-            request = work.request
-            limits[request.id] = self._limit(work)
-            if request.depth == "auto" and limits[request.id]:
-                width = self.proposers[request.draft].width
-                wishes.append(Wish(request.draft, limits[request.id], request.acceptance, width))
-                free.append(request.id)
-        chosen = self.policy.choose(wishes, tokens)
-        asked = {w.request.id: w.request.depth for w in drawing}
-        depths = {i: min(depth, limits[i]) for i, depth in asked.items() if isinstance(depth, int)}
-        return dict.fromkeys(limits, 0) | depths | dict(zip(free, chosen, strict=True))
+    def _depths(self, waiting: Sequence[tuple[Work, Proposer]], tokens: int) -> list[int]:
+        """The depth of each: what it asked for, or what the policy says."""
+        depths, wishes, free = [], [], []
+        for i, (work, proposer) in enumerate(waiting):
+            request, limit = work.request, self._limit(work)
+            depths.append(0 if request.depth == "auto" else min(int(request.depth), limit))
+            if request.depth == "auto" and limit:
+                wishes.append(Wish(proposer.name, limit, request.acceptance[proposer.name], proposer.width))
+                free.append(i)
+        for i, depth in zip(free, self.policy.choose(wishes, tokens), strict=True):
+            depths[i] = depth
+        return depths
 
-    def _row(self, request: Request, depth: int) -> Row:
+    def _row(self, request: Request) -> Row:
         return Row(
             slot=request.slot,
             tokens=request.tokens,
             params=request.params,
             noise=Noise(request.seed, len(request.tokens) - 1),
-            depth=depth,
+            depth=request.allowed,
             coupled=request.rule.coupled,
             branching=request.rule.branching,
         )

@@ -242,12 +242,14 @@ class Engine:
         request.stats.drafted += len(draft) - 1
         request.stats.accepted += len(verdict.path) - 1
         if request.reach:
-            self.policy.record_verdict(request.draft, request.acceptance, request.reach, len(verdict.path) - 1)
+            acceptance = request.acceptance[request.drafter]
+            self.policy.record_verdict(request.drafter, acceptance, request.reach, len(verdict.path) - 1)
 
     def _trace(self, request: Request, draft: Draft, verdict: Verdict, logits: Tensor) -> Round | None:
         if not request.trace:
             return None
-        return round_of(request, draft, verdict, logits, self.policy.rate(request.draft, request.acceptance))
+        name = request.drafter or request.draft
+        return round_of(request, draft, verdict, logits, self.policy.rate(name, request.acceptance[name]))
 
     def _seal(self, request: Request) -> None:
         cache = self.target.cache  # a verdict cut short by a stop has committed more than was said

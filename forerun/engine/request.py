@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -41,10 +42,11 @@ class Request:
     text: TextStream | None
     slot: int = WAITING
     stats: RequestStats = field(default_factory=RequestStats)
-    acceptance: Acceptance = field(default_factory=Acceptance)
-    proposed: int = 0  # tokens when a draft was last asked for: its proposer's lag
+    acceptance: defaultdict[str, Acceptance] = field(default_factory=lambda: defaultdict(Acceptance))  # by proposer
+    asked: dict[str, int] = field(default_factory=dict)  # tokens when a proposer was last asked: what it lags behind
+    drafter: str = ""  # who drafted for this step; a cascade is several
     allowed: int = 0  # depth its draft may have in this step
-    reach: int = 0  # depth of what its proposer drafted for this step, before a grammar cut it
+    reach: int = 0  # depth of what was drafted for this step, before a grammar cut it
     finish_reason: str | None = None
     arrived: float = field(default_factory=time.perf_counter)
 

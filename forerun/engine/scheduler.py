@@ -79,7 +79,7 @@ class Scheduler:
             self.slots.pop()
             request.slot = slot
             request.stats.cached_tokens = max(request.stats.cached_tokens, min(cached, request.prompt_length))
-            request.proposed = 0
+            request.asked.clear()
             self.running.append(request)
             if request.draft in self.proposers:
                 self.proposers[request.draft].open(slot, request.tokens, request.references)

@@ -1,0 +1,63 @@
+"""Who drafts in a step: the parts of a cascade in turn, each learned about by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from forerun.draft.base import Proposer, Row
+from forerun.draft.compose import Cascade
+from forerun.engine.engine import Engine
+from forerun.runner import Runner
+from forerun.types import Draft
+from tests import tiny
+from tests.engine import build
+
+
+class Sometimes(Proposer):
+    """Drafts zeros wherever the text's length is a multiple of `every`; notes which depths it was asked for."""
+
+    def __init__(self, name: str, every: int) -> None:
+        self.name, self.every = name, every
+        self.asked: list[tuple[int, int]] = []
+
+    def propose(self, rows: Sequence[Row]) -> list[Draft]:
+        self.asked += [(len(row.tokens), row.depth) for row in rows]
+        return [
+            Draft.chain(row.tokens[-1], [0] * row.depth if len(row.tokens) % self.every == 0 else [], self.name)
+            for row in rows
+        ]
+
+
+def engine_of(*parts: Proposer) -> Engine:
+    runner = Runner(tiny.decoder(tiny.family("llama")), tokens=512, page=4, slots=4)
+    return Engine(runner, {"both": Cascade(parts)})
+
+
+def test_the_next_part_is_asked_where_the_first_has_nothing() -> None:
+    first, second = Sometimes("first", 3), Sometimes("second", 1)
+    engine = engine_of(first, second)
+    request = engine.add(build.prompts()[1], build.params(1, 0.8, 30), draft="both", depth=2)
+    build.finish(engine)
+    assert {length for length, _ in second.asked} == {length for length, _ in first.asked if length % 3}
+    assert set(request.stats.by_source) == {"first", "second"}
+    assert {depth for _, depth in first.asked + second.asked} <= {1, 2}
+
+
+def test_parts_have_costs_and_an_acceptance_of_their_own() -> None:
+    """One whose drafts always fail is left alone, and the other is still asked."""
+    first, second = Sometimes("first", 1), Sometimes("second", 1)
+    engine = engine_of(first, second)
+    request = engine.add(build.prompts()[1], build.params(1, 0.8, 100), draft="both", depth="auto")
+    rejected = request.acceptance["first"]
+    rejected.rejected = engine.policy.sources["first"].rejected = 1000.0
+    build.finish(engine)
+    assert len(first.asked) < 10 < len(second.asked) + len(first.asked)
+    passes, drafts = engine.policy.costs()
+    assert passes and {"first", "second"} >= drafts.keys() and "second" in drafts
+    assert request.acceptance["second"] is not rejected and request.acceptance["second"].rejected > 0
+
+
+def test_a_cascade_of_cascades_is_flat() -> None:
+    parts = [Sometimes(name, 1) for name in "abc"]
+    cascade = Cascade((parts[0], Cascade(parts[1:])))
+    assert list(cascade.parts) == parts and cascade.name == "a+b+c"
