@@ -9,8 +9,12 @@ from pathlib import Path
 import pytest
 
 from forerun import cli
+from forerun.models.config import load_config
+from forerun.models.hub import BUNDLED
 
 SMALL = ["--max-tokens", "8", "--kv-tokens", "2048"]
+
+CONTEXT = load_config(BUNDLED / "target").context  # of the bundled model
 
 
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
@@ -102,7 +106,7 @@ BAD = {
     "unknown device": (["--device", "gpu"], "device"),
     "depth": (["--depth", "many"], "depth='many'"),
     "width of a chain rule": (["--rule", "block", "--width", "2"], "width=2"),
-    "context": (["--context", "100000"], "at most 1024"),
+    "context": (["--context", "100000"], f"at most {CONTEXT}"),
     "temperature": (["--temperature", "-1"], "temperature=-1.0 is out of range"),
     "top-p": (["--top-p", "0"], "top_p"),
     "nan": (["--temperature", "nan"], "temperature=nan"),

@@ -10,7 +10,7 @@ import pytest
 
 from forerun.bench.pair import Pair
 from forerun.bench.report import progress
-from tests.test_cli import run
+from tests.test_cli import CONTEXT, run
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ BAD = {
     "decode with no model": (["decode", "--model", "./nowhere"], "no directory ./nowhere"),
     "decode with no prompts": (["decode", "--prompts", "./nowhere.json"], "nowhere.json cannot be read"),
     "decode with no requests": (["decode", "--requests", "0"], "requests=0"),
-    "decode over the context": (["decode", "--tokens", "5000"], "context of 1024"),
+    "decode over the context": (["decode", "--tokens", str(5 * CONTEXT)], f"context of {CONTEXT}"),
     "sweep of no temperature": (["sweep", "--temperatures", "0,warm"], "'warm' is not a number"),
     "sweep of bad counts": (["sweep", "--requests", "1,many"], "'many' is not a whole number"),
     "sweep with both": (["sweep", "--depth", "2", "--depths", "1,2"], "--depth and --depths"),

@@ -19,7 +19,7 @@ from forerun.models.hub import find_model
 from forerun.native import NativeDecoder
 from forerun.runner import Runner
 from tests import tiny
-from tests.test_cli import run
+from tests.test_cli import CONTEXT, run
 
 needs_native = pytest.mark.skipif(native.library() is None, reason=native.reason() or "compiled")
 
@@ -284,7 +284,7 @@ BAD = {
     "zero rows": (["--rows", "0"], "rows=0"),
     "too many rows": (["--rows", "2000"], "rows=2000"),
     "no context": (["--context", "0"], "context=0"),
-    "too much context": (["--context", "5000"], "over the 1024 tokens"),
+    "too much context": (["--context", str(5 * CONTEXT)], f"over the {CONTEXT} tokens"),
     "no rounds": (["--repeats", "0"], "repeats=0"),
     "an unknown precision": (["--quantization", "int5"], "did you mean 'int"),
     "a precision that torch lacks": (["--quantization", "int8", "--kernels", "torch"], "needs the native kernels"),
