@@ -19,7 +19,7 @@ DEEPEST = 16
 HOPELESS = 0.02  # chance of acceptance below which a token is not worth considering
 PRIOR = 0.6  # acceptance assumed of a proposer nothing is known of
 STRENGTH = 4.0  # how many observations the prior is worth
-PROBE_FIRST, PROBE_LAST = 32, 256  # steps without drafting before one is tried again; doubles while it fails
+PROBE_FIRST, PROBE_LAST = 32, 512  # steps without drafting before one is tried again; doubles while it fails
 PROBE_DEPTH = 2
 PROBE_SHARE = 0.01  # of the time goes into probes of a proposer, or one probe in PROBE_LAST steps
 
@@ -113,6 +113,9 @@ class DepthPolicy(Protocol):
     def record_draft(self, source: str, depth: int, seconds: float) -> None:
         """Drafting to `depth` took so long."""
 
+    def record_lag(self, source: str, seconds: float) -> None:
+        """Drafting took so long where a proposer had much to read first: no measure of a round."""
+
     def record_pass(self, tokens: int, seconds: float) -> None:
         """A target pass over so many tokens, with its verification, took so long."""
 
@@ -127,17 +130,22 @@ class Auto:
         self.passes = Curve(slope=0.02)
         self.drafts: dict[str, Curve] = defaultdict(lambda: Curve(slope=0.5))
         self.sources: dict[str, Acceptance] = defaultdict(Acceptance)
+        self.lags: dict[str, float] = {}  # seconds of the last draft behind much to read, by proposer
         self.unprobed: dict[str, int] = defaultdict(int)  # steps since a request probed, by proposer
 
     def choose(self, wishes: Sequence[Wish], tokens: int) -> list[int]:
+        """The best depths; those whose drafts did not pay rest until their probe, for nothing new is known of them."""
+        active = [i for i, wish in enumerate(wishes) if wish.limit and not wish.acceptance.skipped]
+        depths = self._best(wishes, active, tokens) if active else [0] * len(wishes)
+        return self._with_probes(wishes, depths, tokens)
+
+    def _best(self, wishes: Sequence[Wish], active: Sequence[int], tokens: int) -> list[int]:
         """Add drafted tokens in order of their chance to be accepted; keep the best point on the way."""
-        rates = [self.rate(w.source, w.acceptance) for w in wishes]
-        depths, expected, added = [0] * len(wishes), float(max(len(wishes), 1)), 0
+        rates = {i: self.rate(wishes[i].source, wishes[i].acceptance) for i in active}
+        depths, expected, added, in_vain = [0] * len(wishes), float(len(wishes)), 0, 0
         best, best_speed = list(depths), expected / self._pass(tokens)
-        # one that did not pay rests until its probe: nothing new will be known of it before
-        heap = [(-rate, i) for i, rate in enumerate(rates) if wishes[i].limit > 0 and not wishes[i].acceptance.skipped]
+        heap = [(-rate, i) for i, rate in rates.items()]
         heapq.heapify(heap)
-        in_vain = 0
         while heap and in_vain < 3 * len(wishes):
             chance, i = heapq.heappop(heap)
             depths[i] += 1
@@ -149,7 +157,7 @@ class Auto:
                 best, best_speed, in_vain = list(depths), expected / cost, 0
             if depths[i] < min(wishes[i].limit, DEEPEST) and -chance * rates[i] > HOPELESS:
                 heapq.heappush(heap, (chance * rates[i], i))
-        return self._with_probes(wishes, best, tokens)
+        return best
 
     def rate(self, source: str, acceptance: Acceptance) -> float:
         return acceptance.rate(self.sources[source].rate(PRIOR))
@@ -157,32 +165,27 @@ class Auto:
     def costs(self) -> tuple[dict[int, float], dict[str, dict[int, float]]]:
         return dict(self.passes.seen), {name: dict(curve.seen) for name, curve in self.drafts.items() if curve.seen}
 
-    def _with_probes(self, wishes: Sequence[Wish], depths: Sequence[int], tokens: int) -> list[int]:
+    def _with_probes(self, wishes: Sequence[Wish], depths: list[int], tokens: int) -> list[int]:
         """Now and then draft where it does not seem to pay, or nothing would ever be learned again: each request when
         it has waited long enough, and of a dear proposer no more often than its price allows."""
-        found, due = list(depths), self._due(wishes, depths, tokens)
-        for i, wish in enumerate(wishes):
+        resting = [i for i, wish in enumerate(wishes) if wish.limit and not depths[i]]
+        for wish, depth in zip(wishes, depths, strict=True):
             state = wish.acceptance
-            if depths[i] or not wish.limit:
-                state.skipped, state.patience = 0, PROBE_FIRST
-                continue
-            state.skipped += 1
-            if state.skipped >= state.patience and wish.source in due:
-                state.skipped, state.patience = 0, min(2 * state.patience, PROBE_LAST)
-                found[i], self.unprobed[wish.source] = min(PROBE_DEPTH, wish.limit), 0
-        return found
-
-    def _due(self, wishes: Sequence[Wish], depths: Sequence[int], tokens: int) -> set[str]:
-        """The proposers that may be probed in this step."""
-        resting = {w.source: w.width for w, depth in zip(wishes, depths, strict=True) if w.limit and not depth}
-        due = set()
-        for source, width in resting.items():
+            state.skipped, state.patience = (0, PROBE_FIRST) if depth else (state.skipped + 1, state.patience)
+        for source in {wishes[i].source for i in resting}:
             self.unprobed[source] += 1
-            drafting = self.drafts[source].at(PROBE_DEPTH) or 0.0
-            price = (drafting + self._pass(tokens + PROBE_DEPTH * width)) / self._pass(tokens) - 1  # in passes
-            if self.unprobed[source] >= min(price / PROBE_SHARE, PROBE_LAST):
-                due.add(source)
-        return due
+        ready = [i for i in resting if wishes[i].acceptance.skipped >= wishes[i].acceptance.patience]
+        for i in [i for i in ready if self._is_due(wishes[i], tokens)]:
+            state, source = wishes[i].acceptance, wishes[i].source
+            state.skipped, state.patience = 0, min(2 * state.patience, PROBE_LAST)
+            depths[i], self.unprobed[source] = min(PROBE_DEPTH, wishes[i].limit), 0
+        return depths
+
+    def _is_due(self, wish: Wish, tokens: int) -> bool:
+        """Whether its proposer has not been probed for as long as the price of a probe demands."""
+        drafting = max(self.drafts[wish.source].at(PROBE_DEPTH) or 0.0, self.lags.get(wish.source, 0.0))
+        price = (drafting + self._pass(tokens + PROBE_DEPTH * wish.width)) / self._pass(tokens) - 1  # in passes
+        return self.unprobed[wish.source] >= min(price / PROBE_SHARE, PROBE_LAST)
 
     def _pass(self, tokens: int) -> float:
         seconds = self.passes.at(tokens)
@@ -202,6 +205,9 @@ class Auto:
 
     def record_draft(self, source: str, depth: int, seconds: float) -> None:
         self.drafts[source].add(depth, seconds)
+
+    def record_lag(self, source: str, seconds: float) -> None:
+        self.lags[source] = seconds
 
     def record_pass(self, tokens: int, seconds: float) -> None:
         self.passes.add(tokens, seconds)

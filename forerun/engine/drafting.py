@@ -15,7 +15,7 @@ from forerun.types import Draft
 from forerun.verify import Noise
 
 OFF = "off"
-SHORT_LAG = 64  # tokens a proposer reads in about the time of one
+SHORT_LAG = DEEPEST + 1  # tokens, at most, that a round leaves to be read
 
 
 class Drafting:
@@ -59,9 +59,11 @@ class Drafting:
             name, start = proposer.name, self.clock()
             rows = [self._row(request) for request in requests]
             proposed = proposer.propose(rows)
-            if max(len(r.tokens) - r.asked.get(name, 0) for r in requests) <= SHORT_LAG:
-                # reading a long lag is no measure of a round
-                self.policy.record_draft(name, max(row.depth for row in rows), self.clock() - start)
+            seconds, lag = self.clock() - start, max(len(r.tokens) - r.asked.get(name, 0) for r in requests)
+            if lag <= SHORT_LAG:
+                self.policy.record_draft(name, max(row.depth for row in rows), seconds)
+            else:
+                self.policy.record_lag(name, seconds)
             for request, draft in zip(requests, proposed, strict=True):
                 request.asked[name] = len(request.tokens)
                 if len(draft) > 1:

@@ -65,6 +65,17 @@ def test_what_probes_cost_is_bounded_over_all_requests(cost: float, gap: int) ->
     assert min(gaps) >= gap and max(gaps) <= gap + 50
 
 
+def test_what_a_proposer_reads_before_a_probe_is_part_of_its_price() -> None:
+    """A draft that is cheap once it has caught up, which takes as long as 4 passes."""
+    policy, acceptance = learned(rate=0.05, draft_cost=0.01, slope=0.1)
+    policy.record_lag("model", 4.0)
+    chosen = []
+    for _ in range(900):
+        chosen += policy.choose([Wish("model", 8, acceptance)], 1)
+    probes = [i for i, depth in enumerate(chosen) if depth]
+    assert 415 < probes[0] < 425 and len(probes) == 2
+
+
 def test_a_draft_that_becomes_good_is_taken_up_again() -> None:
     policy, acceptance = learned(rate=0.05, draft_cost=0.3, slope=0.0)
     depths = []
