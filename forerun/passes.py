@@ -46,13 +46,13 @@ class Pass:
 
     def fill(self, pointers: np.ndarray, scratch: int, cache: KVCache) -> CBatch:
         """The C structure; it points into this object and the cache."""
-        data = cache.data
+        keys, values, stride, dtype = cache.layout
         return CBatch(
             tokens=len(self.ids), wanted=len(self.want), ids=self.ids.ctypes.data,
             positions=self.positions.ctypes.data, store=self.store.ctypes.data, rows=self.lines.ctypes.data,
             direct=self.direct.ctypes.data, extra_at=self.extra_at.ctypes.data, extra=self.extra.ctypes.data,
-            want=self.want.ctypes.data, buffers=pointers.ctypes.data, scratch=scratch, keys=data[0].data_ptr(),
-            values=data[1].data_ptr(), layer_stride=data.stride(1), kv_format=native.FORMATS[str(data.dtype)[6:]],
+            want=self.want.ctypes.data, buffers=pointers.ctypes.data, scratch=scratch, keys=keys, values=values,
+            layer_stride=stride, kv_format=native.FORMATS[dtype],
         )  # fmt: skip
 
 

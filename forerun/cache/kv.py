@@ -37,6 +37,9 @@ class KVCache:
         # zeros, not empty: a masked key of NaN would still poison the sum
         self.data = torch.zeros((2, config.layers, rows, config.kv_heads, config.head_dim), dtype=dtype, device=device)
         self.length = [0] * slots
+        # what native passes are told each time: addresses of keys and values, elements between layers, dtype
+        pointers = self.data[0].data_ptr(), self.data[1].data_ptr()
+        self.layout = (*pointers, self.data.stride(1), str(dtype).removeprefix("torch."))
 
     @staticmethod
     def token_bytes(config: ModelConfig, dtype: torch.dtype) -> int:

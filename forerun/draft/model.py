@@ -112,4 +112,5 @@ class DraftModel(Proposer):
     def _logits(self, segments: Sequence[Segment]) -> Tensor:
         """One pass, its logits cut or padded to the target's vocabulary (padding rows differ between sizes)."""
         logits = self.runner.forward(segments).logits[:, : self.vocab]
-        return F.pad(logits, (0, self.vocab - logits.shape[1]), value=-torch.inf)
+        missing = self.vocab - logits.shape[1]
+        return F.pad(logits, (0, missing), value=-torch.inf) if missing else logits

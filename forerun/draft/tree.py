@@ -58,12 +58,12 @@ def grow(trees: Sequence[Tree], logits: Tensor, width: int, source: str) -> None
 
     logits [F, V]: the drafter's after each frontier node, the trees one after the other.
     """
-    shaped = shape_logits(logits, [tree.row.params for tree in trees for _ in tree.frontier])
+    beams = [tree.row.params.greedy and (tree.row.coupled or tree.row.branching) for tree in trees]
+    shaped = logits if all(beams) else shape_logits(logits, [tree.row.params for tree in trees for _ in tree.frontier])
     start = 0
-    for tree in trees:
+    for tree, greedy in zip(trees, beams, strict=True):
         end = start + len(tree.frontier)
-        greedy = tree.row.params.greedy
-        if tree.row.coupled or (greedy and tree.row.branching):
+        if tree.row.coupled or greedy:
             _coupled(tree, logits[start:end] if greedy else shaped[start:end], greedy, width, source)
         else:
             _sampled(tree, shaped[start:end], width if tree.row.branching else 1, source)
