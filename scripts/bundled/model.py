@@ -70,7 +70,7 @@ SIZES = {
     "tiny": Size(vocab=512, context=256, hidden=64, intermediate=192, layers=3, heads=4, kv_heads=2, rows=8, passes=1),
     "tiny-seed": _small(32, 96, 3, 2, 8, vocab=512, context=256),
     "tiny-draft": _small(32, 96, 2, 2, 8, vocab=512, context=256),
-    "small": Size(hidden=512, intermediate=1408, layers=7, heads=8, kv_heads=4, rows=2, passes=1, cut=8),
+    "small": Size(context=2048, hidden=512, intermediate=1408, layers=7, heads=8, kv_heads=4, rows=4, passes=1),
     "small-seed": _small(256, 704, 6, 4, 4, context=1024),
     "small-draft": _small(256, 704, 2, 4, 2),
     "base": Size(hidden=512, intermediate=1408, layers=9, heads=8, kv_heads=4, rows=32, passes=2),
