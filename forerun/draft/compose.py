@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from forerun.draft.base import Proposer, Reference, Row
-from forerun.types import Draft
+from forerun.draft.base import Proposer, Reference
 
 
 class Cascade(Proposer):
     """Asks its parts in order: whoever has a draft for a request first drafts it alone.
 
-    The engine asks the parts itself, so that it learns what each costs and is worth.
+    The engine asks the parts itself (`Drafting`), so that it learns what each costs and is worth: a cascade only passes
+    on what happens to a request.
     """
 
     def __init__(self, parts: Sequence[Proposer]) -> None:
@@ -46,11 +46,3 @@ class Cascade(Proposer):
     def reset(self) -> None:
         for part in self.parts:
             part.reset()
-
-    def propose(self, rows: Sequence[Row]) -> list[Draft]:
-        drafts = [Draft.root(row.tokens[-1]) for row in rows]
-        for part in self.parts:
-            open_ = [i for i, draft in enumerate(drafts) if len(draft) == 1]
-            for i, draft in zip(open_, part.propose([rows[i] for i in open_]) if open_ else [], strict=True):
-                drafts[i] = draft
-        return drafts

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from forerun.errors import ConfigError, ForerunError
+from forerun.errors import ConfigError, ForerunError, LoadError
 from forerun.load import pick_device
 from forerun.train.checkpoint import checkpoint_path, read_checkpoint, write_checkpoint
 from forerun.train.export import check_out
@@ -242,14 +242,22 @@ def export(trainer: Trainer, work: Path, out: Path) -> dict[str, Any]:
             "losses": [round(loss, 4) for loss in trainer.losses[:: max(len(trainer.losses) // 500, 1)]],
         }  # fmt: skip
         if plan.grown:
-            seed = json.loads((Path(plan.grown) / "training.json").read_text())
-            facts["grown"] = {name: seed[name] for name in ("parameters", "seen_tokens")}
+            facts["grown"] = seed_facts(Path(plan.grown))
         (make / "training.json").write_text(json.dumps(facts, indent=1))
         manifest = work / "manifest.json"
         packages = json.loads(manifest.read_text())["packages"] if manifest.is_file() else []
         role = "draft" if plan.size.endswith("-draft") else "target"
         (make / "README.md").write_text(card(role, size, facts, packages), encoding="utf-8")
     return facts
+
+
+def seed_facts(directory: Path) -> dict[str, int]:
+    """What a card says of the model that another is grown from. Raises LoadError."""
+    try:
+        seed = json.loads((directory / "training.json").read_text())
+        return {name: int(seed[name]) for name in ("parameters", "seen_tokens")}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise LoadError(f"{directory}/training.json must say parameters and seen_tokens ({error}): add it") from None
 
 
 @contextmanager
@@ -273,6 +281,8 @@ def asked_to_stop() -> Iterator[Callable[[], bool]]:
 def train(plan: Plan, work: Path, out: Path, device: torch.device, compiled: bool) -> dict[str, Any]:
     """A whole run, from the tokens in `work` to the directory `out`."""
     check_out(out)
+    if plan.grown:
+        seed_facts(Path(plan.grown))  # what is missing is better found now than after hours
     if read_facts(work).vocab != size_of(plan.size).vocab:
         raise ConfigError(f"the tokens in {work} are not of the vocabulary of size {plan.size}: use another folder")
     streams = read_tokens(work / "train.tokens"), read_tokens(work / "held_out.tokens")

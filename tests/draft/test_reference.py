@@ -7,6 +7,7 @@ from forerun.draft.compose import Cascade
 from forerun.draft.ngram import NGram
 from forerun.draft.reference import Alignment, References
 from forerun.sampling.params import SamplingParams
+from forerun.types import Draft
 from forerun.verify import Noise
 
 
@@ -74,12 +75,18 @@ def test_a_place_is_always_behind_an_occurrence() -> None:
 def test_the_proposer_reads_its_lag_and_a_cascade_falls_through() -> None:
     references = (Reference("prediction", (7, 8, 9), 3, True),)
     cascade = Cascade((References(), NGram()))
+
+    def propose(tokens: list[int]) -> Draft:
+        """The draft of the first part that has one."""
+        drafts = (part.propose([row(tokens)])[0] for part in cascade.parts)
+        return next(draft for draft in drafts if len(draft) > 1)
+
     cascade.open(0, [1, 2, 1], references)
-    draft = cascade.propose([row([1, 2, 1])])[0]
+    draft = propose([1, 2, 1])
     assert (draft.tokens, draft.sources[1:]) == ([1, 7, 8, 9], ["prediction"] * 3)
-    draft = cascade.propose([row([1, 2, 1, 2, 1])])[0]
+    draft = propose([1, 2, 1, 2, 1])
     assert draft.sources[1] == "ngram" and draft.tokens[1] == 2
     cascade.close(0)
     cascade.open(0, [1, 2, 1, 7], references)  # after a preemption: prompt and output again
-    assert cascade.propose([row([1, 2, 1, 7])])[0].tokens == [7, 8, 9]
+    assert propose([1, 2, 1, 7]).tokens == [7, 8, 9]
     assert cascade.name == "reference+ngram"

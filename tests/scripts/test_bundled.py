@@ -407,6 +407,8 @@ def test_what_is_there_is_not_written_over(work: Path, made: Path) -> None:
         target.train(Plan(size="tiny", steps=1), work, made, CPU, compiled=False)
     with pytest.raises(ConfigError, match="vocabulary"):
         target.train(Plan(size="small", steps=1), work, work / "small", CPU, compiled=False)
+    with pytest.raises(LoadError, match="parameters and seen_tokens"):
+        target.train(Plan(size="tiny", steps=1, grown=str(work)), work, work / "grown", CPU, compiled=False)
 
 
 def test_the_bundle_of_size_base_fits_the_repository() -> None:
