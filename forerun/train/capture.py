@@ -160,8 +160,9 @@ class Target:
             logits = at_temperature(logits[:, :vocab], temperature)
             start = sum(len(part) for part in said)
             tokens_said = following[start : start + len(logits), None]
-            said.append(logits.log_softmax(-1).gather(-1, tokens_said)[:, 0])
             laws.append(law_of(logits, self.top))
+            logs = laws[-1].logs if laws[-1].tokens is None else logits.log_softmax(-1)
+            said.append(logs.gather(-1, tokens_said)[:, 0])
         likeliest = [law.tokens for law in laws if law.tokens is not None]
         return Batch(
             tokens,

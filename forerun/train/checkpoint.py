@@ -10,7 +10,7 @@ import torch
 
 from forerun.errors import ForerunError, LoadError
 
-VERSION = 2
+VERSION = 3
 
 
 def checkpoint_path(out: Path) -> Path:

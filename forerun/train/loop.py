@@ -38,9 +38,10 @@ Weights = dict[str, Tensor]
 
 @dataclass(slots=True)
 class Record:
-    """What a run has come to."""
+    """What a run has come to; `seconds` are those up to its last checkpoint."""
 
     step: int = 0
+    seconds: float = 0.0
     losses: list[float] = field(default_factory=list)
     evaluations: list[Evaluation] = field(default_factory=list)
 
@@ -77,6 +78,7 @@ class Trainer:
         self.watch, self.clock = watch or Silent(), clock
         torch.manual_seed(settings.seed)
         self.record = Record()
+        self._zero, self._until = 0.0, math.inf  # of the clock: where the run began, how long it may be
         self.best: Weights = {}
         self.vocab = recipe.vocab(module, target)
         self.bfloat16 = computes_bfloat16(settings.dtype, target.device)
@@ -94,9 +96,8 @@ class Trainer:
         if state["random_cuda"] is not None and self.target.device.type == "cuda":
             torch.cuda.set_rng_state(state["random_cuda"], self.target.device)
         self.best = state["best"]
-        self.record = Record(
-            state["step"], list(state["losses"]), [Evaluation(**values) for values in state["evaluations"]]
-        )
+        evaluations = [Evaluation(**values) for values in state["evaluations"]]
+        self.record = Record(state["step"], state["seconds"], list(state["losses"]), evaluations)
 
     def run(self) -> Record:
         """Train to the end; the module then has the best weights.
@@ -105,14 +106,16 @@ class Trainer:
             KeyboardInterrupt: after Ctrl-C, when a checkpoint has been written.
             ForerunError: a loss that is not finite, or a checkpoint that cannot be written; the one before is kept.
         """
-        begun = self.clock()
+        self._zero = self.clock() - self.record.seconds
+        if self.settings.max_minutes:
+            self._until = self.record.seconds + 60 * self.settings.max_minutes
         with _asked_to_stop() as asked:
-            while not self._done(begun):
+            while not self._done():
                 self._evaluate_if(self._due(self.settings.evaluate_every))
-                if self._done(begun):
+                if self._done():
                     break
                 loss, tokens = self.learn()
-                self.watch.step(self.record.step, self.settings.steps, loss, tokens)
+                self.watch.step(self.record.step, round(self.record.step / self._share()), loss, tokens)
                 if asked():
                     self.save()
                     raise KeyboardInterrupt(f"stopped after step {self.record.step}")
@@ -129,7 +132,7 @@ class Trainer:
         """One step; (its loss, tokens it read). Raises ForerunError before anything is changed if it is not finite."""
         record, module = self.record, self.module.train()
         for optimizer in self.optimizers:
-            optimizer.param_groups[0]["lr"] = learning_rate(record.step, self.settings)
+            optimizer.param_groups[0]["lr"] = learning_rate(self._share(), self.settings)
         batches = [self.target.batch(rows, vocab=self.vocab) for rows in self.stream.step(record.step)]
         positions = sum(batch.positions for batch in batches)
         total = 0.0
@@ -156,11 +159,13 @@ class Trainer:
     def save(self) -> None:
         """Write a checkpoint. Raises ForerunError."""
         cuda = self.target.device.type == "cuda"
+        self.record.seconds = self._seconds()
         write_checkpoint(
             self.path,
             {
                 "identity": self.identity,
                 "step": self.record.step,
+                "seconds": self.record.seconds,
                 "losses": self.record.losses,
                 "evaluations": [asdict(evaluation) for evaluation in self.record.evaluations],
                 "module": self.module.state_dict(),
@@ -171,11 +176,17 @@ class Trainer:
             },
         )
 
-    def _done(self, begun: float) -> bool:
-        settings = self.settings
-        out_of_time = settings.max_minutes and self.clock() - begun >= 60 * settings.max_minutes
-        no_better = settings.patience and self.record.without_better() >= settings.patience
-        return bool(self.record.step >= settings.steps or out_of_time or no_better)
+    def _seconds(self) -> float:
+        """That the run has taken, with those before its checkpoint."""
+        return self.clock() - self._zero
+
+    def _share(self) -> float:
+        """How much of the run is done, of its steps or, if that is more, of its time."""
+        return max(self.record.step / self.settings.steps, min(self._seconds() / self._until, 1.0))
+
+    def _done(self) -> bool:
+        no_better = self.settings.patience and self.record.without_better() >= self.settings.patience
+        return bool(self.record.step >= self.settings.steps or self._seconds() >= self._until or no_better)
 
     def _due(self, every: int) -> bool:
         """Whether the steps done are a multiple of `every`; of 0 only none at all is."""
@@ -200,12 +211,11 @@ class Trainer:
         return torch.autocast(self.target.device.type, dtype=torch.bfloat16, enabled=self.bfloat16)
 
 
-def learning_rate(step: int, settings: Training) -> float:
-    """Of a step, counted from 0: up in a line, then down along half a cosine to a tenth."""
-    warm = math.ceil(settings.warmup * settings.steps)
-    if step < warm:
-        return settings.learning_rate * (step + 1) / warm
-    way = (step - warm) / max(settings.steps - warm, 1)
+def learning_rate(share: float, settings: Training) -> float:
+    """When so much of the run is done: up in a line, then down along half a cosine to a tenth."""
+    if share < settings.warmup:
+        return settings.learning_rate * min((share + 1 / settings.steps) / settings.warmup, 1.0)
+    way = (share - settings.warmup) / max(1 - settings.warmup, 1e-9)
     return settings.learning_rate * (FLOOR + (1 - FLOOR) * 0.5 * (1 + math.cos(math.pi * way)))
 
 

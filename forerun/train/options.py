@@ -92,7 +92,7 @@ class PairOptions(AheadOptions):
         intermediate: width of the layer's MLP; the target's if it is not given.
     """
 
-    unroll: int = 5
+    unroll: int = 3
     intermediate: int | None = None
 
 

@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from forerun.draft.registry import LOADED, kind_of, parse_draft
 from forerun.errors import ConfigError, nearest
 from forerun.models.hub import find_model
@@ -135,6 +137,7 @@ class _Run:
         self.target = Target(plan.target, settings)
         self.recipe: Recipe = RECIPES[plan.recipe](plan.options)
         train_on, held_out = (_corpus(documents, self.target, settings) for documents in self.split)
+        torch.manual_seed(settings.seed)  # of the weights that begin at random
         self.module = self.recipe.build(self.target, train_on)
         self.target.boundaries = self.recipe.boundaries(self.module, self.target)
         self.stream = Stream(train_on, self.target, settings)

@@ -19,7 +19,7 @@ class Watch(Protocol):
         ...
 
     def step(self, step: int, steps: int, loss: float, tokens: int) -> None:
-        """A step is done; it read so many tokens."""
+        """A step is done, of so many as things stand; it read so many tokens."""
         ...
 
 
@@ -63,7 +63,7 @@ class Bar:
         now = time.monotonic()
         text = f"loss {loss:.4f}, {tokens / max(now - self._last, 1e-9):.0f} tokens/s"
         self._last = now
-        self._progress.update(self._task, completed=step, description=text, refresh=True)
+        self._progress.update(self._task, completed=step, total=steps, description=text, refresh=True)
 
 
 @contextmanager

@@ -37,7 +37,7 @@ KINDS = {"draft": "model", "eagle3": "eagle3", "medusa": "medusa"}  # directory 
 # Of `forerun train`. On a GPU a text that the target continues costs as much as a hundred that are only read.
 EFFORTS: dict[str, dict[str, Any]] = {
     "tiny": dict(steps=20, rows=4, tokens=64, prompt_tokens=16, evaluate_rows=4, evaluate_every=10),
-    "small": dict(steps=1500, rows=8, tokens=256, evaluate_every=250, patience=0),
+    "small": dict(steps=4000, rows=4, tokens=256, on_policy=0.25, evaluate_every=200, patience=0),
     "base": dict(
         steps=800, rows=64, tokens=256, on_policy=0.02, evaluate_rows=16, evaluate_every=200, checkpoint_every=400,
         patience=0,

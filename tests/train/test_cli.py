@@ -98,6 +98,19 @@ def test_the_card_says_how_to_measure_it_again(
     assert code == 0 and {line.split()[0] for line in text.splitlines()} == {"task", "chat"}  # without data, no speed
 
 
+def test_a_seed_gives_one_drafter(bare: Verb, data: Path, tmp_path: Path) -> None:
+    """Also what begins at random follows from the seed."""
+
+    def made(name: str, seed: int) -> bytes:
+        out = tmp_path / name
+        given = ("--target", str(tiny.worded()), "--data", str(data), "--recipe", "eagle3", "--seed", str(seed))
+        code, _, err = bare(*given, "--out", str(out), *FLAGS, "--steps", "1")
+        assert code == 0, err
+        return (out / "model.safetensors").read_bytes()
+
+    assert made("a", 1) == made("b", 1) != made("c", 2)
+
+
 def test_ctrl_c_and_resume(train: Verb, bare: Verb, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same numbers as without; a plain `--resume --out` knows all that was said before."""
     code, text, _ = train("--out", str(tmp_path / "whole"), "--json")

@@ -113,8 +113,23 @@ def test_the_best_is_kept_and_patience_ends(make: Make) -> None:
 
 def test_the_time_ends(make: Make) -> None:
     ticks = iter(range(0, 6000, 30))
-    record = make(steps=50, max_minutes=2.0, evaluate_every=0, clock=lambda: float(next(ticks))).run()
-    assert 0 < record.step < 5 and record.evaluations[-1].step == record.step
+    trainer = make(steps=50, max_minutes=10.0, evaluate_every=0, clock=lambda: float(next(ticks)), patience=0)
+    rates: list[float] = []
+    trainer.watch.step = lambda *_: rates.append(trainer.optimizers[0].param_groups[0]["lr"])  # type: ignore[method-assign]
+    record = trainer.run()
+    assert 2 < record.step < 10 and record.evaluations[-1].step == record.step
+    assert rates[-1] < 0.3 * max(rates), "the learning rate falls by the clock"
+
+
+def test_more_time_after_the_first(make: Make) -> None:
+    """A run that is taken up again has the minutes that are given then, and goes on in its schedule."""
+    first = interrupted(make, 3, steps=50, evaluate_every=0, clock=iter(range(0, 6000, 30)).__next__)
+    second = make(steps=50, max_minutes=10.0, evaluate_every=0, clock=iter(range(7000, 13000, 30)).__next__)
+    second.resume(read_checkpoint(first.path))
+    before = second.record.seconds
+    assert before > 0
+    record = second.run()
+    assert 600 <= record.seconds - before < 800 and 3 < record.step < 50
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -179,10 +194,10 @@ def test_files_that_are_no_checkpoint(tmp_path: Path) -> None:
 
 def test_the_learning_rate() -> None:
     settings = Training(steps=100, warmup=0.1, learning_rate=1.0)
-    rates = [learning_rate(step, settings) for step in range(100)]
-    assert rates[0] == 0.1 and max(rates) == rates[9] == rates[10] == 1.0
+    rates = [learning_rate(step / 100, settings) for step in range(100)]
+    assert max(rates) == rates[10] == 1.0 and (rates[0], rates[9]) == pytest.approx((0.1, 1.0))
     assert rates[10:] == sorted(rates[10:], reverse=True) and 0.1 < rates[-1] < 0.11
-    assert learning_rate(0, Training(steps=1, warmup=0.0)) == Training().learning_rate
+    assert learning_rate(0.0, Training(steps=1, warmup=0.0)) == Training().learning_rate
 
 
 def test_precision() -> None:

@@ -17,6 +17,7 @@ from forerun.draft.base import Row
 from forerun.draft.pair_head import PairHead
 from forerun.draft.pairs import Pairs
 from forerun.draft.view import view_of
+from forerun.models.rope import rope_tables
 from forerun.train.capture import Batch, Target
 from forerun.train.data import Corpus, Example
 from forerun.train.evaluate import Judge
@@ -188,6 +189,26 @@ def test_the_most_frequent_tokens_are_said(target: Target, corpus: Corpus) -> No
     assert ids == sorted(set(ids)) and len(ids) == 20
     assert min(counts[i] for i in ids) >= max(count for i, count in enumerate(counts) if i not in ids)
     assert torch.equal(head.lm_head.weight, target.head[ids]), "its head begins as the target's rows"
+
+
+def test_a_head_begins_with_its_own_embedding(target: Target, corpus: Corpus) -> None:
+    """One head of each group attends to its own pair, and what comes of that is much of the embedding."""
+    torch.manual_seed(3)
+    head: Any = Eagle3(EagleOptions()).build(target, corpus)
+    c, groups, own = head.layer, head.layer.heads // head.layer.kv_heads, []
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = torch.einsum("rhd,khd->hrk", q[:, ::groups], k) * c.attention_scale
+        unseen = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
+        own.append(scores.masked_fill(unseen, -torch.inf).softmax(-1).diagonal(dim1=1, dim2=2))
+        return v.repeat_interleave(groups, 1)
+
+    embedded = head.parts().embed_norm(head.embed(torch.randperm(c.vocab)[:64]))
+    rotation = rope_tables(c, c.ropes[0], 64, torch.float32)
+    with torch.no_grad():
+        given = head.parts().attention(torch.cat((embedded, torch.randn_like(embedded)), -1), rotation, attend)
+    assert own[0].mean() > 0.5, "of 32 pairs or so"
+    assert torch.cosine_similarity(given, embedded).mean() > 0.3, "of a random map: 0"
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3, 6, 24, 36, 80])

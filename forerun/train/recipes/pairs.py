@@ -27,6 +27,7 @@ from forerun.train.recipes.base import Outlook
 from forerun.train.unroll import unroll
 
 LARGEST_VOCAB = 32000  # of an EAGLE-3 head, unless it is asked for
+OWN_SCORE = 10.0  # of a pair with itself where an EAGLE-3 head begins; those of others are about 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +101,12 @@ class PairRecipe:
 
 @dataclass(frozen=True, slots=True)
 class Eagle3(PairRecipe):
-    """An EAGLE-3 head (2503.01840). Its norm and its own head begin as the target's; the rest is random: to let the
-    target's last state through at first made it learn more slowly."""
+    """An EAGLE-3 head (2503.01840) with the norms of 3.1: each of the target's states is normed before they are fused,
+    and what is carried on is normed too, so that no draft begins from larger numbers than the one before it.
+
+    Its last norm and its own head begin as the target's, and its attention sees each pair's own embedding (`see_own`);
+    the rest is random: to let the target's last state through at first made it learn more slowly.
+    """
 
     options: EagleOptions
     name: str = "eagle3"
@@ -111,7 +116,10 @@ class Eagle3(PairRecipe):
         c = target.llm.decoder.config
         said = min(self.options.draft_vocab or LARGEST_VOCAB, c.vocab)
         layer, boundaries = layer_like(c, self.options.intermediate), depths_read(c.layers)
-        config = EagleConfig(layer=layer, target_hidden=c.hidden, boundaries=boundaries, draft_vocab=said)
+        config = EagleConfig(
+            layer=layer, target_hidden=c.hidden, boundaries=boundaries, draft_vocab=said, fc_norm=True,
+            norm_before_residual=True, norm_output=True,
+        )  # fmt: skip
         head = EagleHead(config)
         with torch.no_grad():
             weights = target.head.cpu()
@@ -121,6 +129,7 @@ class Eagle3(PairRecipe):
                 weights = weights[ids]
             head.lm_head.weight.copy_(weights)
             head.norm.weight.copy_(target.llm.decoder.weights.norm.weight)
+        see_own(head)
         head.attach(target.view)
         return head
 
@@ -157,6 +166,29 @@ class Mtp(PairRecipe):
 def depths_read(layers: int) -> tuple[int, ...]:
     """The boundaries that an EAGLE-3 head of ours reads: low, middle and, unlike the paper's, the very last."""
     return tuple(sorted({min(2, layers // 3), layers // 2, layers}))
+
+
+@torch.no_grad()
+def see_own(head: EagleHead) -> None:
+    """Let half of the heads attend to their own pair and carry its embedding into the residual stream.
+
+    The stream of an EAGLE-3 layer is the target's state alone: what was said last comes in by attention only, and to
+    find that takes random weights hundreds of steps. Queries and keys begin as one map of the embedding, whose product
+    with itself is the largest; values and the output as another and its transpose.
+    """
+    c, attention = head.layer, head.parts().attention
+    maps = torch.empty(2, c.kv_heads * c.head_dim, c.hidden)
+    for each in maps:
+        nn.init.orthogonal_(each)
+    look, carry = maps.view(2, c.kv_heads, c.head_dim, c.hidden)
+    look = look * (OWN_SCORE / c.head_dim**0.5) ** 0.5  # normed embeddings have about head_dim of their square there
+    for kv_head in range(c.kv_heads):
+        group = slice(kv_head * c.head_dim, (kv_head + 1) * c.head_dim)
+        first = slice(at := kv_head * (c.heads // c.kv_heads) * c.head_dim, at + c.head_dim)
+        attention.q_proj.weight[first, : c.hidden] += look[kv_head]
+        attention.k_proj.weight[group, : c.hidden] += look[kv_head]
+        attention.v_proj.weight[group, : c.hidden] += carry[kv_head]
+        attention.o_proj.weight[:, first] += carry[kv_head].T
 
 
 def _numbers(ids: Tensor | None, batch: Batch) -> Tensor:
