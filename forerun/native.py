@@ -33,6 +33,7 @@ from forerun.types import Forward
 BLOCK = 32
 X, QKV, ATTENDED, HIDDEN, BRANCH, LOGITS = range(6)  # buffers
 AT_ONCE = 1 << 16  # floats of a block of rows that are converted together, or one block
+LARGE = 1 << 20  # bytes of a matrix whose temporaries are felt
 ROOM = 64  # tokens that buffers have room for at first; they grow
 
 
@@ -69,6 +70,8 @@ class Packed:
             self._memory, self.scale.ctypes.data, self.bias.ctypes.data if bias is not None else None,
             native.FORMATS[form], inputs, outputs, padded,
         )  # fmt: skip
+        if size >= LARGE:
+            native.give_back()
 
     def _pack(self, weight: Tensor, form: str, gated: bool, padded: int) -> None:
         """Round and lay out floats, some rows at a time: a float32 copy of a large matrix would be felt."""

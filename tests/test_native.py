@@ -4,7 +4,10 @@ That second property is what makes speculative text equal plain text in every pr
 """
 
 import functools
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -272,3 +275,42 @@ def test_the_draw_is_that_of_its_twin(instructions: str) -> None:
         keys = [rng.stream(7, rng.Lane.TARGET, i) for i in range(60)]
         assert torch.equal(gumbel_argmax(scores, keys), rng.gumbel_argmax(scores, keys))
     native.start(2)
+
+
+MEMORY = """
+import re, sys, torch
+from pathlib import Path
+from forerun import LLM, SamplingParams
+from forerun.native import NativeDecoder
+peak = lambda: 1024 * int(re.search("VmHWM:\\s*(\\d+)", Path("/proc/self/status").read_text())[1])
+before = peak()
+llm = LLM(sys.argv[1], draft="off", quantization=sys.argv[2] or None, kv_tokens=256, context=128)
+llm.generate([[5] * 60], SamplingParams(max_tokens=4))
+decoder = llm.decoder
+assert isinstance(decoder, NativeDecoder)
+print(peak() - before, decoder.weight_bytes + decoder.weights.embed.nbytes + llm.engine.target.cache.data.nbytes)
+"""
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """200 MB of weights, in matrices of 8 to 47 MB."""
+    directory = tmp_path_factory.mktemp("large")
+    sizes = dict(hidden_size=2048, intermediate_size=5632, num_hidden_layers=2, vocab_size=2048)
+    model = tiny.hf_model("llama", **sizes, num_attention_heads=16, num_key_value_heads=16, head_dim=128)
+    model.to(torch.bfloat16).save_pretrained(directory)
+    return directory
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.parametrize("quantization", ["", "int8"])
+def test_loading_takes_little_more_than_the_weights(
+    large: Path, quantization: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No second copy of them, and temporaries are given back."""
+    monkeypatch.setenv("FORERUN_CACHE", "off")
+    command = [sys.executable, "-c", MEMORY, str(large), quantization]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    took, held = map(int, done.stdout.split())
+    assert took - held < 100e6, (took, held)
