@@ -25,11 +25,11 @@ from forerun.models.config import load_config
 from forerun.models.decoder import default_context, longest_context
 from forerun.models.hub import find_model
 from forerun.models.text import Tokenizer
+from forerun.models.weights import Source, load_weights
 from forerun.runner import Runner
 from forerun.sampling.params import SamplingParams
 from forerun.train.data import Example
 from forerun.train.losses import Law, at_temperature, law_of
-from forerun.train.prune import load_module
 from forerun.train.settings import Training
 
 PAGE = 16
@@ -102,8 +102,14 @@ class Target:
     @cached_property
     def head(self) -> Tensor:
         """The weight of its head, as it is stored. float32 [V, H]"""
-        weight: Tensor = load_module(self.directory).get_output_embeddings().weight  # type: ignore[operator]
-        return weight.detach().clone().to(self.device)
+        found: list[Tensor] = []
+
+        def make(part: str, source: Source, bias: Tensor | None) -> None:
+            if part == "head":  # all else stays on disk
+                found.append(source.weight())
+
+        load_weights(self.llm.decoder.config, self.directory, torch.float32, self.device, make)
+        return found[0]
 
     @cached_property
     def view(self) -> TargetView:

@@ -1,6 +1,7 @@
 """A small model out of a large one's layers, by the checkpoint's own tensors and transformers' own classes.
 
 Works for every family whose layers stand in one list: the tensors of the kept layers are renumbered, all others stay.
+Of a quantised checkpoint it takes the numbers that the stored ones stand for.
 """
 
 from __future__ import annotations
@@ -8,20 +9,24 @@ from __future__ import annotations
 import json
 import re
 import tempfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 
 from forerun.errors import ConfigError, LoadError
-from forerun.models.config import load_config
-from forerun.models.quantized import is_quantised
+from forerun.models.config import ModelConfig, load_config
+from forerun.models.quantized import PARTS, Scheme, scheme_of
+from forerun.models.unpack import read_stored
 from forerun.models.weights import Checkpoint
 
 BY_LAYER = ("layer_types", "no_rope_layers")  # lists in config.json with an entry for each layer
 COUNTS = ("num_hidden_layers", "n_layer")
+QUANTISED = ("quantization_config", "compression_config")
 LAYER = re.compile(r"^((?:model\.|transformer\.)?(?:layers|h)\.)(\d+)(\..*)$")
 
 
@@ -37,15 +42,12 @@ def prune(directory: Path, count: int) -> nn.Module:
     config = load_config(directory)
     if count >= config.layers:
         raise ConfigError(f"layers={count} is not under the target's {config.layers}: a drafter has to be smaller")
-    if is_quantised(config.raw):
-        raise ConfigError(f"the target in {directory} is quantised, which cannot be trained on: give --init a model")
     kept = kept_layers(config.layers, count)
-    checkpoint = Checkpoint(directory)
     tensors = {}
-    for name in checkpoint.where:
+    for name, read in _readers(directory, config).items():
         renamed = _renamed(name, kept)
         if renamed:
-            tensors[renamed] = checkpoint.read(name).contiguous()
+            tensors[renamed] = read().contiguous()
     with tempfile.TemporaryDirectory(prefix="forerun-") as folder:
         work = Path(folder)
         (work / "config.json").write_text(json.dumps(_config_of(directory, kept)))
@@ -63,6 +65,47 @@ def load_module(directory: Path) -> nn.Module:
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise LoadError(f"the model in {directory} cannot be read: {str(error).strip().splitlines()[0]}") from None
     return module
+
+
+def _readers(directory: Path, config: ModelConfig) -> dict[str, Callable[[], Tensor]]:
+    """All tensors by the names that they have where nothing is quantised. Raises LoadError."""
+    checkpoint, where = Checkpoint(directory), str(directory / "config.json")
+    scheme = scheme_of(config.raw, where)
+    if scheme is None:
+        return {name: partial(checkpoint.read, name) for name in checkpoint.where}
+    shapes, readers, turned = _shapes(directory), dict[str, Callable[[], Tensor]](), config.layout == "gpt2"
+    for name in checkpoint.where:
+        stem = name.rpartition(".")[0]
+        layout, weight = scheme.layout(checkpoint.has, stem), f"{stem}.weight"
+        if layout is None or weight not in shapes:
+            readers[name] = partial(checkpoint.read, name)
+        else:
+            readers[weight] = partial(_floats, checkpoint, scheme, layout, stem, shapes[weight], turned)
+            if checkpoint.has(f"{stem}.bias"):
+                readers[f"{stem}.bias"] = partial(checkpoint.read, f"{stem}.bias")
+    return readers
+
+
+def _floats(
+    checkpoint: Checkpoint, scheme: Scheme, layout: str, stem: str, shape: tuple[int, int], turned: bool
+) -> Tensor:
+    """The weight of a quantised linear layer. float32 of this shape: [out, in], [in, out] if it is `turned`"""
+    parts = [part for part in sum(PARTS[layout], ()) if checkpoint.has(f"{stem}.{part}")]
+    held = {part: checkpoint.read(f"{stem}.{part}") for part in parts}
+    stored = read_stored(scheme, layout, held, shape[::-1] if turned else shape, f"{checkpoint.directory}: {stem}")
+    return stored.dequantise().T if turned else stored.dequantise()
+
+
+def _shapes(directory: Path) -> dict[str, Any]:
+    """The shapes of a model's tensors, by their names in a checkpoint that is not quantised."""
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(directory)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    with torch.device("meta"):
+        module = transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    return {name: tuple(weight.shape) for name, weight in module.named_parameters()}
 
 
 def _renamed(name: str, kept: list[int]) -> str | None:
@@ -85,4 +128,6 @@ def _config_of(directory: Path, kept: list[int]) -> dict[str, Any]:
     for name in BY_LAYER:
         if config.get(name) is not None:
             config[name] = [config[name][layer] for layer in kept]
+    for name in QUANTISED:
+        config.pop(name, None)
     return config

@@ -4,10 +4,9 @@
     python -m scripts.bundled.build --size tiny --work build/tiny --target-minutes 1     # everything, in minutes
 
 Stages: corpus, tokens, target (grown from a smaller one, its seed, where there is a size for that), start (the draft
-model before it learns from the target), twin (the target in bfloat16, which the recipes train on), draft, eagle3,
-medusa (by `forerun train`), measure (accepted lengths on held-out files), bundle (WORK/bundle, as the package holds
-them). A stage that was stopped goes on where it was. A drafter that fails is told and left out; the exit code is then
-1.
+model before it learns from the target), draft, eagle3, medusa (by `forerun train`), measure (accepted lengths on
+held-out files), bundle (WORK/bundle, as the package holds them). A stage that was stopped goes on where it was. A
+drafter that fails is told and left out; the exit code is then 1.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from forerun.errors import ConfigError, ForerunError, nearest
 from forerun.train.prune import prune
 from scripts.bundled import corpus
 from scripts.bundled.common import folder_written_whole, run, tell, written_whole
-from scripts.bundled.export import TOKENIZER, write_twin
+from scripts.bundled.export import TOKENIZER
 from scripts.bundled.model import SEED, SIZES, size_of
 
 MOST = 64_000_000  # bytes of all bundled models
@@ -110,11 +109,6 @@ def make_start(build: Build) -> None:
             shutil.copyfile(build.seed / name, make / name)
 
 
-def make_twin(build: Build) -> None:
-    with folder_written_whole(build.work / "twin") as make:
-        write_twin(build.target, make)
-
-
 def make_draft(build: Build) -> None:
     _train_drafter(build, "draft", "small-lm", init=build.start)
 
@@ -151,7 +145,7 @@ def bundle(build: Build) -> None:
         for name in measured:
             shutil.copytree(build.work / name, make / name)
             card = make / name / "README.md"
-            own = f"Drafter for {build.work / 'twin'}"
+            own = f"Drafter for {build.target}"
             text = card.read_text(encoding="utf-8").replace(own, "Drafter for the bundled model")
             card.write_text(text + _of_the_bundle(measured[name]), encoding="utf-8")
         size = sum(path.stat().st_size for path in make.rglob("*") if path.is_file())
@@ -175,10 +169,9 @@ STAGES = {
     "tokens": Stage(lambda b: b.work / "tokens.json", make_tokens, ("corpus",)),
     "target": Stage(lambda b: b.target, make_target, ("tokens",)),
     "start": Stage(lambda b: b.start, make_start, ("tokens", "target")),
-    "twin": Stage(lambda b: b.work / "twin", make_twin, ("target",)),
-    "draft": Stage(lambda b: b.work / "draft", make_draft, ("tokens", "twin", "start"), needed=False),
-    "eagle3": Stage(lambda b: b.work / "eagle3", make_eagle3, ("tokens", "twin"), needed=False),
-    "medusa": Stage(lambda b: b.work / "medusa", make_medusa, ("tokens", "twin"), needed=False),
+    "draft": Stage(lambda b: b.work / "draft", make_draft, ("tokens", "target", "start"), needed=False),
+    "eagle3": Stage(lambda b: b.work / "eagle3", make_eagle3, ("tokens", "target"), needed=False),
+    "medusa": Stage(lambda b: b.work / "medusa", make_medusa, ("tokens", "target"), needed=False),
     "measure": Stage(lambda b: b.work / "measured.json", measure, ("tokens", "target")),
     "bundle": Stage(lambda b: b.work / "bundle", bundle, ("target", "measure")),
 }
@@ -230,7 +223,7 @@ def _train_decoder(build: Build, size: str, minutes: float, **more: Any) -> None
 def _train_drafter(build: Build, name: str, recipe: str, **options: Any) -> None:
     out = build.work / name
     given = dict(
-        recipe=recipe, target=build.work / "twin", data=build.work / "train.jsonl", out=out, device=build.device,
+        recipe=recipe, target=build.target, data=build.work / "train.jsonl", out=out, device=build.device,
         max_minutes=build.drafter_minutes, seed=1, **EFFORTS[build.size], **QUICK, **options,
     )  # fmt: skip
     resume = ["--resume"] if out.with_name(f"{name}.training").exists() else []

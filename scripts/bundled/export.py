@@ -1,7 +1,6 @@
 """Trained models as Hugging Face directories: int8 in compressed-tensors' packed layout, or bfloat16, and their cards.
 
-`forerun` carries the int8 numbers over as they are. A twin is the same numbers in bfloat16, for programs that train on
-the target and cannot read the packed layout.
+`forerun` carries the int8 numbers over as they are.
 """
 
 from __future__ import annotations
@@ -107,17 +106,6 @@ def write_model(directory: Path, size: Size, tensors: Tensors, tokenizer: Path) 
     (directory / "generation_config.json").write_text(json.dumps(ends, indent=1))
     for name in TOKENIZER:
         shutil.copyfile(tokenizer / name, directory / name)
-
-
-def write_twin(source: Path, directory: Path) -> None:
-    """The model in `source` in bfloat16, into a directory that exists. Raises LoadError."""
-    tensors = {f"model.{name}": tensor.to(torch.bfloat16) for name, tensor in floats_of(source).items()}
-    config = json.loads((source / "config.json").read_text())
-    config.pop("quantization_config", None)
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    (directory / "config.json").write_text(json.dumps(config, indent=1))
-    for name in (*TOKENIZER, "generation_config.json"):
-        shutil.copyfile(source / name, directory / name)
 
 
 CARD = """# forerun bundled {role}

@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from forerun import LLM, SamplingParams
+from forerun.models.config import load_config
 from forerun.train import export, loop
 from forerun.train.checkpoint import read_checkpoint
-from tests import tiny
+from tests import quantise, tiny
 from tests.test_cli import run
 from tests.train.conftest import SMALL
 
@@ -96,6 +97,21 @@ def test_the_card_says_how_to_measure_it_again(
     assert again["speed"]["tokens"] == speed["tokens"]
     code, text, _ = bare("--eval", str(out), "--target", str(tiny.worded()), *FLAGS, "--tasks", "chat")
     assert code == 0 and {line.split()[0] for line in text.splitlines()} == {"task", "chat"}  # without data, no speed
+
+
+@pytest.mark.parametrize("recipe", ["small-lm", "eagle3", "medusa"])
+def test_a_quantised_target(recipe: str, bare: Verb, data: Path, tmp_path: Path) -> None:
+    """Drafters learn from the very numbers that serve."""
+    target, out = tmp_path / "target", tmp_path / "drafter"
+    quantise.checkpoint(target, "packed", 8, size=0, vocab_size=load_config(tiny.worded()).vocab)
+    for path in tiny.worded().glob("tokenizer*"):
+        shutil.copyfile(path, target / path.name)
+    given = ("--target", str(target), "--data", str(data), "--recipe", recipe, *FLAGS)
+    code, _, err = bare(*given, "--out", str(out), "--json")
+    assert code == 0, err
+    kind = "model" if recipe == "small-lm" else recipe
+    code, _, err = bare("--target", str(target), "--eval", f"{kind}:{out}", "--data", str(data), *FLAGS)
+    assert code == 0, err
 
 
 def test_a_seed_gives_one_drafter(bare: Verb, data: Path, tmp_path: Path) -> None:

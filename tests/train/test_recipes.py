@@ -16,7 +16,7 @@ from forerun.train.data import Corpus, Example
 from forerun.train.options import SmallLMOptions
 from forerun.train.prune import kept_layers, prune
 from forerun.train.recipes import SmallLM
-from tests import tiny
+from tests import quantise, tiny
 
 TEXTS = [Example(tuple(range(3, 25)), 1), Example(tuple(range(40, 9, -2)), 7)]
 
@@ -43,6 +43,21 @@ def test_any_family_is_pruned_to_what_our_decoder_reads(name: str, tmp_path: Pat
     last = load_config(tiny.family(name)).layers - 1
     pairs = [(n, n.replace(f".{last}.", ".1.")) for n in whole.where if f".{last}." in n]
     assert pairs and all(torch.equal(whole.read(n), part.read(m)) for n, m in pairs)
+
+
+@pytest.mark.parametrize(
+    ("layout", "bits", "name"),
+    [("gptq", 4, "llama"), ("awq", 4, "llama"), ("packed", 8, "llama"), ("plain", 8, "llama"), ("gptq", 8, "gpt2")],
+)
+def test_a_quantised_model_is_pruned_to_its_numbers(layout: str, bits: int, name: str, tmp_path: Path) -> None:
+    expected = quantise.checkpoint(tmp_path, layout, bits, name=name)
+    kept = prune(tmp_path, 2).state_dict()
+    last = load_config(tmp_path).layers - 1
+    assert sum(f".{last}." in n for n in expected) > 3
+    for full, weight in expected.items():
+        for before, after in ((0, 0), (last, 1)):
+            if f".{before}." in full:
+                assert torch.equal(kept[full.replace(f".{before}.", f".{after}.")], weight.float()), full
 
 
 def test_the_loss_is_that_of_each_position(target: Target, corpus: Corpus) -> None:
