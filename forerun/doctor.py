@@ -247,10 +247,11 @@ def _bundled() -> Finding:
     from forerun.models.config import load_config
     from forerun.models.hub import BUNDLED
 
-    there = [part for part in ("target", "draft") if (BUNDLED / part / "model.safetensors").is_file()]
+    parts = ("target", "draft", "eagle3", "medusa")
+    there = [part for part in parts if (BUNDLED / part / "model.safetensors").is_file()]
     if "target" not in there:
         text = f"not in {BUNDLED}: --model is needed, and make bundled trains it"
         return Finding("bundled model", text, {"directory": str(BUNDLED), "parts": there})
     c = load_config(BUNDLED / "target")
-    text = f"{' and '.join(there)}, {c.layers} layers of {c.hidden}, {BUNDLED}"
+    text = f"{', '.join(there)}: {c.layers} layers of {c.hidden}, {BUNDLED}"
     return Finding("bundled model", text, {"directory": str(BUNDLED), "parts": there})

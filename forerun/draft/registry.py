@@ -1,5 +1,6 @@
-"""Draft names to proposers: off, auto, ngram, suffix, model:bundled, KIND:DIR_OR_HUB_ID for those with weights, and
-suffix+KIND:DIR_OR_HUB_ID for both: what the text repeats is copied, the rest is drafted with weights."""
+"""Draft names to proposers: off, auto, ngram, suffix, KIND:DIR_OR_HUB_ID for those with weights (KIND:bundled for what
+comes with the bundled model), and suffix+KIND:DIR_OR_HUB_ID for both: what the text repeats is copied, the rest is
+drafted with weights."""
 
 from __future__ import annotations
 
@@ -46,12 +47,25 @@ def parse_draft(spec: str) -> tuple[str, str]:
     if name in LOADED:
         if not argument:
             raise ConfigError(f"draft {name!r} needs to be told where it is: write {name}:DIRECTORY or {name}:HUB_ID")
-        return name, str(BUNDLED / "draft") if spec == "model:bundled" else argument
+        return name, _bundled(name) if argument == "bundled" else argument
     if name not in SIMPLE:
         raise ConfigError(f"there is no draft {spec!r}: {nearest(name, [*SIMPLE, *(f'{n}:...' for n in LOADED)])}")
     if argument:
         raise ConfigError(f"draft {name!r} takes no argument, but was given {argument!r}")
     return name, argument
+
+
+def _bundled(name: str) -> str:
+    """The directory of a bundled drafter. Raises ConfigError where there is none of this kind."""
+    there = [kind for kind in LOADED if (_place(kind) / "config.json").is_file()]
+    if name not in there:
+        known = ", ".join(f"{kind}:bundled" for kind in there) or "none"
+        raise ConfigError(f"there is no {name}:bundled; bundled are: {known}")
+    return str(_place(name))
+
+
+def _place(kind: str) -> Path:
+    return BUNDLED / ("draft" if kind == "model" else kind)
 
 
 def kind_of(directory: Path) -> str:

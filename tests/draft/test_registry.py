@@ -1,8 +1,11 @@
 """Names of drafts: what they stand for, and what is said of those that stand for nothing."""
 
+from pathlib import Path
+
 import pytest
 
 from forerun import LLM, ConfigError, SamplingParams
+from forerun.draft import registry
 from forerun.draft.registry import parse_draft
 
 
@@ -24,6 +27,17 @@ def test_names(spec: str, found: tuple[str, str]) -> None:
 
 def test_the_bundled_draft_has_a_name() -> None:
     assert parse_draft("suffix+model:bundled")[1] == parse_draft("model:bundled")[1] != "bundled"
+
+
+def test_bundled_drafters_are_those_that_are_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(registry, "BUNDLED", tmp_path)
+    for part in ("draft", "eagle3"):
+        (tmp_path / part).mkdir()
+        (tmp_path / part / "config.json").touch()
+    assert parse_draft("model:bundled") == ("model", str(tmp_path / "draft"))
+    assert parse_draft("suffix+eagle3:bundled") == ("suffix+eagle3", str(tmp_path / "eagle3"))
+    with pytest.raises(ConfigError, match="no block:bundled; bundled are: model:bundled, eagle3:bundled$"):
+        parse_draft("block:bundled")
 
 
 @pytest.mark.parametrize(
