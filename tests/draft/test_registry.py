@@ -36,7 +36,7 @@ def test_bundled_drafters_are_those_that_are_there(monkeypatch: pytest.MonkeyPat
         (tmp_path / part / "config.json").touch()
     assert parse_draft("model:bundled") == ("model", str(tmp_path / "draft"))
     assert parse_draft("suffix+eagle3:bundled") == ("suffix+eagle3", str(tmp_path / "eagle3"))
-    with pytest.raises(ConfigError, match="no block:bundled; bundled are: model:bundled, eagle3:bundled$"):
+    with pytest.raises(ConfigError, match=r"no block:bundled; bundled are: model:bundled, eagle3:bundled$"):
         parse_draft("block:bundled")
 
 
