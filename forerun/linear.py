@@ -31,7 +31,7 @@ class Linear:
         return linear
 
     def _multiply_with(self, packed: Packed) -> None:
-        self._packed, inputs = packed, packed.matrix.inputs
+        self.packed, inputs = packed, packed.matrix.inputs
         self._widths = np.array([inputs, self.outputs], dtype=np.int32)
         self._op = (native.COp * 1)(native.COp(kind=native.LINEAR, input=0, output=1, matrix=packed.matrix))
         self._program = native.CProgram(ops=self._op, count=1, buffers=2, widths=self._widths.ctypes.data)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -169,17 +170,7 @@ class NativeDecoder:
         Tokens from `vocab` up are never said."""
         if () not in self._recorded:
             self._recorded[()] = self._record(())
-        recorded = self._recorded[()]
-        steps = Steps(links, cache)
-        pointers, scratch = recorded.buffers.fit(len(links), len(links))
-        batch = steps.fill(pointers, scratch, cache)
-        chain = CChain(
-            levels=len(steps.keys), rows=len(links), logits=LOGITS, vocab=min(vocab, self.config.vocab),
-            active=steps.active.ctypes.data, temperature=steps.temperature.ctypes.data, keys=steps.keys.ctypes.data,
-            tokens=steps.tokens.ctypes.data,
-        )  # fmt: skip
-        native.loaded().forerun_chain(recorded.program, batch, chain)
-        return steps.said()
+        return self._recorded[()].chain(links, cache, min(vocab, self.config.vocab))
 
     def _widths(self) -> list[int]:
         c = self.config
@@ -260,6 +251,29 @@ class Recorded:
         )  # fmt: skip
         row_bytes = native.loaded().forerun_scratch_row_bytes
         self.buffers = _Buffers(widths, max(int(row_bytes(int(w))) for w in widths[:LOGITS]))
+
+    def chain(
+        self,
+        links: Sequence[Link],
+        cache: KVCache,
+        vocab: int,
+        ids: np.ndarray | None = None,
+        given: Mapping[int, np.ndarray] = MappingProxyType({}),
+    ) -> list[list[int]]:
+        """Say token after token behind each link, below `vocab`: the program has a pass over one token a link and its
+        logits. `ids` [Vd] int64 are the tokens that these are of, if not the first. `given`: what buffers begin with,
+        a row for each link."""
+        steps = Steps(links, cache)
+        pointers, scratch = self.buffers.fit(len(links), len(links))
+        for buffer, rows in given.items():
+            self.buffers.arrays[buffer][: len(links)] = rows[steps.order]
+        chain = CChain(
+            levels=len(steps.keys), rows=len(links), logits=LOGITS, vocab=vocab, active=steps.active.ctypes.data,
+            temperature=steps.temperature.ctypes.data, keys=steps.keys.ctypes.data, tokens=steps.tokens.ctypes.data,
+            ids=None if ids is None else ids.ctypes.data, said=0 if ids is None else len(ids),
+        )  # fmt: skip
+        native.loaded().forerun_chain(self.program, steps.fill(pointers, scratch, cache), chain)
+        return steps.said()
 
 
 class _Buffers:

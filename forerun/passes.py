@@ -78,8 +78,8 @@ class Steps(Pass):
 
     def __init__(self, links: Sequence[Link], cache: KVCache) -> None:
         counts = [len(link.keys) for link in links]
-        self._order = sorted(range(len(links)), key=lambda i: -counts[i])
-        self._counts, links = counts, [links[i] for i in self._order]
+        self.order = sorted(range(len(links)), key=lambda i: -counts[i])
+        self._counts, links = counts, [links[i] for i in self.order]
         levels, slots, table = max(counts), [link.slot for link in links], cache.pages.rows
         starts = [cache.length[link.slot] + link.offset for link in links]
         self.positions = np.add.outer(np.arange(levels, dtype=np.int64), starts)
@@ -98,8 +98,8 @@ class Steps(Pass):
 
     def said(self) -> list[list[int]]:
         """What was said behind each link, in the order in which they were given."""
-        found: list[list[int]] = [[]] * len(self._order)
-        for column, i in enumerate(self._order):
+        found: list[list[int]] = [[]] * len(self.order)
+        for column, i in enumerate(self.order):
             found[i] = self.tokens[1 : self._counts[i] + 1, column].tolist()
         return found
 

@@ -117,6 +117,9 @@ class EagleHead(PairHead):
         out: Tensor = self.embed_tokens(ids) if self.config.own_embedding else self.target.embed(ids)
         return out
 
+    def table(self) -> tuple[Tensor, float]:
+        return (self.embed_tokens.weight.detach(), 1.0) if self.config.own_embedding else super().table()
+
     def fuse(self, features: Tensor) -> Tensor:
         if self.config.norm_before_fc:
             features = self.input_norm(features)
@@ -136,8 +139,12 @@ class EagleHead(PairHead):
 
     def parts(self) -> Parts:
         own = self._layer
-        state_norm = None if self.config.norm_before_residual else own.hidden_norm
-        return Parts(own.input_layernorm, state_norm, None, None, own.self_attn, own.post_attention_layernorm, own.mlp)
+        early = self.config.norm_before_residual
+        carried = ([self.norm] if self.config.norm_output else []) + ([own.hidden_norm] if early else [])
+        return Parts(
+            own.input_layernorm, None if early else own.hidden_norm, None, None, own.self_attn,
+            own.post_attention_layernorm, own.mlp, self.norm, carried, self.lm_head,
+        )  # fmt: skip
 
     @property
     def _layer(self) -> _Layer:

@@ -17,6 +17,7 @@ from forerun.kernels import reference as kernels
 from forerun.linear import Linear
 from forerun.models.config import ModelConfig, make_config
 from forerun.models.decoder import Attend
+from forerun.native import Packed
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -75,12 +76,17 @@ class Mlp(nn.Module):
         return out
 
 
-class _Native(nn.Module):
+class Native(nn.Module):
     """A linear layer on the native kernels."""
 
     def __init__(self, linear: nn.Linear, form: str) -> None:
         super().__init__()
         self.product = Linear(linear.weight.detach(), form)
+
+    @property
+    def packed(self) -> Packed:
+        """The weight in the kernels' layout."""
+        return self.product.packed
 
     def forward(self, x: Tensor) -> Tensor:
         return self.product(x)
@@ -98,5 +104,5 @@ def with_native_products(module: M, form: str, leave: str | None = None) -> M:
             continue
         for name, child in part.named_children():
             if isinstance(child, nn.Linear) and child.bias is None:
-                setattr(part, name, _Native(child, form))
+                setattr(part, name, Native(child, form))
     return fast

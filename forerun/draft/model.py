@@ -14,7 +14,6 @@ from torch import Tensor
 from forerun.cache.attention import Segment
 from forerun.draft.base import Proposer, Reference, Row
 from forerun.draft.tree import Tree, grow
-from forerun.passes import Link
 from forerun.runner import Runner
 from forerun.types import Draft
 
@@ -93,20 +92,11 @@ class DraftModel(Proposer):
     def _chain(self, trees: Sequence[Tree]) -> bool:
         """Finish drafts that are chains in one native call. False, and nothing done, where a level needs more than
         that: branches, a law to keep, a filter, a model on torch."""
-        if self.width > 1 or not all(tree.row.coupled and tree.row.params.unfiltered for tree in trees):
+        if self.width > 1 or not all(tree.is_plain for tree in trees):
             return False
-        links = [
-            Link(
-                tree.row.slot, tree.draft.tokens[-1], tree.fed,
-                0.0 if tree.row.params.greedy else tree.row.params.temperature,
-                [tree.row.noise.target(depth) for depth in range(tree.fed, tree.row.depth)],
-            )
-            for tree in trees
-        ]  # fmt: skip
-        said = self.runner.chain(links, self.vocab)
+        said = self.runner.chain([tree.link(tree.fed) for tree in trees], self.vocab)
         for tree, tokens in zip(trees, said, strict=True) if said else ():
-            for token in tokens:
-                tree.draft.add(token, len(tree.draft) - 1, self.name)
+            tree.extend(tokens, self.name)
         return said is not None
 
     def _logits(self, segments: Sequence[Segment]) -> Tensor:

@@ -95,7 +95,7 @@ class MtpModule(PairHead):
         own = self._layer
         return Parts(
             own.token_layernorm, own.hidden_layernorm, own.input_proj, own.input_layernorm, own.self_attn,
-            own.post_attention_layernorm, own.mlp,
+            own.post_attention_layernorm, own.mlp, own.final_layernorm, [own.final_layernorm], None,
         )  # fmt: skip
 
     @property

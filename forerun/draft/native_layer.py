@@ -1,4 +1,4 @@
-"""The layer of a head on pairs on the native kernels: recorded once, then one call a level of a draft.
+"""The layer of a head on pairs on the native kernels: one call reads pairs, and one drafts a whole chain.
 
 In torch a layer this small takes longer to call than to compute. What it computes is what the head's own `forward` does
 up to the precision of its products, so a draft may differ, and the text cannot.
@@ -16,9 +16,9 @@ from forerun.cache.attention import Segment
 from forerun.cache.kv import KVCache
 from forerun.draft.pair_head import PairHead
 from forerun.kernels import native
-from forerun.kernels.native import CNorm, COp
+from forerun.kernels.native import CMatrix, CNorm, COp
 from forerun.native import ATTENDED, HIDDEN, LOGITS, QKV, Packed, Recorded, X
-from forerun.passes import Pass
+from forerun.passes import Link, Pass
 
 EMBEDDED, STATE = LOGITS + 1, LOGITS + 2  # buffers that are filled before each pass
 
@@ -26,8 +26,11 @@ EMBEDDED, STATE = LOGITS + 1, LOGITS + 2  # buffers that are filled before each 
 class NativeLayer:
     """A head's layer as a program; the head's weights are packed in `form`."""
 
-    def __init__(self, head: PairHead, form: str, rotation: tuple[Tensor, Tensor]) -> None:
-        """rotation: cos and sin of all positions, float32 [context, 1, D / 2]."""
+    def __init__(
+        self, head: PairHead, form: str, rotation: tuple[Tensor, Tensor], says: Packed | None, softcap: float
+    ) -> None:
+        """rotation: cos and sin of all positions, float32 [context, 1, D / 2]. says: what makes logits, bounded by
+        `softcap` unless that is 0; without it no chains are drafted here."""
         self._form, self._eps, self._kept = form, head.layer.norm_eps, list(rotation)
         c, parts = head.layer, head.parts()
         qkv, q, k = parts.attention.products(), parts.attention.q_norm, parts.attention.k_norm
@@ -61,8 +64,10 @@ class NativeLayer:
             self._product(parts.mlp.down_proj.weight, HIDDEN, X, None, residual=1),
         ]  # fmt: skip
         heads, inner = (c.heads + 2 * c.kv_heads) * c.head_dim, -(-c.intermediate // 16) * 16
-        widths = [c.hidden, heads, c.heads * c.head_dim, inner, c.hidden, 1, c.hidden, c.hidden]
-        self._recorded = Recorded(c, ops, np.array(widths, dtype=np.int32))
+        said = says.matrix.outputs if says else 1
+        widths = np.array([c.hidden, heads, c.heads * c.head_dim, inner, c.hidden, said, c.hidden, c.hidden], np.int32)
+        self._recorded = Recorded(c, ops, widths)
+        self._whole = Recorded(c, self._ends(head, ops, says, softcap), widths) if says else None
 
     def __call__(self, embedded: Tensor, states: Tensor, segments: Sequence[Segment], cache: KVCache) -> Tensor:
         """Pairs [T, Hd] of the segments' tokens; keys and values go into the cache. -> float32 [T, Hd]"""
@@ -72,6 +77,32 @@ class NativeLayer:
         buffers.arrays[STATE][:count] = states.numpy()
         native.loaded().forerun_run(self._recorded.program, batch.fill(pointers, scratch, cache))
         return torch.from_numpy(buffers.arrays[X][:count].copy())
+
+    def chain(
+        self, links: Sequence[Link], states: Tensor, cache: KVCache, vocab: int, ids: np.ndarray | None
+    ) -> list[list[int]] | None:
+        """Draft behind each link, whose first token is paired with a state of `states` [links, Hd]; see
+        `Recorded.chain`. None if that cannot be done here."""
+        if self._whole is None:
+            return None
+        return self._whole.chain(links, cache, vocab, ids, {STATE: states.numpy()})
+
+    def _ends(self, head: PairHead, ops: list[COp], says: Packed, softcap: float) -> list[COp]:
+        """The layer with what comes before it, the embedding, and after it: logits, and the state for the next."""
+        parts, (table, scale) = head.parts(), head.table()
+        table = (table if table.dtype in (torch.float32, torch.bfloat16) else table.float()).contiguous()
+        self._kept += [table, says]  # type: ignore[list-item]
+        stored = CMatrix(inputs=table.shape[1], format=0 if table.dtype == torch.float32 else 1)
+        first, second = [*parts.carried, None, None][:2]
+        return [
+            COp(kind=native.EMBED, output=EMBEDDED, table=table.data_ptr(), scale=scale, matrix=stored),
+            *ops,
+            COp(
+                kind=native.LINEAR, input=X, output=LOGITS, norm=self._norm(parts.last_norm), matrix=says.matrix,
+                wanted=1, softcap=softcap,
+            ),
+            COp(kind=native.SAVE, input=X, output=STATE, norm=self._norm(first), after=self._norm(second)),
+        ]  # fmt: skip
 
     def _product(
         self, weight: Tensor, source: int, to: int, norm: nn.Module | None, residual: int = 0, gated: int = 0,

@@ -6,6 +6,7 @@ speak; all else, from how they are drafted with to how they are trained, is the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -26,6 +27,9 @@ class Parts:
             the state alone is carried on.
         attention_norm: before the attention, where pairs are joined.
         attention, mlp_norm, mlp: of the layer.
+        last_norm: of what the layer left, before the product that says tokens.
+        carried: norms, one after the other, of what the layer left as it enters the layer again.
+        says: that product; the target's head where there is none.
     """
 
     embed_norm: nn.Module
@@ -35,6 +39,9 @@ class Parts:
     attention: SelfAttention
     mlp_norm: nn.Module
     mlp: Mlp
+    last_norm: nn.Module
+    carried: Sequence[nn.Module]
+    says: nn.Module | None
 
 
 class PairHead(nn.Module):
@@ -63,6 +70,10 @@ class PairHead(nn.Module):
     def can_read(self, token: int) -> bool:
         """Whether its embedding has this token."""
         return True
+
+    def table(self) -> tuple[Tensor, float]:
+        """Its embedding [.., Hd], and what rows are multiplied with."""
+        return self.target.table, self.target.scale
 
     def fuse(self, features: Tensor) -> Tensor:
         """The target's states side by side, [.., n * H], to a state of the head, [.., Hd]."""

@@ -19,7 +19,7 @@ from forerun.cache.attention import Attention, Segment
 from forerun.cache.kv import KVCache
 from forerun.draft.base import Row
 from forerun.draft.features import FeatureProposer
-from forerun.draft.layers import with_native_products
+from forerun.draft.layers import Native, with_native_products
 from forerun.draft.native_layer import NativeLayer
 from forerun.draft.pair_head import PairHead
 from forerun.draft.tree import Tree, grow
@@ -55,7 +55,7 @@ class Pairs(FeatureProposer):
         layer = head.layer
         tables = rope_tables(layer, layer.ropes[0], target.context, self.dtype)
         self.rotation = tuple(table.to(target.device) for table in tables)
-        self.native = None if target.form is None else NativeLayer(head, target.form, tables)
+        self.native = None if target.form is None else self._native_layer(head, target.form, tables)
         self.reset()
 
     def reset(self) -> None:
@@ -86,6 +86,8 @@ class Pairs(FeatureProposer):
             frontier = torch.stack([g.made[node] for g in growing for node in g.tree.frontier])
             grow([g.tree for g in growing], self._logits(frontier), self.width, self.name)
             growing = [g for g in growing if g.tree.row.depth > level and g.tree.frontier]
+            if self._chain(growing):
+                break
             self._feed(growing)
             level += 1
         return [tree.finish(self.target.vocab) for tree in trees]
@@ -116,6 +118,24 @@ class Pairs(FeatureProposer):
                 self.commit(row, len(made))
                 self._last[row.slot] = made[-1].clone()  # a view would keep the whole pass
         return [self._last[row.slot] for row in rows]
+
+    def _chain(self, growing: Sequence[_Growing]) -> bool:
+        """Finish drafts that are chains in one native call. False, and nothing done, where a level needs more."""
+        if not growing or self.native is None or self.width > 1 or not all(g.tree.is_plain for g in growing):
+            return False
+        made = torch.stack([g.made[g.tree.draft.parents[-1]] for g in growing])
+        links = [g.tree.link(g.tree.fed - 1) for g in growing]
+        ids = None if self.ids is None else self.ids.numpy()
+        said = self.native.chain(links, self.head.enter(self.head.state(made)), self.cache, self.target.vocab, ids)
+        for g, tokens in zip(growing, said, strict=True) if said else ():
+            g.tree.extend(tokens, self.name)
+        return said is not None
+
+    def _native_layer(self, head: PairHead, form: str, tables: tuple[Tensor, Tensor]) -> NativeLayer:
+        own = self.head.parts().says
+        if own is None:
+            return NativeLayer(head, form, tables, self.target.packed, self.target.softcap)
+        return NativeLayer(head, form, tables, own.packed if isinstance(own, Native) else None, 0.0)
 
     def _feed(self, growing: Sequence[_Growing]) -> None:
         """Run the nodes added last, each with the state its parent left; nothing of it is committed."""

@@ -18,6 +18,7 @@ from torch import Tensor
 from forerun import rng
 from forerun.draft.base import Row
 from forerun.kernels.draw import gumbel_argmax
+from forerun.passes import Link
 from forerun.sampling.filters import shape_logits
 from forerun.types import Draft, Law
 
@@ -44,6 +45,22 @@ class Tree:
 
     def __post_init__(self) -> None:
         self.draft = Draft.root(self.row.tokens[-1])
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether its chains are drawn with the target's noise and no filter: all that a native call knows."""
+        return self.row.coupled and self.row.params.unfiltered
+
+    def link(self, offset: int) -> Link:
+        """What a native call has to know to go on behind its last node, `offset` rows behind what is committed."""
+        params, keys = self.row.params, range(self.fed, self.row.depth)
+        temperature = 0.0 if params.greedy else params.temperature
+        return Link(self.row.slot, self.draft.tokens[-1], offset, temperature, [self.row.noise.target(k) for k in keys])
+
+    def extend(self, tokens: Sequence[int], source: str) -> None:
+        """Add a chain behind the last node."""
+        for token in tokens:
+            self.draft.add(token, len(self.draft) - 1, source)
 
     def finish(self, vocab: int) -> Draft:
         """The draft, with the laws its sampled nodes were drawn from."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from forerun.kernels import reference as kernels
 from forerun.linear import Linear
 from forerun.models.decoder import Decoder
-from forerun.native import NativeDecoder
+from forerun.native import NativeDecoder, Packed
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +23,10 @@ class TargetView:
         hidden, layers, vocab: its sizes.
         context: most tokens of one request.
         embed: what enters its first layer for a token, position apart: ids [T] -> float32 [T, H], scaled as it does.
+        table, scale: the embedding [V, H] as it is stored, and what its rows are multiplied with.
         normalise: the norm before its head, [T, H] -> [T, H] in float32 at least.
         head: its head: states that are normalised, [T, H] -> logits [T, V] in float32 at least.
+        packed, softcap: its head on the native kernels, None where they do not run, and what bounds its logits, or 0.
         device: where states come from.
         form: in which its drafters compute natively (their precision never changes the text); None is torch.
     """
@@ -34,10 +36,17 @@ class TargetView:
     vocab: int
     context: int
     embed: Callable[[Tensor], Tensor]
+    table: Tensor
+    scale: float
     normalise: Callable[[Tensor], Tensor]
     head: Callable[[Tensor], Tensor]
+    packed: Packed | None
+    softcap: float
     device: torch.device
     form: str | None
+
+    def __deepcopy__(self, _: Any) -> TargetView:
+        return self  # a copy of a drafter borrows from the same target
 
 
 def view_of(decoder: Decoder | NativeDecoder, form: str | None = "int8") -> TargetView:
@@ -65,8 +74,12 @@ def view_of(decoder: Decoder | NativeDecoder, form: str | None = "int8") -> Targ
         vocab=config.vocab,
         context=decoder.context,
         embed=embed,
+        table=table,
+        scale=config.embed_scale,
         normalise=normalise,
         head=head,
+        packed=decoder.weights.head if isinstance(decoder, NativeDecoder) else None,  # type: ignore[arg-type]
+        softcap=config.logit_softcap or 0.0,
         device=decoder.device,
         form=form if isinstance(decoder, NativeDecoder) else None,
     )

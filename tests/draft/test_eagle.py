@@ -19,6 +19,7 @@ from forerun.draft import features, pairs
 from forerun.draft.base import Row
 from forerun.draft.eagle_format import save_head
 from forerun.draft.eagle_head import EagleConfig, EagleHead
+from forerun.draft.native_layer import NativeLayer
 from forerun.draft.pairs import Pairs
 from forerun.draft.view import TargetView, view_of
 from forerun.engine.engine import Engine
@@ -431,6 +432,45 @@ def test_the_native_layer_computes_what_is_trained(name: str, form: str) -> None
     assert trees[0] == trees[1] or form == "int8"
     assert len(trees[0][0]) == 10
     assert any(isinstance(part, torch.nn.Linear) for part in head.modules())
+
+
+CHAINED = NATIVE | {
+    "norm of the output": lambda: tiny.eagle(tiny.eagle_config("llama", fc_norm=True, norm_output=True)),
+    "some tokens": lambda: tiny.eagle(tiny.eagle_config("llama", draft_vocab=40)),
+}
+
+
+@pytest.mark.parametrize(("family", "name"), [*(("llama", name) for name in CHAINED), ("gemma2", "mtp")])
+def test_a_chain_in_one_call_is_the_chain_level_by_level(
+    family: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several requests, each with its own depth and temperature; a softcap and a scaled embedding where Gemma has
+    them."""
+    if native.library() is None:
+        pytest.skip("the native kernels were not compiled")
+    native.start(2)
+    directory = tiny.family(family)
+    view = view_of(NativeDecoder(load_config(directory), directory, "float32", 256), form="float32")
+    head = tiny.mtp(family) if name == "mtp" else CHAINED[name]()
+    rows = [
+        Row(slot, tuple(range(5 + slot, 12 + 2 * slot)), SamplingParams(temperature=t), Noise(slot, 6), depth)
+        for slot, (depth, t) in enumerate(((5, 0.8), (1, 0.0), (7, 1.3), (4, 0.0)))
+    ]
+    torch.manual_seed(0)
+    states = [{b: torch.randn(len(row.tokens) - 1, view.hidden) for b in head.boundaries} for row in rows]
+    calls, drafts = [], []
+    right = NativeLayer.chain
+    for chain in (lambda *a: (calls.append(1), right(*a))[1], lambda *_: None):
+        monkeypatch.setattr(NativeLayer, "chain", chain)
+        drafter = Pairs("x", head, view, **ROOM)
+        for row, shown in zip(rows, states, strict=True):
+            drafter.open(row.slot, row.tokens)
+            drafter.observe(row.slot, 0, shown)
+        drafts.append([drafter.propose(rows) for _ in range(2)])
+    assert calls == [1, 1]
+    assert drafts[0] == drafts[1]
+    assert [len(draft) - 1 for draft in drafts[0][0]] == [5, 1, 7, 4]
+    assert len({token for draft in drafts[0][0] for token in draft.tokens[1:]}) > 4
 
 
 @pytest.mark.parametrize("kernels", ["torch", "auto"])

@@ -62,6 +62,7 @@ class CChain(Structure):
     _fields_ = [
         ("levels", c_int32), ("rows", c_int32), ("logits", c_int32), ("vocab", c_int32),
         ("active", c_void_p), ("temperature", c_void_p), ("keys", c_void_p), ("tokens", c_void_p),
+        ("ids", c_void_p), ("said", c_int32), ("pad", c_int32),
     ]  # fmt: skip
 
 

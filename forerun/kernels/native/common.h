@@ -9,7 +9,7 @@ constexpr int GROUP8 = 64;       // activations that share a scale
 constexpr int GROUP4 = 32;       // 4-bit weights that share a scale
 
 enum Format : int32_t { F32 = 0, BF16 = 1, INT8 = 2, INT4 = 3 };
-enum Kind : int32_t { EMBED = 0, LINEAR = 1, ROTATE = 2, ATTEND = 3, READ = 4, SAVE = 5 };  // READ measures memory, SAVE copies rows
+enum Kind : int32_t { EMBED = 0, LINEAR = 1, ROTATE = 2, ATTEND = 3, READ = 4, SAVE = 5 };  // READ measures memory, SAVE copies rows, normed by `norm` and `after`
 enum NormKind : int32_t { NO_NORM = 0, RMS = 1, LAYER = 2 };
 enum Activation : int32_t { NONE = 0, SILU = 1, GELU_TANH = 2, GELU = 3 };
 
@@ -70,6 +70,8 @@ struct Chain {
   const float *temperature;                 // [rows], 0 says the likeliest
   const uint64_t *keys;                     // [levels][rows] streams of noise
   int64_t *tokens;                          // [levels + 1][rows]: the first row is given
+  const int64_t *ids;                       // [said] tokens that logits are of, or null: all in order
+  int32_t said, pad;
 };
 
 // static: each instruction set needs its own copy, or the linker keeps one of them for all

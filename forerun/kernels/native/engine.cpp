@@ -1,6 +1,8 @@
 // The C interface: threads, memory, running a program. One pool of our own: workers spin for a short while between
 // operations, then sleep until the next pass.
+#include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <condition_variable>
 #include <cstdlib>
 #include <cstring>
@@ -186,6 +188,14 @@ int64_t say(float *row, int vocab, float temperature, uint64_t key) {
   return active->draw(row, key, vocab);
 }
 
+// Logits of some tokens among all: nothing else can be said.
+float *spread(const float *logits, const Chain *chain, std::vector<float> &all) {
+  std::fill(all.begin(), all.end(), -INFINITY);
+  for (int i = 0; i < chain->said; i++)
+    if (chain->ids[i] < chain->vocab) all[chain->ids[i]] = logits[i];
+  return all.data();
+}
+
 }  // namespace
 
 extern "C" {
@@ -214,14 +224,18 @@ void forerun_run(const Program *program, const Batch *batch) {
 // Draft token by token: a pass, a draw for each of its rows, a pass over what was drawn.
 void forerun_chain(const Program *program, const Batch *batch, const Chain *chain) {
   Batch b = *batch;
+  std::vector<float> all(chain->ids ? chain->vocab : 0);
   for (int level = 0; level < chain->levels; level++) {
     int64_t *tokens = chain->tokens + (int64_t)level * chain->rows;
     b.ids = tokens;
     b.tokens = b.wanted = chain->active[level];
     forerun_run(program, &b);
-    for (int r = 0; r < b.tokens; r++)
-      tokens[chain->rows + r] = say(at(program, &b, chain->logits, r), chain->vocab, chain->temperature[r],
-                                    chain->keys[(int64_t)level * chain->rows + r]);
+    for (int r = 0; r < b.tokens; r++) {
+      float *row = at(program, &b, chain->logits, r);
+      if (chain->ids) row = spread(row, chain, all);
+      tokens[chain->rows + r] =
+          say(row, chain->vocab, chain->temperature[r], chain->keys[(int64_t)level * chain->rows + r]);
+    }
     b.positions += chain->rows, b.store += chain->rows, b.direct += chain->rows;
   }
 }

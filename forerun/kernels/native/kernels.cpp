@@ -244,7 +244,12 @@ void read(const Op *op, int item, int items) {
 // Keep a buffer as it is now: a hidden state for whoever drafts from it.
 void save(const Program *p, const Op *op, const Batch *b, int item, int items) {
   Share s = share(b->tokens, item, items);
-  memcpy(at(p, b, op->out, s.from), at(p, b, op->in, s.from), sizeof(float) * p->widths[op->in] * (s.to - s.from));
+  int n = p->widths[op->in];
+  for (int t = s.from; t < s.to; t++) {
+    float *out = at(p, b, op->out, t);
+    normalise(at(p, b, op->in, t), op->norm, n, out);
+    normalise(out, op->after, n, out);
+  }
 }
 
 void run(const Program *p, const Op *op, const Batch *b, int item, int items, int phase) {
