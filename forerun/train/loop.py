@@ -78,7 +78,8 @@ class Trainer:
         self.watch, self.clock = watch or Silent(), clock
         torch.manual_seed(settings.seed)
         self.record = Record()
-        self._zero, self._until = 0.0, math.inf  # of the clock: where the run began, how long it may be
+        self._zero = 0.0  # of the clock, when the run began
+        self._until = 60 * settings.max_minutes or math.inf
         self.best: Weights = {}
         self.vocab = recipe.vocab(module, target)
         self.bfloat16 = computes_bfloat16(settings.dtype, target.device)
@@ -107,8 +108,6 @@ class Trainer:
             ForerunError: a loss that is not finite, or a checkpoint that cannot be written; the one before is kept.
         """
         self._zero = self.clock() - self.record.seconds
-        if self.settings.max_minutes:
-            self._until = self.record.seconds + 60 * self.settings.max_minutes
         with _asked_to_stop() as asked:
             while not self._done():
                 self._evaluate_if(self._due(self.settings.evaluate_every))

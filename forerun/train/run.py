@@ -95,8 +95,7 @@ def resume(given: Mapping[str, Any], out: Path, watch: Watch) -> Report:
                 raise ConfigError(f"the run was begun with {name}={before!r}, not {value!r}: leave it out")
     plan = Plan.of(held)
     changed = {name: value for name, value in given.get("training", {}).items() if name in MAY_DIFFER}
-    limit = {"max_minutes": 0.0}  # that of the run that ended says nothing of this one
-    plan = replace(plan, training=replace(plan.training, **(limit | changed)))
+    plan = replace(plan, training=replace(plan.training, **changed))
     return _Run(plan, watch).to_the_end(out, path, state)
 
 

@@ -40,7 +40,7 @@ class Training:
         depth: tokens drafted ahead in the accepted length that is evaluated and measured.
         patience: evaluations without a better accepted length before training stops; 0 never stops early.
         checkpoint_every: steps between checkpoints; 0 writes them at Ctrl-C and at the end only.
-        max_minutes: end after that at the latest, with a learning rate that has fallen by then; 0 sets no limit.
+        max_minutes: most of the run in all, at whose end the learning rate has fallen; 0 sets no limit.
         top: likeliest tokens of the target's law that are learnt from, beside what is left for all others; of a
             vocabulary of up to 8192 tokens the whole law is taken.
         dtype: float32, bfloat16 (weights stay in float32), or auto: bfloat16 where the processor computes in it.

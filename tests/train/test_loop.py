@@ -121,15 +121,13 @@ def test_the_time_ends(make: Make) -> None:
     assert rates[-1] < 0.3 * max(rates), "the learning rate falls by the clock"
 
 
-def test_more_time_after_the_first(make: Make) -> None:
-    """A run that is taken up again has the minutes that are given then, and goes on in its schedule."""
+def test_a_run_that_is_taken_up_again_has_the_time_that_was_left(make: Make) -> None:
     first = interrupted(make, 3, steps=50, evaluate_every=0, clock=iter(range(0, 6000, 30)).__next__)
     second = make(steps=50, max_minutes=10.0, evaluate_every=0, clock=iter(range(7000, 13000, 30)).__next__)
     second.resume(read_checkpoint(first.path))
-    before = second.record.seconds
-    assert before > 0
+    assert 300 < second.record.seconds < 600
     record = second.run()
-    assert 600 <= record.seconds - before < 800 and 3 < record.step < 50
+    assert 600 <= record.seconds < 800 and 3 < record.step < 8
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
