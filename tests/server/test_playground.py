@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from forerun import LLM
-from forerun.engine.depth import Curve
+from forerun.engine.depth import Auto, Curve
 from tests.server.fake_playground import COSTS, CSP, HTML, INFO, FakeServer
 from tests.server.serving import serving
 
@@ -53,9 +53,10 @@ def served() -> Iterator[tuple[str, LLM]]:
 
 @pytest.fixture
 def page_url(served: tuple[str, LLM]) -> str:
-    """Where the page is, with a slash at the end; the drafter knows nothing of earlier tests."""
+    """Where the page is, with a slash at the end; nothing is known of earlier tests, whose passes may be slow."""
     url, llm = served
     llm.forget()
+    llm.engine.policy = llm.engine.drafting.policy = Auto()
     return url + "/"
 
 
