@@ -19,7 +19,7 @@ lint: $(STAMP)
 sanitize: $(STAMP)  ## the tests of the native kernels under AddressSanitizer
 	FORERUN_CXXFLAGS="-fsanitize=address -g -fno-omit-frame-pointer" $(BIN)/python setup.py --quiet build_ext --build-lib build/sanitize --build-temp build/sanitize
 	FORERUN_NATIVE=$$(find build/sanitize -name '_native*.so') LD_PRELOAD=$$($${CXX:-c++} -print-file-name=libasan.so) \
-	ASAN_OPTIONS=detect_leaks=0 $(BIN)/python -m pytest -p no:faulthandler tests/kernels tests/test_native.py
+	ASAN_OPTIONS=detect_leaks=0 $(BIN)/python -m pytest -p no:faulthandler tests/kernels tests/test_native.py tests/draft/test_eagle.py
 
 bundled: $(STAMP)  ## train models like the bundled ones on this machine (hours); scripts/bundled/README.md has the GPU's way
 	$(BIN)/python -m scripts.bundled.build --size small --work build/small --seed-minutes 120 --target-minutes 600 --drafter-minutes 120

@@ -4,6 +4,7 @@ That second property is what makes speculative text equal plain text in every pr
 """
 
 import functools
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -303,6 +304,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.skipif("FORERUN_NATIVE" in os.environ, reason="a build with sanitizers needs memory of its own")
 @pytest.mark.parametrize("quantization", ["", "int8"])
 def test_loading_takes_little_more_than_the_weights(
     large: Path, quantization: str, monkeypatch: pytest.MonkeyPatch

@@ -151,8 +151,8 @@ class Memory {
     bytes = (bytes + 63) / 64 * 64;
     if (!current_ || current_->used + bytes > current_->size) {
       int64_t size = bytes + HEADER > SLAB ? (bytes + HEADER + PAGE - 1) / PAGE * PAGE : SLAB;
-      void *fresh = aligned_alloc(SLAB, size);
-      if (!fresh) return nullptr;
+      void *fresh = nullptr;
+      if (posix_memalign(&fresh, SLAB, size)) return nullptr;
       madvise(fresh, size, MADV_HUGEPAGE);
       current_ = new (fresh) Slab{size, HEADER, 0};
     }
