@@ -309,7 +309,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_loading_takes_little_more_than_the_weights(
     large: Path, quantization: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No second copy of them, and temporaries are given back."""
+    """No second copy of them is alive at any time."""
     monkeypatch.setenv("FORERUN_CACHE", "off")
     command = [sys.executable, "-c", MEMORY, str(large), quantization]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)

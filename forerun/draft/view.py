@@ -22,7 +22,6 @@ class TargetView:
     Attributes:
         hidden, layers, vocab: its sizes.
         context: most tokens of one request.
-        embed: what enters its first layer for a token, position apart: ids [T] -> float32 [T, H], scaled as it does.
         table, scale: the embedding [V, H] as it is stored, and what its rows are multiplied with.
         normalise: the norm before its head, [T, H] -> [T, H] in float32 at least.
         head: its head: states that are normalised, [T, H] -> logits [T, V] in float32 at least.
@@ -35,7 +34,6 @@ class TargetView:
     layers: int
     vocab: int
     context: int
-    embed: Callable[[Tensor], Tensor]
     table: Tensor
     scale: float
     normalise: Callable[[Tensor], Tensor]
@@ -45,16 +43,17 @@ class TargetView:
     device: torch.device
     form: str | None
 
+    def embed(self, ids: Tensor) -> Tensor:
+        """What enters its first layer for a token, position apart. ids [T] -> float32 [T, H]"""
+        return self.table[ids].float() * self.scale
+
     def __deepcopy__(self, _: Any) -> TargetView:
         return self  # a copy of a drafter borrows from the same target
 
 
 def view_of(decoder: Decoder | NativeDecoder, form: str | None = "int8") -> TargetView:
     """The view of a loaded target; `form` for its drafters where the native kernels run."""
-    config, norm, table = decoder.config, decoder.weights.norm, decoder.weights.embed
-
-    def embed(ids: Tensor) -> Tensor:
-        return table[ids].float() * config.embed_scale
+    config, norm = decoder.config, decoder.weights.norm
 
     def normalise(x: Tensor) -> Tensor:
         x = _precise(x)
@@ -73,8 +72,7 @@ def view_of(decoder: Decoder | NativeDecoder, form: str | None = "int8") -> Targ
         layers=config.layers,
         vocab=config.vocab,
         context=decoder.context,
-        embed=embed,
-        table=table,
+        table=decoder.weights.embed,
         scale=config.embed_scale,
         normalise=normalise,
         head=head,

@@ -17,6 +17,7 @@ from torch import Tensor
 from forerun.errors import LoadError
 
 SUPPORTED = "read are GPTQ (4 or 8 bits), AWQ (4 bits, gemm), compressed-tensors (int of 4 or 8 bits, fp8) and fp8"
+SAYS_SO = ("quantization_config", "compression_config")  # in config.json
 STATIC = ("input_scale", "input_zero_point", "output_scale", "activation_scale")  # of activations: not quantised here
 # tensors of one linear layer, those it cannot do without first
 PARTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -131,7 +132,7 @@ def stack(parts: Sequence[Tensor | Stored]) -> Tensor | Stored:
 
 def is_quantised(raw: dict[str, Any]) -> bool:
     """Whether this config.json says that the checkpoint is quantised."""
-    return any(raw.get(key) is not None for key in ("quantization_config", "compression_config"))
+    return any(raw.get(key) is not None for key in SAYS_SO)
 
 
 def scheme_of(raw: dict[str, Any], where: str) -> Scheme | None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from forerun.errors import LoadError
 from forerun.models.config import ModelConfig
-from forerun.models.quantized import PARTS, Stored, scheme_of, stack
+from forerun.models.quantized import PARTS, Scheme, Stored, scheme_of, stack
 from forerun.models.unpack import read_stored
 
 
@@ -155,6 +155,15 @@ class Checkpoint:
     def has(self, name: str) -> bool:
         return name in self.where
 
+    def parts(self, layout: str, stem: str) -> list[str]:
+        """What there is of a quantised linear layer, without `stem`."""
+        return [part for part in sum(PARTS[layout], ()) if self.has(f"{stem}.{part}")]
+
+    def stored(self, scheme: Scheme, layout: str, stem: str, shape: tuple[int, int]) -> Stored:
+        """A quantised linear layer of `shape` (out, in). Raises LoadError."""
+        held = {part: self.read(f"{stem}.{part}") for part in self.parts(layout, stem)}
+        return read_stored(scheme, layout, held, shape, f"{self.directory}: {stem}")
+
     def finish(self, ignored: tuple[str, ...]) -> None:
         """Raise LoadError for tensors nobody took, but for those whose names end in one of `ignored`."""
         left = sorted(n for n in self.where if n not in self.taken and not n.endswith(ignored))
@@ -237,13 +246,11 @@ class _Builder:
         if scheme is None or layout is None:
             checkpoint.claim(f"{stem}.weight", shape[::-1] if transposed else shape)
             return lambda: checkpoint.floats(f"{stem}.weight").T if transposed else checkpoint.floats(f"{stem}.weight")
-        parts = [part for part in sum(PARTS[layout], ()) if checkpoint.has(f"{stem}.{part}")]
-        for part in parts:
+        for part in checkpoint.parts(layout, stem):
             checkpoint.claim(f"{stem}.{part}")
         if not bias and checkpoint.has(f"{stem}.bias") and not checkpoint.read(f"{stem}.bias").any():
             checkpoint.claim(f"{stem}.bias")  # older writers of GPTQ give each layer one
-        where = f"{checkpoint.directory}: {stem}"
-        return lambda: read_stored(scheme, layout, {p: checkpoint.read(f"{stem}.{p}") for p in parts}, shape, where)
+        return lambda: checkpoint.stored(scheme, layout, stem, shape)
 
     def to(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         return tensor.to(device=self.device, dtype=dtype or self.dtype).contiguous()

@@ -45,6 +45,7 @@ def run(options: dict[str, Any], settings: Settings, verbose: bool) -> int:
     print(f"forerun: serving {describe(llm, settings)} on {where}", file=sys.stderr, flush=True)
     server = Server(app, settings)
     server.run(sockets=[listener])
+    server.service.stop()  # a second signal leaves its thread running, under which Python may abort as it ends
     return 0 if server.started else 1
 
 

@@ -109,9 +109,10 @@ class Service:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the engine's thread; it finishes its step first."""
-        self._commands.put(None)
-        self._thread.join(timeout=60)
+        """End the engine's thread, if it runs; it finishes its step first."""
+        if self._thread.is_alive():
+            self._commands.put(None)
+            self._thread.join(timeout=60)
 
     @property
     def alive(self) -> bool:

@@ -20,13 +20,11 @@ from torch import Tensor, nn
 
 from forerun.errors import ConfigError, LoadError
 from forerun.models.config import ModelConfig, load_config
-from forerun.models.quantized import PARTS, Scheme, scheme_of
-from forerun.models.unpack import read_stored
+from forerun.models.quantized import SAYS_SO, Scheme, scheme_of
 from forerun.models.weights import Checkpoint
 
 BY_LAYER = ("layer_types", "no_rope_layers")  # lists in config.json with an entry for each layer
 COUNTS = ("num_hidden_layers", "n_layer")
-QUANTISED = ("quantization_config", "compression_config")
 LAYER = re.compile(r"^((?:model\.|transformer\.)?(?:layers|h)\.)(\d+)(\..*)$")
 
 
@@ -90,10 +88,8 @@ def _floats(
     checkpoint: Checkpoint, scheme: Scheme, layout: str, stem: str, shape: tuple[int, int], turned: bool
 ) -> Tensor:
     """The weight of a quantised linear layer. float32 of this shape: [out, in], [in, out] if it is `turned`"""
-    parts = [part for part in sum(PARTS[layout], ()) if checkpoint.has(f"{stem}.{part}")]
-    held = {part: checkpoint.read(f"{stem}.{part}") for part in parts}
-    stored = read_stored(scheme, layout, held, shape[::-1] if turned else shape, f"{checkpoint.directory}: {stem}")
-    return stored.dequantise().T if turned else stored.dequantise()
+    weight = checkpoint.stored(scheme, layout, stem, shape[::-1] if turned else shape).dequantise()
+    return weight.T if turned else weight
 
 
 def _shapes(directory: Path) -> dict[str, Any]:
@@ -128,6 +124,6 @@ def _config_of(directory: Path, kept: list[int]) -> dict[str, Any]:
     for name in BY_LAYER:
         if config.get(name) is not None:
             config[name] = [config[name][layer] for layer in kept]
-    for name in QUANTISED:
+    for name in SAYS_SO:
         config.pop(name, None)
     return config

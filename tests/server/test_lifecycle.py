@@ -5,6 +5,7 @@ Every wait is a bounded poll for something that must come.
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import os
@@ -24,7 +25,10 @@ import pytest
 
 pytest.importorskip("fastapi")
 
+from forerun.server import run as server_run
 from forerun.server.batch import read_jobs
+from forerun.server.settings import Settings
+from tests import tiny
 
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "forerun"]
@@ -213,6 +217,26 @@ def test_the_shutdown_is_bounded_and_streams_end_in_order(sign: int, bound: floa
         counts = finish(streams)
         assert sum(counts) < 24 * 900
         assert server.end(bound + 4) == 0
+
+
+def test_no_thread_of_the_engine_outlives_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """uvicorn leaves out the end of the application after a second signal; a thread in native code that Python meets
+    while it ends has aborted the process."""
+    servers: list[server_run.Server] = []
+
+    def second_signal(server: server_run.Server, sockets: list[socket.socket]) -> None:
+        async def begin() -> None:
+            server.service.start()
+
+        asyncio.run(begin())
+        server.started = True
+        servers.append(server)
+        sockets[0].close()
+
+    monkeypatch.setattr(server_run.Server, "run", second_signal)
+    monkeypatch.setattr(server_run, "_log_as_json", lambda _: None)
+    assert server_run.run({"model": str(tiny.worded()), "kv_tokens": 256}, Settings(port=0), False) == 0
+    assert not servers[0].service._thread.is_alive()
 
 
 def test_a_second_sigterm_ends_at_once() -> None:
