@@ -142,15 +142,15 @@ class Trainer:
                 loss.backward()  # type: ignore[no-untyped-call]
                 total += loss.item()
             norm = nn.utils.clip_grad_norm_(module.parameters(), self.settings.clip).item()
-        if not math.isfinite(total) or not math.isfinite(norm):
-            kept = f"; the last checkpoint, {self.path}, is kept" if self.path.exists() else ""
-            raise ForerunError(
-                f"the loss of step {record.step + 1} is {total} with a gradient of norm {norm}: lower --learning-rate"
-                f" or --clip, or use --dtype float32{kept}"
-            )
-        for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+            if not math.isfinite(total) or not math.isfinite(norm):
+                kept = f"; the last checkpoint, {self.path}, is kept" if self.path.exists() else ""
+                raise ForerunError(
+                    f"the loss of step {record.step + 1} is {total} with a gradient of norm {norm}: lower"
+                    f" --learning-rate or --clip, or use --dtype float32{kept}"
+                )
+            for optimizer in self.optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
         record.step += 1
         record.losses.append(total)
         return total, sum(batch.tokens.numel() for batch in batches)

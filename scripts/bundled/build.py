@@ -43,7 +43,11 @@ EFFORTS: dict[str, dict[str, Any]] = {
     ),
 }  # fmt: skip
 QUICK = dict(tasks="none", speed_rounds=0)  # what else is measured takes longer than the training on a GPU
-WIDTHS = {"tiny": 96, "small": 768, "base": 1024}  # of the MLP of the EAGLE-3 head
+EAGLE: dict[str, dict[str, Any]] = {  # a CPU has time for more texts, or for more steps of each
+    "tiny": dict(intermediate=96),
+    "small": dict(intermediate=768, unroll=2),
+    "base": dict(intermediate=1024),
+}
 HEADS = 3  # of Medusa; `model.py` has the arithmetic
 
 
@@ -114,7 +118,7 @@ def make_draft(build: Build) -> None:
 
 
 def make_eagle3(build: Build) -> None:
-    _train_drafter(build, "eagle3", "eagle3", intermediate=WIDTHS[build.size])
+    _train_drafter(build, "eagle3", "eagle3", **EAGLE[build.size])
 
 
 def make_medusa(build: Build) -> None:

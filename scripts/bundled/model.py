@@ -72,7 +72,7 @@ SIZES = {
     "tiny-draft": _small(32, 96, 2, 2, 8, vocab=512, context=256),
     "small": Size(context=2048, hidden=512, intermediate=1408, layers=7, heads=8, kv_heads=4, rows=4, passes=1),
     "small-seed": _small(256, 704, 6, 4, 4, context=1024),
-    "small-draft": _small(256, 704, 2, 4, 2),
+    "small-draft": _small(256, 704, 4, 4, 2),
     "base": Size(hidden=512, intermediate=1408, layers=9, heads=8, kv_heads=4, rows=32, passes=2),
     "base-draft": _small(256, 704, 2, 4, 64),
 }  # tiny runs to its end in two minutes anywhere, small is for a patient CPU, base is the real one
