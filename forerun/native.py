@@ -41,6 +41,8 @@ ROOM = 64  # tokens that buffers have room for at first; they grow
 class Packed:
     """A linear layer in the kernels' layout, in memory of its own."""
 
+    _memory: int | None = None
+
     def __init__(self, weight: Tensor | Exact | Kept, bias: Tensor | None, form: str, gated: bool) -> None:
         """weight [out, in]: floats, what `form` holds exactly, or a copy from the cache (may raise Broken). `gated`
         interleaves gate and up by 16 rows, so that one block holds both."""
@@ -51,7 +53,7 @@ class Packed:
         padded = lib.forerun_padded_inputs(inputs)
         rows = -(-outputs // BLOCK) * BLOCK
         size = int(rows * padded * {"float32": 4, "bfloat16": 2, "int8": 1, "int4": 0.5}[form])
-        self._lib, self._memory = lib, lib.forerun_allocate(size)
+        self._lib, self._memory = lib, native.allocate(size)
         self.data = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(self._memory))
         scales = {"int8": (rows, np.float32), "int4": (rows * padded // 32, np.uint16)}.get(form, (1, np.float32))
         self.scale = np.zeros(*scales)
@@ -88,7 +90,8 @@ class Packed:
             )  # fmt: skip
 
     def __del__(self) -> None:
-        self._lib.forerun_release(self._memory)
+        if self._memory is not None:
+            self._lib.forerun_release(self._memory)
 
 
 def _pack(source: Source, bias: Tensor | None, form: str, keep: bool, gated: bool, cache: PackedCache) -> Packed:

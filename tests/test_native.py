@@ -5,8 +5,10 @@ That second property is what makes speculative text equal plain text in every pr
 
 import functools
 import os
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -125,6 +127,51 @@ def test_a_tree_gives_the_bits_of_its_paths(name: str, form: str) -> None:
     kv.commit(1, paths[10])
     after = model.forward([chain(ids(3, 5))], kv).logits
     assert torch.equal(after, one_at_a_time(model, prompt + [tokens[i] for i in paths[10]] + ids(3, 5))[-3:])
+
+
+def test_a_tree_whose_branches_take_turns_gives_the_bits_of_its_paths() -> None:
+    """Nodes need no order of levels: what a short path left out of a group of keys is read again for a long one."""
+    model, prompt = decoder("llama", "float32"), ids(64)
+    kv = cache(model)
+    model.forward([chain(prompt)], kv)
+    kv.commit(1, range(64))
+    # the root, a path of nine (1 to 9), one of four (10 to 13), two more so that those behind them, which take turns, are
+    # read together: one more of either path, one beside the fifth of the long one, one more of that
+    parents = [-1, *range(9), 0, 10, 11, 12, 0, 0, 9, 13, 4, 16]
+    tokens = ids(len(parents), 3)
+    logits = model.forward([Segment(1, tokens, parents, list(range(len(parents))))], kv).logits
+    for node in range(len(parents)):
+        path, at = [node], parents[node]
+        while at >= 0:
+            path, at = [at, *path], parents[at]
+        expected = one_at_a_time(model, prompt + [tokens[i] for i in path])[-1]
+        assert torch.equal(logits[node], expected), node
+
+
+def test_a_matrix_of_more_than_a_slab_shares_it_with_nobody() -> None:
+    """Freeing what lay behind it used to count down within its own numbers."""
+    large = Packed(torch.ones(1100, 32 * 1024), None, "int8", gated=False)
+    before = large.data.copy()
+    small = [Packed(torch.ones(64, 64), None, "int8", gated=False) for _ in range(3)]
+    del small
+    assert np.array_equal(large.data, before)
+
+
+def test_a_forked_child_has_threads_of_its_own() -> None:
+    """Those of its parent are not there: it used to wait for them."""
+    model, tokens = decoder("llama", "int8"), ids(33)
+    native.start(2)
+    expected = model.forward([chain(tokens)], cache(model)).logits
+    child = os.fork()
+    if not child:
+        signal.alarm(60)  # rather than wait for ever
+        with suppress(BaseException):
+            same = torch.equal(model.forward([chain(tokens)], cache(model)).logits, expected)
+            native.start(3)
+            same &= torch.equal(model.forward([chain(tokens)], cache(model)).logits, expected)
+            os._exit(0 if same else 1)
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 @pytest.mark.parametrize("threads_", [1, 2, 3])

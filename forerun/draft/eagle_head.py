@@ -108,7 +108,10 @@ class EagleHead(PairHead):
         self.target = target
 
     def tokens(self) -> Tensor | None:
-        return None if self.d2t is None else self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+        if self.d2t is not None:
+            return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+        said = self.config.draft_vocab
+        return None if said == self.target.vocab else torch.arange(said, device=self.target.device)
 
     def can_read(self, token: int) -> bool:
         return not self.config.own_embedding or token < self.layer.vocab

@@ -64,7 +64,7 @@ class PairHead(nn.Module):
         raise NotImplementedError
 
     def tokens(self) -> Tensor | None:
-        """The target's token ids the head says, in the order of its logits, [Vd] int64; None: the first Vd."""
+        """The target's token ids the head says, in the order of its logits, [Vd] int64; None: all of them."""
         return None
 
     def can_read(self, token: int) -> bool:

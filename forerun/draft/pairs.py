@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.cache.attention import Attention, Segment
@@ -169,7 +168,7 @@ class Pairs(FeatureProposer):
         """Over the target's vocabulary; what the head cannot say is -inf. [F, Hd] -> [F, V]"""
         logits = self.head.logits(made)
         if self.ids is None:
-            return F.pad(logits, (0, self.target.vocab - logits.shape[1]), value=-torch.inf)
+            return logits
         full = logits.new_full((len(logits), self.target.vocab), -torch.inf)
         full[:, self.ids] = logits
         return full

@@ -437,6 +437,9 @@ def test_the_native_layer_computes_what_is_trained(name: str, form: str) -> None
 CHAINED = NATIVE | {
     "norm of the output": lambda: tiny.eagle(tiny.eagle_config("llama", fc_norm=True, norm_output=True)),
     "some tokens": lambda: tiny.eagle(tiny.eagle_config("llama", draft_vocab=40)),
+    "fewer tokens than the target, all of them said": lambda: tiny.eagle(
+        tiny.eagle_config("llama", own_embedding=True, layer={"vocab_size": 50}, draft_vocab=50)
+    ),
 }
 
 

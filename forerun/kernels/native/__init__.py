@@ -13,6 +13,8 @@ from collections.abc import Callable
 from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
 
+from forerun.errors import CapacityError
+
 BLOCK = 32  # outputs packed side by side
 FORMATS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3}
 EMBED, LINEAR, ROTATE, ATTEND, READ, SAVE = range(6)
@@ -127,6 +129,14 @@ def start(threads: int = 0, instructions: str = "") -> str:
     return _instructions
 
 
+def allocate(size: int) -> int:
+    """The address of `size` bytes that begin at a cache line, to be given to `forerun_release`. Raises CapacityError."""
+    address: int | None = loaded().forerun_allocate(size)
+    if address is None:
+        raise CapacityError(f"there is no memory for {size / 1e6:.0f} MB of weights: use a smaller model or int4")
+    return address
+
+
 @functools.cache
 def _trim() -> Callable[[int], int] | None:
     """glibc's own; None elsewhere."""
@@ -145,7 +155,7 @@ def read_bandwidth(megabytes: int = 256) -> float:
     """GB/s that all threads of the pool read from memory together: the best of a few readings of one buffer. `start`
     must have been called."""
     lib, rows = loaded(), megabytes * 1024 // BLOCK
-    memory = lib.forerun_allocate(rows * BLOCK * 1024)
+    memory = allocate(rows * BLOCK * 1024)
     ctypes.memset(memory, 1, rows * BLOCK * 1024)
     op = COp(kind=READ, matrix=CMatrix(weight=memory, inputs=1024, outputs=rows * BLOCK, padded=1024))
     program, batch, best = CProgram(ops=(COp * 1)(op), count=1), CBatch(tokens=1), float("inf")

@@ -85,6 +85,7 @@ struct KeyBlock {
       for (int j = 0; j < W; j++) store(keys + (c + j) * KEYS + first, r[j]);
       for (int j = first; j < last; j++) store(values + j * wide + c, cached(b->values, b->kv_format, places[j] + c, d - c));
     }
+    for (int j = last; j < first + W; j++) held[j] = -1;  // their keys are zero now
   }
   void read_one(const Batch *b, int64_t place, int j) {
     for (int c = 0; c < d; c += W) {

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include <immintrin.h>
+#include <pthread.h>
 #include <sys/mman.h>
 
 #include "common.h"
@@ -141,6 +142,8 @@ class Pool {
 };
 
 Pool *pool = nullptr;
+int pool_threads = 1;
+std::mutex passing;  // one pass at a time, whichever Python thread asks
 
 // Weights lie one behind the other in slabs on huge pages, where the system has them: a page of 2 MB for each small matrix
 // would waste much. A slab is freed with the last matrix in it.
@@ -149,33 +152,55 @@ class Memory {
   void *take(int64_t bytes) {
     std::lock_guard<std::mutex> lock(mutex_);
     bytes = (bytes + 63) / 64 * 64;
-    if (!current_ || current_->used + bytes > current_->size) {
-      int64_t size = bytes + HEADER > SLAB ? (bytes + HEADER + PAGE - 1) / PAGE * PAGE : SLAB;
-      void *fresh = nullptr;
-      if (posix_memalign(&fresh, SLAB, size)) return nullptr;
-      madvise(fresh, size, MADV_HUGEPAGE);
-      current_ = new (fresh) Slab{size, HEADER, 0};
+    if (bytes + HEADER > SLAB) {  // a slab of its own: what lay behind it would not find the slab's beginning
+      Slab *own = fresh((bytes + HEADER + PAGE - 1) / PAGE * PAGE);
+      return own ? place(own, bytes) : nullptr;
     }
-    void *p = (char *)current_ + current_->used;
-    current_->used += bytes;
-    current_->taken++;
-    return p;
+    if (!current_ || current_->used + bytes > SLAB) {
+      Slab *next = fresh(SLAB);
+      if (!next) return nullptr;
+      current_ = next;
+    }
+    return place(current_, bytes);
   }
+  void lock() { mutex_.lock(); }
+  void unlock() { mutex_.unlock(); }
   void give(void *p) {
     std::lock_guard<std::mutex> lock(mutex_);
-    Slab *slab = (Slab *)((uintptr_t)p & ~(uintptr_t)(SLAB - 1));  // matrices begin within the first SLAB bytes
+    Slab *slab = (Slab *)((uintptr_t)p & ~(uintptr_t)(SLAB - 1));  // it is aligned so, and matrices begin within SLAB bytes
     if (--slab->taken) return;
     if (slab == current_) current_ = nullptr;
     free(slab);
   }
 
  private:
-  struct Slab { int64_t size, used, taken; };
+  struct Slab { int64_t used, taken; };
   static constexpr int64_t SLAB = 32 << 20, PAGE = 2 << 20, HEADER = 64;
+  static Slab *fresh(int64_t size) {
+    void *p = nullptr;
+    if (posix_memalign(&p, SLAB, size)) return nullptr;
+    madvise(p, size, MADV_HUGEPAGE);
+    return new (p) Slab{HEADER, 0};
+  }
+  static void *place(Slab *slab, int64_t bytes) {
+    void *p = (char *)slab + slab->used;
+    slab->used += bytes;
+    slab->taken++;
+    return p;
+  }
   std::mutex mutex_;
   Slab *current_ = nullptr;
 };
 Memory memory;
+
+// A forked child has none of the pool's threads: it begins another with its first pass.
+void before_fork() { passing.lock(), memory.lock(); }
+void after_fork() { memory.unlock(), passing.unlock(); }
+void in_child() {
+  pool = nullptr;
+  after_fork();
+}
+const int at_fork = pthread_atfork(before_fork, after_fork, in_child);
 
 // The likeliest token of a row of logits, or one drawn at a temperature as sampling/filters.py and `draw` do. Overwrites it.
 int64_t say(float *row, int vocab, float temperature, uint64_t key) {
@@ -207,17 +232,14 @@ const char *forerun_start(const char *name, int threads) {
   active = chosen;
   if (!pool || pool->threads() != threads) {
     delete pool;
-    pool = new Pool(threads);
+    pool = new Pool(pool_threads = threads);
   }
   return active->name;
 }
 
-void forerun_forget_pool() { pool = nullptr; }  // in a forked child the threads are gone
-
-// One pass at a time, whichever Python thread asks.
 void forerun_run(const Program *program, const Batch *batch) {
-  static std::mutex one;
-  std::lock_guard<std::mutex> lock(one);
+  std::lock_guard<std::mutex> lock(passing);
+  if (!pool) pool = new Pool(pool_threads);
   pool->run(active, program, batch);
 }
 
