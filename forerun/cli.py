@@ -5,6 +5,7 @@ Exit codes: 0 done, 1 a failure while running, 2 bad input, 130 interrupted. Tex
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import sys
@@ -69,12 +70,16 @@ def _params(sampling: dict[str, Any], **defaults: Any) -> SamplingParams:
     """SamplingParams from flags; `--logit-bias ID=AMOUNT` may be repeated."""
     options = defaults | sampling
     if "logit_bias" in options:
-        try:
-            pairs = [entry.split("=") for entry in options["logit_bias"]]
-            options["logit_bias"] = {int(token): float(amount) for token, amount in pairs}
-        except ValueError:
-            raise RequestError(f"--logit-bias {options['logit_bias'][0]!r} is not ID=AMOUNT, such as 42=-5") from None
+        options["logit_bias"] = dict(map(_bias, options["logit_bias"]))
     return SamplingParams.of(**options)
+
+
+def _bias(entry: str) -> tuple[int, float]:
+    token, _, amount = entry.partition("=")
+    try:
+        return int(token), float(amount)
+    except ValueError:
+        raise RequestError(f"--logit-bias {entry!r} is not ID=AMOUNT, such as 42=-5") from None
 
 
 def _grammar(schema: str | None, regex: str | None) -> dict[str, Any]:
@@ -251,6 +256,8 @@ def main() -> None:
     """Run the command line and exit. Every error on purpose is one line on stderr."""
     if len(sys.argv) == 1:
         sys.argv.append("--help")
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # bytes that are no text are then refused as a prompt
     try:
         code = app(standalone_mode=False)
         if code == 130:  # what typer makes of Ctrl-C

@@ -76,6 +76,8 @@ class Config:
             raise ConfigError(
                 f"quantization={self.quantization} and dtype={self.dtype} contradict each other: give one"
             )
+        if not isinstance(self.draft, str):
+            raise ConfigError(f"draft={self.draft!r} is no draft: give a name such as 'suffix', or 'off'")
         object.__setattr__(self, "depth", parse_depth(self.depth))
         for name, low, high in (
             ("width", 1, 16),

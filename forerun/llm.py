@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ import torch
 from forerun import rng
 from forerun.config import Config
 from forerun.draft.base import Reference
-from forerun.draft.reference import index
 from forerun.draft.registry import make_proposers, parse_draft, with_references
 from forerun.draft.view import view_of
 from forerun.engine.engine import Engine
@@ -191,15 +191,21 @@ class LLM:
         limit = 4 * self.decoder.context
         if sum(len(text) for _, text in texts) > CHARACTERS * limit:
             raise RequestError(f"prediction and documents are too long: give at most {limit} tokens in all")
-        references = [
-            Reference(name, tuple(self._text().encode(text, special=False)), prompt, whole=name == "prediction")
+        if not texts:
+            return []
+        vocab, encode = self.decoder.config.vocab, self._text().encode
+        references = [  # up to a token that the model has not: some tokenizers have more
+            Reference(
+                name, tuple(takewhile(lambda token: token < vocab, encode(text, special=False))), prompt,
+                whole=name == "prediction",
+            )
             for name, text in texts
-        ]
+        ]  # fmt: skip
         total = sum(len(reference.tokens) for reference in references)
         if total > limit:
             raise RequestError(f"prediction and documents have {total} tokens: give at most {limit} in all")
         for reference in references:
-            index(reference.tokens)  # here, so that the engine's steps do not wait for it
+            _ = reference.index  # made here, so that the engine's steps do not wait for it
         return references
 
     def _step(self) -> None:

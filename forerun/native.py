@@ -41,7 +41,7 @@ ROOM = 64  # tokens that buffers have room for at first; they grow
 class Packed:
     """A linear layer in the kernels' layout, in memory of its own."""
 
-    _memory: int | None = None
+    _memory = 0
 
     def __init__(self, weight: Tensor | Exact | Kept, bias: Tensor | None, form: str, gated: bool) -> None:
         """weight [out, in]: floats, what `form` holds exactly, or a copy from the cache (may raise Broken). `gated`
@@ -90,7 +90,7 @@ class Packed:
             )  # fmt: skip
 
     def __del__(self) -> None:
-        if self._memory is not None:
+        if self._memory:
             self._lib.forerun_release(self._memory)
 
 

@@ -1,6 +1,7 @@
 """The command line: output where it belongs, one line and the right exit code for any bad input, quick help."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -77,6 +78,13 @@ def test_bytes_that_are_no_text_are_one_line(forerun, monkeypatch: pytest.Monkey
     assert (code, out) == (2, "") and "Unicode" in err and len(err.splitlines()) == 1
 
 
+def test_bytes_that_are_no_text_are_one_line_in_a_strict_locale() -> None:
+    command = [sys.executable, "-m", "forerun", "generate", "-", "--max-tokens", "2"]
+    strict = os.environ | {"PYTHONIOENCODING": "utf-8:strict"}
+    done = subprocess.run(command, input=b"ok \xff", env=strict, capture_output=True)
+    assert done.returncode == 2 and b"Unicode" in done.stderr and b"Traceback" not in done.stderr
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_full_disk_is_one_line() -> None:
     command = f"{sys.executable} -m forerun generate 'x = 1' --max-tokens 8 > /dev/full"
@@ -111,7 +119,7 @@ BAD = {
     "top-p": (["--top-p", "0"], "top_p"),
     "nan": (["--temperature", "nan"], "temperature=nan"),
     "contradiction": (["--min-tokens", "9", "--max-tokens", "3"], "min_tokens=9 is over max_tokens=3"),
-    "logit bias": (["--logit-bias", "4:1"], "ID=AMOUNT"),
+    "logit bias": (["--logit-bias", "42=-5", "--logit-bias", "4:1"], "'4:1' is not ID=AMOUNT"),
     "token outside": (["--logit-bias", "99999=1"], "token id 99999"),
     "kv too small": (["--kv-tokens", "64"], "kv_tokens"),
     "no schema": (["--json-schema", "nowhere.json"], "neither a JSON object nor a text file"),

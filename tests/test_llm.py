@@ -170,8 +170,18 @@ def test_a_prediction_changes_the_speed_only() -> None:
     assert quoted.token_ids == plain.token_ids and quoted.stats.by_source["document"].accepted > 20
 
 
+def test_references_end_at_a_token_that_the_model_has_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokenizers may have more tokens than their models, such as a place for images."""
+    llm = LLM(draft="suffix", kv_tokens=2048)
+    assert llm.tokenizer is not None
+    encode, vocab = llm.tokenizer.encode, llm.decoder.config.vocab
+    monkeypatch.setattr(llm.tokenizer, "encode", lambda text, special=True: [*encode(text, special), vocab, 5])
+    (reference,) = llm.references(3, "x = 1", [])
+    assert list(reference.tokens) == encode("x = 1", special=False)
+
+
 def test_references_that_are_too_long_are_refused() -> None:
     llm = LLM(draft="suffix", kv_tokens=2048)
     for options in ({"prediction": "a = 1\n" * 5000}, {"documents": ["b" * 100_000]}):
-        with pytest.raises(RequestError, match="at most 4096"):
+        with pytest.raises(RequestError, match=f"at most {4 * llm.decoder.context}"):
             llm.generate("def f(", SamplingParams(max_tokens=2), **options)

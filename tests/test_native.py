@@ -135,8 +135,8 @@ def test_a_tree_whose_branches_take_turns_gives_the_bits_of_its_paths() -> None:
     kv = cache(model)
     model.forward([chain(prompt)], kv)
     kv.commit(1, range(64))
-    # the root, a path of nine (1 to 9), one of four (10 to 13), two more so that those behind them, which take turns, are
-    # read together: one more of either path, one beside the fifth of the long one, one more of that
+    # the root, a path of nine (1 to 9), one of four (10 to 13), two more so that those behind them, which take turns,
+    # are read together: one more of either path, one beside the fifth of the long one, one more of that
     parents = [-1, *range(9), 0, 10, 11, 12, 0, 0, 9, 13, 4, 16]
     tokens = ids(len(parents), 3)
     logits = model.forward([Segment(1, tokens, parents, list(range(len(parents))))], kv).logits

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import Tensor
 
+from forerun.draft.automaton import SuffixAutomaton
 from forerun.sampling.params import SamplingParams
 from forerun.types import Draft
 from forerun.verify import Noise
@@ -41,9 +43,9 @@ class Row:
     branching: bool = True
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Reference:
-    """A text that came with a request and may help to draft its output.
+    """A text that came with a request and may help to draft its output. All completions of a request share it.
 
     Attributes:
         name: what statistics call drafts from it: prediction or document.
@@ -57,13 +59,21 @@ class Reference:
     start: int
     whole: bool
 
+    @cached_property
+    def index(self) -> SuffixAutomaton:
+        """Its suffix automaton: to make it takes some microseconds a token."""
+        automaton = SuffixAutomaton()
+        for token in self.tokens:
+            automaton.append(token)
+        return automaton
+
 
 class Proposer:
     """Base of all proposers.
 
     Attributes:
         name: what statistics call it.
-        width: the most nodes of a level.
+        width: the most nodes of a level; room is kept for so many.
         boundaries: the target's hidden states it wants: i enters layer i, the number of layers is what left the last.
     """
 

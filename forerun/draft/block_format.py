@@ -38,7 +38,7 @@ W1, TRUST = "markov_head.markov_w1.weight", "confidence_head.proj.weight"
 
 
 def save_block(head: BlockHead, directory: Path, target: str | None = None, dtype: torch.dtype = torch.float32) -> None:
-    """Write a head; `target` is the name or path of its target. Raises ForerunError."""
+    """Write a head; `target` is the name or path of its target. Raises OSError."""
     c = head.config
     layer = describe_layer(c.layer, c.layer.layers)
     described = describe_speculator("dspark", "DSparkSpeculator", layer, c.depth, target)

@@ -60,7 +60,7 @@ def load_head(directory: Path, target: TargetView) -> EagleHead:
 
 
 def save_head(head: EagleHead, directory: Path, target: str | None = None, dtype: torch.dtype = torch.float32) -> None:
-    """Write a head in the speculators layout; `target` is the name or path of its target. Raises ForerunError."""
+    """Write a head in the speculators layout; `target` is the name or path of its target. Raises OSError."""
     c = head.config
     described = describe_speculator("eagle3", "Eagle3Speculator", describe_layer(c.layer), 3, target)
     own = {

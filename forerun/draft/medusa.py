@@ -17,10 +17,11 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from forerun.draft.base import Proposer, Reference, Row
+from forerun.draft.stored import write
 from forerun.draft.tree import Tree, grow
 from forerun.draft.view import TargetView
 from forerun.errors import LoadError
@@ -75,10 +76,8 @@ class MedusaHeads(nn.Module):
 
 
 def save_heads(heads: MedusaHeads, directory: Path, dtype: torch.dtype) -> None:
-    """Write the heads into a directory that exists. Raises OSError."""
-    (directory / "config.json").write_text(json.dumps(heads.config() | {"dtype": str(dtype).removeprefix("torch.")}))
-    tensors = {name: tensor.detach().to(dtype).cpu().contiguous() for name, tensor in heads.state_dict().items()}
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    """Write the heads into a directory. Raises OSError."""
+    write(heads, heads.config(), directory, dtype)
 
 
 def load_heads(directory: Path) -> MedusaHeads:

@@ -112,7 +112,7 @@ class MtpModule(PairHead):
 
 
 def save_module(module: MtpModule, directory: Path, target: str | None, dtype: torch.dtype) -> None:
-    """Write a module; `target` is the name of its target. Raises ForerunError."""
+    """Write a module; `target` is the name of its target. Raises OSError."""
     described = describe_speculator("mtp", "MTPDraftModel", describe_layer(module.layer), 3, target)
     write(module, described | {"num_nextn_predict_layers": 1}, directory, dtype)
 

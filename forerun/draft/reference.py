@@ -9,24 +9,14 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from functools import lru_cache
 
+from forerun.draft.automaton import Cursor
 from forerun.draft.base import Proposer, Reference, Row
-from forerun.draft.suffix import Cursor, SuffixAutomaton
 from forerun.types import Draft
 
 SHORTEST = 2  # tokens that must agree before a place counts as found again
 CONTEXT = 16  # tokens of the prompt a document is first looked up with
 PATTERN = 32  # most tokens of the output that an occurrence is searched with
-
-
-@lru_cache(maxsize=16)
-def index(tokens: tuple[int, ...]) -> SuffixAutomaton:
-    """The suffix automaton of a reference, made once for all completions of a request."""
-    automaton = SuffixAutomaton()
-    for token in tokens:
-        automaton.append(token)
-    return automaton
 
 
 class Alignment:
@@ -39,7 +29,7 @@ class Alignment:
         self._last = 0  # the place before the alignment was lost
         self._text = array("i", reference.tokens).tobytes()
         self._seen = array("i")
-        self._cursor = Cursor(index(reference.tokens))
+        self._cursor = Cursor(reference.index)
 
     def follow(self, token: int) -> None:
         """One more token of the output."""
@@ -94,12 +84,8 @@ class References(Proposer):
     def close(self, slot: int, finished: Sequence[int] | None = None) -> None:
         del self.slots[slot]
 
-    def forget(self) -> None:
-        index.cache_clear()
-
     def reset(self) -> None:
         self.slots.clear()
-        self.forget()
 
     def propose(self, rows: Sequence[Row]) -> list[Draft]:
         return [self._propose(row) for row in rows]

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from forerun.errors import ForerunError, LoadError
+from forerun.errors import LoadError
 from forerun.models.config import ModelConfig, make_config
 
 Json = dict[str, Any]
@@ -97,7 +97,7 @@ def assemble(make: Callable[[], M], tensors: Tensors, kind: str) -> M:
 
 
 def write(module: nn.Module, config: Json, directory: Path, dtype: torch.dtype = torch.float32) -> None:
-    """Write a module's tensors, floats in `dtype`, and its config.json. Raises ForerunError."""
+    """Write a module's tensors, floats in `dtype`, and its config.json. Raises OSError."""
     tensors = {
         name: (tensor.to(dtype) if tensor.is_floating_point() else tensor).detach().cpu().contiguous()
         for name, tensor in module.state_dict().items()
@@ -110,8 +110,8 @@ def write(module: nn.Module, config: Json, directory: Path, dtype: torch.dtype =
         settings.write_text(text, encoding="utf-8")
         os.replace(weights, directory / "model.safetensors")
         os.replace(settings, directory / "config.json")
-    except (OSError, SafetensorError) as error:
-        raise ForerunError(f"the drafter cannot be written to {directory}: {error}") from None
+    except SafetensorError as error:  # its own word for a full disk
+        raise OSError(str(error)) from None
     finally:
         with suppress(OSError):
             weights.unlink(missing_ok=True)

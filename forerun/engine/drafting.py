@@ -9,6 +9,7 @@ from forerun.draft.base import Proposer, Row
 from forerun.engine.depth import DEEPEST, DepthPolicy, Wish
 from forerun.engine.request import Request
 from forerun.engine.scheduler import Work
+from forerun.errors import ForerunError
 from forerun.runner import Runner
 from forerun.sampling.matcher import SOURCE
 from forerun.types import Draft
@@ -67,9 +68,22 @@ class Drafting:
             for request, draft in zip(requests, proposed, strict=True):
                 request.asked[name] = len(request.tokens)
                 if len(draft) > 1:
-                    request.drafter, request.reach = name, max(draft.depths())
+                    request.drafter, request.reach = name, self._reach(draft, request.allowed, proposer)
                     grammar = request.state.grammar
                     drafts[request.id] = grammar.prune(draft) if grammar else draft
+
+    def _reach(self, draft: Draft, depth: int, proposer: Proposer) -> int:
+        """How deep it is. Raises ForerunError for a draft that was not asked for: there is no room for it, and what it
+        overwrote might belong to others."""
+        reach, most, vocab = max(draft.depths()), depth * proposer.width, self.target.decoder.config.vocab
+        if reach > depth or len(draft) - 1 > most:
+            raise ForerunError(
+                f"the drafter {proposer.name!r} was asked for {most} tokens, {depth} deep, and gave {len(draft) - 1},"
+                f" {reach} deep: keep to row.depth, and set its width to the most nodes of a level"
+            )
+        if not 0 <= min(draft.tokens) <= max(draft.tokens) < vocab:
+            raise ForerunError(f"the drafter {proposer.name!r} gave a token that is not in the vocabulary of {vocab}")
+        return reach
 
     def _forced(self, work: Work) -> Draft:
         """What the request's grammar leaves no choice about, a root where it does or there is no room.

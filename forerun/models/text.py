@@ -32,6 +32,8 @@ class Tokenizer:
         """Raises LoadError when the directory has no usable tokenizer."""
         self.directory = directory
         self._backend = self._load()
+        self._backend.no_truncation()  # what was set for training says nothing about prompts
+        self._backend.no_padding()
 
     def _load(self) -> tokenizers.Tokenizer:
         plain, settings = self.directory / "tokenizer.json", self.directory / "tokenizer_config.json"
@@ -95,8 +97,6 @@ class Tokenizer:
     def extended(self, special: str) -> tuple[str, int]:
         """The tokenizer as one JSON text, with one more special token, and the id of that token."""
         backend = tokenizers.Tokenizer.from_str(self._backend.to_str())
-        backend.no_padding()
-        backend.no_truncation()
         backend.add_special_tokens([special])
         return backend.to_str(), backend.token_to_id(special) or 0
 

@@ -156,14 +156,14 @@ def _operation(app: FastAPI, kitchen: Kitchen, metrics: Metrics) -> None:
     @app.get("/health")
     async def health() -> dict[str, str]:
         if not service.alive:
-            raise ApiError(503, "the server is shutting down")
+            raise ApiError(503, service.reason)
         return {"status": "ok"}
 
     @app.get("/ready")
     async def ready() -> dict[str, str]:
         """Whether the engine does its steps: it answers between two of them."""
         if not service.alive:
-            raise ApiError(503, "the server is shutting down")
+            raise ApiError(503, service.reason)
         async with asyncio.timeout(60):
             await service.call(lambda: None)
         return {"status": "ready"}

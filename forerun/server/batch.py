@@ -146,7 +146,7 @@ async def _answer(kitchen: Kitchen, job: dict[str, Any]) -> dict[str, Any]:
     except ValidationError as error:
         status, content = errors.body(RequestValidationError(error.errors()))
     except Exception as error:
-        status, content = errors.body(error)
+        status, content = errors.told(error)
     return {
         "id": f"batch_req_{request_id}",
         "custom_id": job["custom_id"],

@@ -75,10 +75,10 @@ UNION = ("str", "int", "bool", "float")
 
 
 def told(error: Exception) -> tuple[int, dict[str, Any]]:
-    """`body` of an error that is told within a stream; a fault of ours is logged, as it would be elsewhere."""
+    """`body` of an error that is told within a stream or a batch; a fault of ours is logged, as elsewhere."""
     status, content = body(error)
     if status == 500:
-        log.error("a stream failed", exc_info=error)
+        log.error("a request failed", exc_info=error)
     return status, content
 
 

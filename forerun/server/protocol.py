@@ -7,17 +7,37 @@ ignored; it is listed in `Ignored`.
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+MOST_FIELDS = 100  # of one object whose fields are known
+
+T = TypeVar("T")
+List = Annotated[list[T], Field(fail_fast=True)]  # an error for each of a million elements would take gigabytes
 Number = Annotated[float, Field(allow_inf_nan=False)]
-Texts = str | Annotated[list[str], Field(max_length=16)]
+Texts = str | Annotated[List[str], Field(max_length=16)]
+
+
+def _biases(value: Any) -> Any:
+    """As in lists, the first that is wrong is enough."""
+    if isinstance(value, dict):
+        for token, bias in value.items():
+            if not isinstance(bias, (int, float)) or isinstance(bias, bool):
+                raise PydanticCustomError("bias", "the bias of token {token} must be a number", {"token": token[:20]})
+    return value
 
 
 class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def small(cls, value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > MOST_FIELDS:
+            raise PydanticCustomError("fields", "this object has {count} fields", {"count": len(value)})
+        return value
 
 
 class Body(Strict):
@@ -76,7 +96,7 @@ class ResponseFormat(Strict):
     json_schema: JsonSchema | None = None
     regex: str | None = None
     grammar: str | None = None
-    choice: list[str] | None = None
+    choice: List[str] | None = None
 
 
 class Generation(Ignored):
@@ -88,7 +108,7 @@ class Generation(Ignored):
     n: int | None = None
     stop: Texts | None = None
     seed: int | None = None
-    logit_bias: dict[str, Number] | None = None
+    logit_bias: Annotated[dict[str, Number], BeforeValidator(_biases)] | None = None
     presence_penalty: Number | None = None
     frequency_penalty: Number | None = None
     stream: bool | None = None
@@ -99,15 +119,15 @@ class Generation(Ignored):
     repetition_penalty: Number | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: List[int] | None = None
     return_token_ids: bool | None = None
     speculative: bool | Speculative | None = None
-    documents: Annotated[list[str], Field(max_length=64)] | None = None
+    documents: Annotated[List[str], Field(max_length=64)] | None = None
     trace: bool | None = None
 
 
 class CompletionRequest(Generation):
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | List[str] | List[int] | List[List[int]]
     max_tokens: int | None = None
     logprobs: int | None = None
     echo: bool | None = None
@@ -118,11 +138,11 @@ class CompletionRequest(Generation):
 class TextPart(Strict):
     type: Literal["text", "input_text", "output_text"]
     text: str
-    annotations: list[Any] | None = None
-    logprobs: list[Any] | None = None
+    annotations: List[Any] | None = None
+    logprobs: List[Any] | None = None
 
 
-Content = str | list[TextPart]
+Content = str | List[TextPart]
 
 
 class FunctionCall(Strict):
@@ -140,7 +160,7 @@ class Message(Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: List[ToolCall] | None = None
     tool_call_id: str | None = None
     refusal: str | None = None
 
@@ -172,30 +192,30 @@ class Prediction(Strict):
 
 
 class ChatRequest(Generation):
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[List[Message], Field(min_length=1)]
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tools: Annotated[List[Tool], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     prediction: Prediction | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
     verbosity: str | None = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: List[Literal["text"]] | None = None
 
 
 class TokenizeRequest(Body):
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = None
+    messages: List[Message] | None = None
     add_special_tokens: bool = True
 
 
 class DetokenizeRequest(Body):
     model: str | None = None
-    tokens: list[int]
+    tokens: List[int]
 
 
 class InputItem(Strict):
@@ -237,7 +257,7 @@ class FlatToolChoice(Strict):
 class ResponsesRequest(Ignored):
     """OpenAI's Responses, without memory: what was said before comes with the request."""
 
-    input: str | Annotated[list[InputItem], Field(min_length=1)]
+    input: str | Annotated[List[InputItem], Field(min_length=1)]
     model: str | None = None
     instructions: str | None = None
     max_output_tokens: int | None = None
@@ -245,12 +265,12 @@ class ResponsesRequest(Ignored):
     top_p: Number | None = None
     stream: bool | None = None
     text: TextOptions | None = None
-    tools: Annotated[list[FlatTool], Field(max_length=128)] | None = None
+    tools: Annotated[List[FlatTool], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | FlatToolChoice | None = None
     previous_response_id: str | None = None
     truncation: Literal["disabled", "auto"] | None = None
     reasoning: dict[str, Any] | None = None
-    include: list[str] | None = None
+    include: List[str] | None = None
     background: bool | None = None
     seed: int | None = None
     speculative: bool | Speculative | None = None

@@ -99,7 +99,7 @@ class Service:
         self.failures = 0
         self.broken = False
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._running: dict[int, Ticket] = {}
+        self._running: dict[int, Ticket] = {}  # the engine's thread alone touches it: whose last event was not posted
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._work, name="forerun-engine", daemon=True)
 
@@ -119,10 +119,15 @@ class Service:
         """Whether orders are taken and worked on."""
         return self._thread.is_alive() and not self.draining and not self.broken
 
+    @property
+    def reason(self) -> str:
+        """Why it is not alive."""
+        return "the engine has failed for good: restart this server" if self.broken else "the server is shutting down"
+
     def admit(self, count: int) -> None:
         """Refuse so many requests if there is no place for them now, or never. Raises as `submit` does."""
         if not self.alive:
-            raise UnavailableError("the server is shutting down")
+            raise UnavailableError(self.reason)
         if count > self.limit:
             raise RequestError(f"this asks for {count} completions at once, this server takes {self.limit}")
         if len(self.tickets) + count > self.limit:
@@ -179,12 +184,19 @@ class Service:
                 if not self._obey(wait=not engine.busy):
                     return
                 if engine.busy:
-                    events = engine.step()
-                    self._post(partial(self._deliver, events))
+                    self._hand_over(engine.step())
             except Exception as error:
                 log.exception("the engine failed; it starts over")
                 if not self._start_over(error):
                     return
+
+    def _hand_over(self, events: Sequence[Event]) -> None:
+        """Post events to those whom they are for."""
+        found = [(self._running[event.request_id], event) for event in events if event.request_id in self._running]
+        for _, event in found:
+            if event.finish_reason is not None:
+                del self._running[event.request_id]
+        self._post(partial(self._deliver, found))
 
     def _obey(self, wait: bool) -> bool:
         """Carry out what has been asked for; False to end."""
@@ -226,9 +238,7 @@ class Service:
 
     def _start_over(self, error: Exception) -> bool:
         self.failures += 1
-        # the last event of some may still be on its way
-        over = {i: t for i, t in self._running.items() if t.request is not None and t.request.finish_reason}
-        lost, self._running = [t for i, t in self._running.items() if i not in over], over
+        lost, self._running = list(self._running.values()), {}
         try:
             self.llm.engine.reset()
         except Exception:
@@ -252,18 +262,14 @@ class Service:
 
     # ------------------------------------------------------------ on the event loop
 
-    def _deliver(self, events: Sequence[Event]) -> None:
+    def _deliver(self, events: Sequence[tuple[Ticket, Event]]) -> None:
         now = time.perf_counter()
-        for event in events:
-            ticket = self._running.get(event.request_id)
-            if ticket is None:
-                continue
+        for ticket, event in events:
             for watcher in self.watchers:
                 watcher.event(ticket, event, now)
             ticket.first, ticket.last = ticket.first or now, now
             ticket.group.inbox.put_nowait((ticket, event))
             if event.finish_reason is not None:
-                del self._running[event.request_id]
                 self._end(ticket, None)
 
     def _end_each(self, tickets: Sequence[Ticket], error: BaseException) -> None:

@@ -43,14 +43,18 @@ def required(tools: Sequence[Tool], choice: Any) -> Grammar | None:
         }
         for tool in tools
     ]
-    shared = {k: v for tool in tools for k, v in _definitions(tool).items()}
-    return Grammar.of("json_schema", {"anyOf": calls, **({"$defs": shared} if shared else {})})
+    return Grammar.of("json_schema", {"anyOf": calls, **({"$defs": shared} if (shared := _definitions(tools)) else {})})
 
 
-def _definitions(tool: Tool) -> dict[str, Any]:
-    """A schema's references count from the root, so its definitions move there."""
-    definitions = (tool.function.parameters or {}).get("$defs", {})
-    return definitions if isinstance(definitions, dict) else {}
+def _definitions(tools: Sequence[Tool]) -> dict[str, Any]:
+    """A schema's references count from the root, so its definitions move there. Raises ApiError where two differ."""
+    shared: dict[str, Any] = {}
+    for tool in tools:
+        own = (tool.function.parameters or {}).get("$defs", {})
+        for name, definition in own.items() if isinstance(own, dict) else ():
+            if shared.setdefault(name, definition) != definition:
+                raise ApiError(400, f"two tools define {name!r} in different ways: rename it in one of them", "tools")
+    return shared
 
 
 def find(text: str, tools: Sequence[Tool]) -> tuple[str, list[dict[str, Any]]]:
@@ -59,9 +63,15 @@ def find(text: str, tools: Sequence[Tool]) -> tuple[str, list[dict[str, Any]]]:
     bare = _call(text.strip(), known)
     if bare:
         return "", [bare]
-    found = [_call(match, known) for match in BLOCK.findall(text)]
-    calls = [call for call in found if call]
-    return (BLOCK.sub("", text) if BLOCK.sub("", text).strip() else "", calls) if calls else (text, [])
+    calls: list[dict[str, Any]] = []
+
+    def take(block: re.Match[str]) -> str:
+        call = _call(block[1], known)
+        calls.extend([call] if call else [])
+        return "" if call else block[0]
+
+    rest = BLOCK.sub(take, text)
+    return rest if rest.strip() else "", calls
 
 
 def may_be_call(text: str) -> bool:

@@ -7,10 +7,12 @@ same texts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +33,9 @@ from forerun.sampling.params import SamplingParams
 from forerun.train.data import Example
 from forerun.train.losses import Law, at_temperature, law_of
 from forerun.train.settings import Training
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 PAGE = 16
 AT_ONCE = 16  # texts continued together
@@ -66,6 +71,17 @@ class Batch:
     def positions(self) -> int:
         """How many positions count."""
         return int(self.mask.sum())
+
+
+def _in_its_own_precision(method: Callable[Concatenate[Target, P], R]) -> Callable[Concatenate[Target, P], R]:
+    """A target says the same, whatever precision a drafter is trained or judged in around it."""
+
+    @functools.wraps(method)
+    def run(self: Target, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with torch.autocast(self.device.type, enabled=False):
+            return method(self, *args, **kwargs)
+
+    return run
 
 
 class Target:
@@ -125,6 +141,7 @@ class Target:
         """The target with an empty cache of its own, for `slots` texts of up to `tokens` tokens."""
         return Runner(self.llm.decoder, tokens=slots * (tokens + 4 * PAGE), page=PAGE, slots=slots)
 
+    @_in_its_own_precision
     def continued(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], temperature: float) -> list[Example]:
         """What the target says behind each prompt, up to the end of the text or `tokens` tokens in all."""
         engine, examples = self.llm.engine, []
@@ -143,6 +160,7 @@ class Target:
             examples += [Example(tuple(request.tokens), request.prompt_length) for request in requests]
         return examples
 
+    @_in_its_own_precision
     @torch.no_grad()
     def batch(self, examples: Sequence[Example], temperature: float = 1.0, vocab: int | None = None) -> Batch:
         """The laws along texts, over the first `vocab` tokens (models of one vocabulary may pad it differently)."""

@@ -75,7 +75,9 @@ def train(
         return
     if out is None:
         raise ConfigError("there is no --out: give the directory to make")
-    Training(**training), options_of(recipe or next(iter(OPTIONS)), chosen)  # cheaper to find before torch is imported
+    Training(**training)  # what is wrong is cheaper to find before torch is imported
+    if recipe or not go_on:  # a run that goes on has its own
+        options_of(recipe or next(iter(OPTIONS)), chosen)
     from forerun.bench.report import print_json
     from forerun.train import run
     from forerun.train.checkpoint import checkpoint_path

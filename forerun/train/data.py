@@ -122,6 +122,13 @@ class Corpus:
                 else:
                     self._windows(tokenizer.encode(passage.text), tokens, prompt_tokens)
 
+    def leave_out(self, vocab: int) -> int:
+        """Leave out texts with tokens from `vocab` on, which some tokenizers have and their models lack; how many."""
+        before = len(self.examples) + len(self.prompts)
+        self.examples = [example for example in self.examples if max(example.tokens) < vocab]
+        self.prompts = [prompt for prompt in self.prompts if max(prompt) < vocab]
+        return before - len(self.examples) - len(self.prompts)
+
     def counts(self, vocab: int) -> Tensor:
         """How often each token stands where it is learnt, or in prompts if there is nothing else. int64 [vocab]"""
         texts = [example.tokens[example.given :] for example in self.examples] or self.prompts
@@ -216,6 +223,8 @@ def _of_line(line: str, where: str) -> Document:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise RequestError(f"{where}: this is not JSON ({error}); each line is one object") from None
+    if not _is_unicode(json.dumps(value, ensure_ascii=False)):
+        raise RequestError(f"{where}: it has half of a character (a lone surrogate): no tokenizer reads that")
     kinds = [key for key in ("prompt", "text", "messages") if key in value] if isinstance(value, dict) else []
     if len(kinds) != 1:
         raise RequestError(f"{where}: give an object with one of prompt, text and messages on each line")
@@ -225,6 +234,15 @@ def _of_line(line: str, where: str) -> Document:
     if not isinstance(said, str) or not said.strip():
         raise RequestError(f"{where}: {kinds[0]} must be a text that says something")
     return _document(where, (Passage(said, "") if kinds[0] == "prompt" else Passage("", said),))
+
+
+def _is_unicode(text: str) -> bool:
+    """JSON can spell what is no character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _turns(messages: Any, where: str) -> tuple[Passage, ...]:

@@ -41,7 +41,8 @@ class Evaluation:
 
     Attributes:
         step: after how many steps.
-        perplexity: of the held-out data as they are, or of the target's own texts where there are only prompts.
+        perplexity: of the held-out data as they are, or of the target's own texts where there are only prompts; over
+            the tokens that the drafter can say.
         overlap: mean of 1 - TV along texts of the target, at the temperature of training; of a large vocabulary, that
             of the coarser laws (`losses`), which is at least that of the whole ones.
         from_any: mean length of a draft that begins at any token, 1 + sum over k of the product of (1 - TV).
@@ -101,12 +102,11 @@ class Judge:
 
     @cached_property
     def texts(self) -> list[Example]:
-        """What the target says behind the held-out prompts: made once, whatever precision training then has."""
+        """What the target says behind the held-out prompts, made once."""
         assert self.held_out is not None
         prompts = [opening.tokens for opening in self.held_out.openings]
         seeds = [seed_of(self.settings.seed, APART + i) for i in range(len(prompts))]
-        with torch.autocast(self.target.device.type, enabled=False):
-            return self.target.continued(prompts, seeds, self.settings.temperature)
+        return self.target.continued(prompts, seeds, self.settings.temperature)
 
     @torch.no_grad()
     def evaluate(self, module: nn.Module, step: int) -> Evaluation:
@@ -120,9 +120,10 @@ class Judge:
             logs.append(self.recipe.analytic(module, batch, 1).said[batch.mask].double())
         stretches = [Stretch(text.given, len(text.tokens) - 1, self.settings.tokens - 1) for text in texts]
         along = self._along(module, texts, self.settings.temperature, self.settings.depth)
+        said = torch.cat(logs)
         return Evaluation(
             step,
-            perplexity=float(torch.cat(logs).mean().neg().exp()),
+            perplexity=float(said[said > -torch.inf].mean().neg().exp()),
             overlap=float(along.overlap[..., 0][along.mask].double().mean()),
             from_any=from_any(along.overlap, along.mask),
             accepted_length=accepted_length(along.chances, stretches),

@@ -7,9 +7,11 @@ which is renamed at the end.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
+from safetensors import SafetensorError
 from torch import nn
 
 from forerun.bench.whole import whole_directory
@@ -31,11 +33,15 @@ TOKENIZER = (
 
 def check_out(out: Path) -> None:
     """Raise ConfigError now for a directory that could not be made after an hour of training."""
+    if out.is_symlink():
+        raise ConfigError(f"{out} is a link, which cannot be replaced by a directory: give the place itself")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} is there already, and not empty: give another directory, or remove it")
     parent = out.absolute().parent
     if not parent.is_dir():
         raise ConfigError(f"{out} cannot be made: there is no directory {parent}")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise ConfigError(f"{out} cannot be made: {parent} cannot be written to")
 
 
 def export(
@@ -55,9 +61,9 @@ def export(
             (work / "README.md").write_text(card(report), encoding="utf-8")
             for path in work.glob("*.safetensors"):
                 shutil.copymode(work / "README.md", path)  # they come readable by their owner only
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise ForerunError(
-            f"the drafter cannot be written to {out} ({error.strerror or error}): the checkpoint is kept, make room and"
-            " go on with --resume"
+            f"the drafter cannot be written to {out} ({getattr(error, 'strerror', None) or error}): the checkpoint is"
+            " kept, make room and go on with --resume"
         ) from None
     return report

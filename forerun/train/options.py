@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from forerun.errors import ConfigError
+from forerun.errors import ConfigError, nearest
 from forerun.train.settings import check_numbers
 
 WHOLE = (
@@ -146,8 +146,10 @@ OPTIONS: dict[str, type[LossOptions]] = {
 
 
 def options_of(recipe: str, values: Mapping[str, Any]) -> LossOptions:
-    """The options of a recipe from those that were given. Raises ConfigError for one of another recipe."""
-    cls = OPTIONS.get(recipe, SmallLMOptions)  # an unknown recipe is refused where it is named
+    """The options of a recipe from those that were given. Raises ConfigError for one of another recipe, or none."""
+    if recipe not in OPTIONS:
+        raise ConfigError(f"there is no recipe {recipe!r}: {nearest(recipe, OPTIONS)}")
+    cls = OPTIONS[recipe]
     known = [f.name for f in fields(cls)]
     for name in values:
         if name not in known:

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from forerun.errors import ConfigError, LoadError
+from forerun.errors import ConfigError, ForerunError, LoadError
 from forerun.models.config import ModelConfig, load_config
 from forerun.models.quantized import SAYS_SO, Scheme, scheme_of
 from forerun.models.weights import Checkpoint
@@ -49,7 +50,10 @@ def prune(directory: Path, count: int) -> nn.Module:
     with tempfile.TemporaryDirectory(prefix="forerun-") as folder:
         work = Path(folder)
         (work / "config.json").write_text(json.dumps(_config_of(directory, kept)))
-        save_file(tensors, work / "model.safetensors", metadata={"format": "pt"})
+        try:
+            save_file(tensors, work / "model.safetensors", metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise ForerunError(f"the layers cannot be written to {work} for now: {error}") from None
         return load_module(work)
 
 

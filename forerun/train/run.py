@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from forerun.draft.registry import LOADED, kind_of, parse_draft
-from forerun.errors import ConfigError, nearest
+from forerun.errors import ConfigError
 from forerun.models.hub import find_model
 from forerun.train.capture import Target
 from forerun.train.checkpoint import checkpoint_path, read_checkpoint
@@ -52,10 +52,6 @@ class Plan:
     options: LossOptions
     training: Training
 
-    def __post_init__(self) -> None:
-        if self.recipe not in OPTIONS:
-            raise ConfigError(f"there is no recipe {self.recipe!r}: {nearest(self.recipe, OPTIONS)}")
-
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Plan:
         """From plain values: as they were given, or as a checkpoint holds them."""
@@ -90,6 +86,8 @@ def resume(given: Mapping[str, Any], out: Path, watch: Watch) -> Report:
         for name, value in pairs:
             if name in MAY_DIFFER:
                 continue
+            if isinstance(values, Mapping) and name not in held[part]:
+                raise ConfigError(f"the run was begun with recipe {held['recipe']}, which has no {name}: leave it out")
             before = held[part][name] if isinstance(values, Mapping) else held[part]
             if value != before:
                 raise ConfigError(f"the run was begun with {name}={before!r}, not {value!r}: leave it out")
@@ -110,7 +108,7 @@ def measure(target: str | None, drafter: str, data: tuple[str, ...], training: T
     model, recipe = Target(target, training), recipe_of(kind)
     module = recipe.load(directory, model).to(model.device)
     model.boundaries = recipe.boundaries(module, model)
-    held_out = None if documents is None else _corpus(documents, model, training)
+    held_out = None if documents is None else _corpus(documents, model, training, watch)
     prompts = task_prompts(tasks, model, reach_of(module, model), training)
     return find(Judge(model, recipe, held_out, training, prompts), module, directory, watch.tell)
 
@@ -135,11 +133,11 @@ class _Run:
         watch.tell(f"{len(self.split[0])} documents to train on, {len(self.split[1])} held out; loading the target")
         self.target = Target(plan.target, settings)
         self.recipe: Recipe = RECIPES[plan.recipe](plan.options)
-        train_on, held_out = (_corpus(documents, self.target, settings) for documents in self.split)
+        train_on, held_out = (_corpus(documents, self.target, settings, watch) for documents in self.split)
+        self.stream = Stream(train_on, self.target, settings)
         torch.manual_seed(settings.seed)  # of the weights that begin at random
         self.module = self.recipe.build(self.target, train_on)
         self.target.boundaries = self.recipe.boundaries(self.module, self.target)
-        self.stream = Stream(train_on, self.target, settings)
         watch.tell(f"{len(train_on.examples)} texts of up to {settings.tokens} tokens; the target continues others")
         prompts = task_prompts(tasks, self.target, reach_of(self.module, self.target), settings)
         self.judge = Judge(self.target, self.recipe, held_out, settings, prompts)
@@ -174,5 +172,11 @@ class _Run:
         return report
 
 
-def _corpus(documents: list[Document], target: Target, training: Training) -> Corpus:
-    return Corpus(documents, target.tokenizer, training.tokens, training.prompt_tokens)
+def _corpus(documents: list[Document], target: Target, training: Training, watch: Watch) -> Corpus:
+    """Documents as the target reads them; what cannot be learnt from is told."""
+    corpus = Corpus(documents, target.tokenizer, training.tokens, training.prompt_tokens)
+    if corpus.too_long:
+        watch.tell(f"{corpus.too_long} prompts are left out: they leave no room within --tokens {training.tokens}")
+    if unknown := corpus.leave_out(target.vocab):
+        watch.tell(f"{unknown} texts are left out: they have tokens of the tokenizer that the target has not")
+    return corpus

@@ -19,6 +19,11 @@ class Stream:
     def __init__(self, corpus: Corpus, target: Target, settings: Training) -> None:
         """Raises RequestError where the data have no texts, or no prompts, but the settings want some."""
         self.corpus, self.target, self.settings = corpus, target, settings
+        if corpus.too_long and not corpus.prompts:
+            raise RequestError(
+                f"{corpus.too_long} prompts leave no room for an answer within tokens={settings.tokens}, and there is"
+                " nothing else: use a larger --tokens"
+            )
         if settings.on_policy < 1 and not corpus.examples:
             raise RequestError("the data have no text to learn from, only prompts: use --on-policy 1")
         if settings.on_policy > 0 and not corpus.prompts:

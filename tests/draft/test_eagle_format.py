@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from forerun import LLM, ForerunError, LoadError, SamplingParams
+from forerun import LLM, LoadError, SamplingParams
 from forerun.draft import stored
 from forerun.draft.base import Row
 from forerun.draft.eagle_format import load_head, save_head
@@ -124,12 +124,12 @@ def test_a_save_that_fails_leaves_what_was_there(tmp_path, monkeypatch) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(stored, "save_file", full)
-    with pytest.raises(ForerunError, match="No space left"):
+    with pytest.raises(OSError, match="No space left"):
         save_head(head_of(norm_output=True), place)
     assert sorted(os.listdir(place)) == ["config.json", "model.safetensors"]
     same(load_head(place, target()), head)
     (tmp_path / "file").write_text("")
-    with pytest.raises(ForerunError, match="cannot be written"):
+    with pytest.raises(OSError):
         save_head(head, tmp_path / "file" / "head")
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
+
 from forerun.draft.base import Proposer, Row
 from forerun.draft.compose import Cascade
 from forerun.engine.engine import Engine
+from forerun.errors import ForerunError
 from forerun.runner import Runner
 from forerun.types import Draft
 from tests import tiny
@@ -55,6 +58,39 @@ def test_parts_have_costs_and_an_acceptance_of_their_own() -> None:
     passes, drafts = engine.policy.costs()
     assert passes and {"first", "second"} >= drafts.keys() and "second" in drafts
     assert request.acceptance["second"] is not rejected and request.acceptance["second"].rejected > 0
+
+
+class Wrong(Proposer):
+    """Drafts what it was not asked for."""
+
+    name = "wrong"
+
+    def __init__(self, parents: Sequence[int], token: int) -> None:
+        self.parents, self.token = parents, token
+
+    def propose(self, rows: Sequence[Row]) -> list[Draft]:
+        drafts = [Draft.root(row.tokens[-1]) for row in rows]
+        for draft in drafts:
+            for parent in self.parents:
+                draft.add(self.token, parent, self.name)
+        return drafts
+
+
+@pytest.mark.parametrize(
+    ("parents", "token", "says"),
+    [
+        ([0, 0, 0], 1, "asked for 2 tokens, 2 deep, and gave 3, 1 deep"),
+        ([0, 1, 2], 1, "gave 3, 3 deep"),
+        ([0], 64, "not in the vocabulary of 64"),
+        ([0], -1, "not in the vocabulary of 64"),
+    ],
+)
+def test_a_draft_that_was_not_asked_for_is_refused(parents: list[int], token: int, says: str) -> None:
+    """There is no room for it: it would overwrite what others have in the cache."""
+    engine = engine_of(Wrong(parents, token))
+    engine.add(build.prompts()[1], build.params(1, 0.8, 30), draft="both", depth=2)
+    with pytest.raises(ForerunError, match=says):
+        build.finish(engine)
 
 
 def test_a_cascade_of_cascades_is_flat() -> None:

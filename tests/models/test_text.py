@@ -76,6 +76,16 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer(write(tmp_path_factory.mktemp("byte-level"), byte_level(), **PLAIN))
 
 
+def test_what_was_set_for_training_does_not_cut_or_fill_prompts(tmp_path: Path) -> None:
+    backend = byte_level()
+    backend.enable_truncation(3)
+    backend.enable_padding(length=40)
+    with_settings = Tokenizer(write(tmp_path / "with", backend, **PLAIN))
+    without = Tokenizer(write(tmp_path / "without", byte_level(), **PLAIN))
+    for text in ("one", "a text of more than three tokens"):
+        assert with_settings.encode(text) == without.encode(text)
+
+
 @pytest.fixture(params=["tokenizer", "fallback"])
 def either(request: pytest.FixtureRequest) -> Tokenizer:
     one: Tokenizer = request.getfixturevalue(request.param)

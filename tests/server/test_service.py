@@ -234,6 +234,28 @@ def test_an_accident_while_a_request_is_taken_is_told(llm: LLM, monkeypatch: pyt
     play(llm, body)
 
 
+def test_whoever_ends_in_a_step_that_then_fails_is_told(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its last event was made, and lost with the step."""
+    land, ended = llm.engine._land, []
+
+    def fails(*arguments: Any) -> Any:
+        if ended:
+            raise RuntimeError("behind one that has ended")
+        event = land(*arguments)
+        ended.extend([1] if event.finish_reason else [])
+        return event
+
+    async def body(llm: LLM, service: Service) -> None:
+        groups = [service.submit([order(seed, draft="off")]) for seed in (1, 2)]
+        monkeypatch.setattr(llm.engine, "_land", fails)
+        for group in groups:
+            with pytest.raises(UnavailableError):
+                await soon(result(group))
+        monkeypatch.undo()
+
+    play(llm, body)
+
+
 def test_an_accident_in_a_call_is_told(llm: LLM) -> None:
     async def body(llm: LLM, service: Service) -> None:
         with pytest.raises(ZeroDivisionError):

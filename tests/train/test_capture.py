@@ -4,10 +4,10 @@ import pytest
 import torch
 import transformers
 
-from forerun import ConfigError, ForerunError
+from forerun import LLM, ConfigError, ForerunError
 from forerun.train import capture
-from forerun.train.capture import Target
-from forerun.train.data import Corpus, Example
+from forerun.train.capture import PAGE, Target
+from forerun.train.data import Corpus, Document, Example, Passage
 from forerun.train.settings import Training
 from forerun.train.stream import Stream
 from tests import tiny
@@ -86,6 +86,17 @@ def test_the_share_that_the_target_writes(target: Target, corpus: Corpus, share:
     assert sum(text.given > 1 for text in texts) == count
 
 
+def test_a_target_says_the_same_where_a_drafter_is_judged_in_bfloat16() -> None:
+    """A float32 target in torch: its cache would refuse bfloat16, and its laws would be others."""
+    target = Target(str(tiny.worded()), Training(**SMALL))
+    target.llm = LLM(str(tiny.worded()), dtype="float32", kernels="torch", draft="suffix", kv_tokens=2048, page=PAGE)
+    texts = [Example(tuple(range(5, 5 + n)), 1) for n in (20, 12, 33)]
+    plain = target.batch(texts)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        judged = target.batch(texts)
+    assert torch.equal(plain.law.logs, judged.law.logs) and judged.law.logs.dtype == torch.float32
+
+
 def test_what_cannot_be_trained_on(target: Target) -> None:
     with pytest.raises(ConfigError, match="at most 256"):
         Target(str(tiny.worded()), Training(tokens=257))
@@ -98,3 +109,6 @@ def test_what_cannot_be_trained_on(target: Target) -> None:
     assert texts.examples and not texts.prompts
     with pytest.raises(ForerunError, match="longer than prompt_tokens"):
         Stream(texts, target, Training(**SMALL))
+    chats = Corpus([Document("a", "a", (Passage("grey " * 60, "x"),))], target.tokenizer, 48, 8)
+    with pytest.raises(ForerunError, match=r"1 prompts leave no room .* use a larger --tokens"):
+        Stream(chats, target, Training(**SMALL))

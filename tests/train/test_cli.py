@@ -11,8 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
+from safetensors import SafetensorError
 
 from forerun import LLM, SamplingParams
+from forerun.draft import stored
 from forerun.models.config import load_config
 from forerun.train import export, loop
 from forerun.train.checkpoint import read_checkpoint
@@ -143,7 +146,9 @@ def test_ctrl_c_and_resume(train: Verb, bare: Verb, tmp_path: Path, monkeypatch:
     assert code == 2 and "begun with rows=3, not 4" in err
     code, _, err = bare("--resume", "--out", str(out), "--target", "other")
     assert code == 2 and "begun with target=" in err
-    code, text, err = bare("--resume", "--out", str(out), "--rows", "3", "--max-minutes", "60", "--json")
+    code, _, err = bare("--resume", "--out", str(out), "--unroll", "2")
+    assert code == 2 and "begun with recipe small-lm, which has no unroll" in err
+    code, text, err = bare("--resume", "--out", str(out), "--layers", "1", "--max-minutes", "60", "--json")
     halves = json.loads(text)
     assert (code, err) == (0, "")
     for part in ("losses", "evaluations", "measured", "data"):
@@ -227,6 +232,7 @@ def test_no_step_at_all_writes_the_layers_as_they_are(train: Verb, tmp_path: Pat
         (["--out", "{tmp}/d", "--data", "{tmp}/data.jsonl", "--prompt-tokens", "255"], "leaves no room"),
         (["--out", "{tmp}/d", "--data", "{tmp}/data.jsonl", "--dtype", "float16"], "float16"),
         (["--out", "{tmp}/d", "--data", "{tmp}/data.jsonl", "--kl", "0", "--tv", "0"], "nothing to learn"),
+        (["--out", "{tmp}/d", "--data", "{tmp}/data.jsonl", "--recipe", "eagle", "--unroll", "3"], "mean 'eagle3'"),
         (["--out", "{tmp}/d", "--resume"], "begin without --resume"),
         (["--eval", "{tmp}/d", "--out", "{tmp}/e"], "trains nothing"),
         (["--eval", "{tmp}/d", "--data", "{tmp}/data.jsonl"], "there is no directory"),
@@ -243,6 +249,29 @@ def test_bad_input_is_one_line(bare: Verb, data: Path, tmp_path: Path, flags: li
     assert (code, out) == (2, "") and says in err.splitlines()[-1]
     assert len([line for line in err.splitlines() if line.startswith("forerun:")]) == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data.jsonl", "full.txt"]
+
+
+def test_a_link_is_no_place_for_a_drafter(bare: Verb, data: Path, tmp_path: Path) -> None:
+    """It would be noticed at the end: a directory cannot take the place of a link."""
+    (tmp_path / "place").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "place")
+    code, _, err = bare("--out", str(tmp_path / "link"), "--data", str(data))
+    assert code == 2 and "is a link" in err
+
+
+@pytest.mark.parametrize("recipe", ["small-lm", "medusa", "eagle3"])
+def test_a_full_disk_in_safetensors_words_loses_nothing(
+    recipe: str, bare: Verb, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(stored, "save_file", full)
+    monkeypatch.setattr(transformers.PreTrainedModel, "save_pretrained", full)
+    flags = ["--target", str(tiny.worded()), "--data", str(data), *FLAGS, "--steps", "1", "--recipe", recipe]
+    code, _, err = bare(*flags, "--out", str(tmp_path / "d"))
+    assert code == 1 and "No space left on device" in err.splitlines()[-1] and "--resume" in err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["d.training", "data.jsonl"]
 
 
 def test_ctrl_c_before_the_first_step_leaves_nothing(

@@ -88,6 +88,15 @@ def test_answers_are_learnt_and_questions_are_not(tokenizer: Tokenizer) -> None:
     assert corpus.prompts == [example.tokens[: example.given]] * 2 and corpus.too_long == 1
 
 
+def test_texts_with_tokens_that_the_model_has_not_are_left_out(tokenizer: Tokenizer) -> None:
+    texts = ["true false " * 20, "alpha green " * 20]
+    corpus = Corpus([Document(t, t, (Passage("", t),)) for t in texts], tokenizer, 50, 20)
+    before, vocab = len(corpus.examples) + len(corpus.prompts), max(max(e.tokens) for e in corpus.examples)
+    left_out = corpus.leave_out(vocab)
+    assert left_out == before - len(corpus.examples) - len(corpus.prompts) > 0 and corpus.leave_out(vocab) == 0
+    assert corpus.examples and all(max(e.tokens) < vocab for e in corpus.examples)
+
+
 def test_the_order_is_every_number_once_an_epoch_and_follows_from_the_seed() -> None:
     order = Order(7, 3)
     numbers = [order[n] for n in range(21)]
@@ -107,6 +116,7 @@ def test_the_order_is_every_number_once_an_epoch_and_follows_from_the_seed() -> 
         ('{"messages": "x"}', "must be a list"),
         ('{"messages": [{"role": "user"}]}', "needs a role and a content"),
         ('{"messages": [{"role": "assistant", "content": "x"}]}', "nothing to continue"),
+        ('{"text": "\\ud83d"}', "line 1: it has half of a character"),
         ("\n\n", "there is no text in"),
     ],
 )

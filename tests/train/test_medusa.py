@@ -68,6 +68,12 @@ def test_the_loss_is_that_of_each_head_and_position(aimed: Target, corpus: Corpu
     assert all(weight.grad is not None and weight.grad.abs().sum() > 0 for weight in heads.lm_heads.parameters())
 
 
+def test_texts_too_short_for_any_head_teach_nothing(aimed: Target, corpus: Corpus) -> None:
+    heads = heads_of(aimed, corpus)
+    RECIPE.loss(heads, aimed.batch([Example((5, 6), 1)])).backward()
+    assert not any(weight.grad is not None and weight.grad.any() for weight in heads.parameters())
+
+
 def test_training_pays_and_arithmetic_agrees_with_the_engine(aimed: Target, corpus: Corpus, tmp_path: Path) -> None:
     """Accepted length rises; measured and analytic agree within 5 %; what is written changes no text."""
     held_out = Corpus(

@@ -124,6 +124,13 @@ def test_the_loss_is_that_of_each_drafted_token(name: str, target: Target, corpu
     assert len(trained) == len(list(head.parameters())) and all(weight.grad.isfinite().all() for weight in trained)
 
 
+@pytest.mark.parametrize("name", RECIPES)
+def test_texts_too_short_to_draft_teach_nothing(name: str, target: Target, corpus: Corpus) -> None:
+    head = aim(RECIPES[name], target, corpus)
+    RECIPES[name].loss(head, target.batch([Example((5, 6), 1)])).backward()
+    assert not any(weight.grad is not None and weight.grad.any() for weight in head.parameters())
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_the_outlook_is_that_of_each_drafted_token(temperature: float, target: Target, corpus: Corpus) -> None:
     """Also for a head that cannot say all tokens: what it cannot say is never accepted."""

@@ -130,7 +130,7 @@ def start(threads: int = 0, instructions: str = "") -> str:
 
 
 def allocate(size: int) -> int:
-    """The address of `size` bytes that begin at a cache line, to be given to `forerun_release`. Raises CapacityError."""
+    """The address of `size` bytes at a cache line, for `forerun_release` in the end. Raises CapacityError."""
     address: int | None = loaded().forerun_allocate(size)
     if address is None:
         raise CapacityError(f"there is no memory for {size / 1e6:.0f} MB of weights: use a smaller model or int4")

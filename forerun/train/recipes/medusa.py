@@ -17,7 +17,7 @@ from forerun.runner import Runner
 from forerun.train.capture import Batch, Target
 from forerun.train.data import Corpus
 from forerun.train.lengths import chances_of
-from forerun.train.losses import Mixture, at_temperature, masked_mean, tv
+from forerun.train.losses import Mixture, at_temperature, masked_mean, nothing_learnt, tv
 from forerun.train.options import MedusaOptions
 from forerun.train.recipes.base import Outlook
 
@@ -56,7 +56,7 @@ class Medusa:
             losses = mixture(batch.law.behind(k + 1), logits, batch.tokens[:, k + 2 :])
             total = total + self.options.decay**k * masked_mean(losses, batch.mask[:, k + 1 :])
             weight += self.options.decay**k
-        return total / weight
+        return total / weight if weight else nothing_learnt(module)
 
     def analytic(self, module: nn.Module, batch: Batch, depth: int) -> Outlook:
         overlap = torch.zeros((*batch.mask.shape, depth), device=batch.tokens.device)

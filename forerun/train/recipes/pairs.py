@@ -21,7 +21,7 @@ from forerun.runner import Runner
 from forerun.train.capture import PAGE, Batch, Target
 from forerun.train.data import Corpus
 from forerun.train.lengths import chances_of
-from forerun.train.losses import Mixture, at_temperature, masked_mean, places, tv
+from forerun.train.losses import Mixture, at_temperature, masked_mean, nothing_learnt, places, tv
 from forerun.train.options import EagleOptions, PairOptions
 from forerun.train.recipes.base import Outlook
 from forerun.train.unroll import unroll
@@ -67,7 +67,7 @@ class PairRecipe:
             counts = batch.mask[:, step + 1 :] & sayable[:, step + 2 :]
             total = total + self.options.decay**step * masked_mean(losses, counts)
             weight += self.options.decay**step
-        return total / weight
+        return total / weight if weight else nothing_learnt(module)
 
     def analytic(self, module: nn.Module, batch: Batch, depth: int) -> Outlook:
         assert isinstance(module, PairHead)
