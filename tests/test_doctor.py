@@ -23,7 +23,7 @@ def test_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
     answer = json.loads(out)
     assert code == 0 and not err and set(answer) == NAMES
     assert answer["memory"] > 0 and answer["processor"]["cores"] >= 1
-    assert answer["bundled_model"]["parts"] == ["target", "draft"]
+    assert answer["bundled_model"]["parts"] == ["target", "draft", "eagle3", "medusa"]
     if native.library() is not None:
         assert answer["kernels"]["active"] == answer["kernels"]["possible"][0] and answer["bandwidth"] > 0
         assert "portable" in answer["kernels"]["possible"]

@@ -15,7 +15,7 @@ from forerun.load import load_tokenizer
 from forerun.models.hub import BUNDLED
 
 CATEGORIES = ["completion", "edit", "grounded", "summary", "translation", "chat", "mathematics", "free"]
-LONGEST = 350  # tokens of the bundled model, whose context of 1,024 holds an answer as well
+LONGEST = 350  # tokens of the bundled model, whose context holds an answer as well
 SPEED_BENCH = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"
 
 Write = Callable[[str, str], Path]

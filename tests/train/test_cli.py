@@ -20,7 +20,7 @@ from forerun.models.config import load_config
 from forerun.train import export, loop
 from forerun.train.checkpoint import read_checkpoint
 from tests import quantise, tiny
-from tests.test_cli import run
+from tests.test_cli import CONTEXT, run
 from tests.train.conftest import SMALL
 
 Verb = Callable[..., tuple[int, str, str]]
@@ -222,7 +222,7 @@ def test_no_step_at_all_writes_the_layers_as_they_are(train: Verb, tmp_path: Pat
         (["--out", "{tmp}/d", "--data", "{tmp}/full.txt"], "one document only"),
         (["--out", "{tmp}/d", "--data", "{tmp}/data.jsonl", "--recipe", "small"], "did you mean 'small-lm'"),
         (["--out", "{tmp}/d", "--data", "{tmp}/data.jsonl", "--target", "{tmp}"], "no config.json"),
-        (["--out", "{tmp}/d", "--data", "{tmp}/data.jsonl", "--tokens", "99999"], "give at most 1024"),
+        (["--out", "{tmp}/d", "--data", "{tmp}/data.jsonl", "--tokens", "99999"], f"give at most {CONTEXT}"),
         (["--out", "{tmp}/d", "--data", "{tmp}/data.jsonl", "--layers", "6"], "not under the target's 6"),
         (["--out", "{tmp}/d", "--data", "{tmp}/data.jsonl", "--init", "bundled", "--layers", "1"], "contradict"),
         (["--out", "{tmp}/d", "--data", "{tmp}/data.jsonl", "--on-policy", "1.5"], "share from 0 to 1"),
