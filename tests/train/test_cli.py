@@ -223,7 +223,7 @@ def test_no_step_at_all_writes_the_layers_as_they_are(train: Verb, tmp_path: Pat
         (["--out", "{tmp}/d", "--data", "{tmp}/data.jsonl", "--recipe", "small"], "did you mean 'small-lm'"),
         (["--out", "{tmp}/d", "--data", "{tmp}/data.jsonl", "--target", "{tmp}"], "no config.json"),
         (["--out", "{tmp}/d", "--data", "{tmp}/data.jsonl", "--tokens", "99999"], f"give at most {CONTEXT}"),
-        (["--out", "{tmp}/d", "--data", "{tmp}/data.jsonl", "--layers", "6"], "not under the target's 6"),
+        (["--out", "{tmp}/d", "--data", "{tmp}/data.jsonl", "--layers", "9", "--on-policy", "0"], "target's 7"),
         (["--out", "{tmp}/d", "--data", "{tmp}/data.jsonl", "--init", "bundled", "--layers", "1"], "contradict"),
         (["--out", "{tmp}/d", "--data", "{tmp}/data.jsonl", "--on-policy", "1.5"], "share from 0 to 1"),
         (["--out", "{tmp}/d", "--data", "{tmp}/data.jsonl", "--temperature", "0"], "over 0"),

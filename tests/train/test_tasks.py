@@ -145,13 +145,8 @@ class TestMeasuring:
     ) -> None:
         """Training may compute in bfloat16 meanwhile."""
         judge = Judge(target, SmallLM(SmallLMOptions()), corpus, SETTINGS)
-        right, seen = target.continued, []
-
-        def continued(*args: object) -> object:
-            seen.append(torch.is_autocast_enabled("cpu"))
-            return right(*args)  # type: ignore[arg-type]
-
-        monkeypatch.setattr(target, "continued", continued)
+        seen: list[bool] = []
+        monkeypatch.setattr(target.llm, "forget", lambda: seen.append(torch.is_autocast_enabled("cpu")))
         with torch.autocast("cpu", dtype=torch.bfloat16):
             assert judge.texts is judge.texts
         assert seen == [False]
