@@ -1,8 +1,8 @@
 """Editing a file with its old version as the prediction: how many tokens a pass of the target gives.
 
-The bundled model writes a file of about 200 lines (short ones, by a bias for line ends, since its context is 1,024
-tokens). Some lines of it are then changed and the result is the prediction when the same file is written again: to
-the engine, an old version of a file that it is to write anew with a few lines edited.
+The bundled model writes a file of about 200 lines, as many as its context holds. Some lines of it are then changed and
+the result is the prediction when the same file is written again: to the engine, an old version of a file that it is to
+write anew with a few lines edited.
 
     python examples/predict.py [--changed 5] [--depth auto]
 """
@@ -31,11 +31,10 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
     llm = LLM(kv_tokens=8192)
-    (newline,) = llm.tokenizer.encode("\n", special=False)
     lengths, ratios = [], []
     for seed in range(options.repeats):
-        bias = {newline: 4.0, **dict.fromkeys(llm.decoder.config.end_ids, -100.0)}
-        params = SamplingParams(temperature=0.7, seed=seed, max_tokens=990, logit_bias=bias)
+        bias = dict.fromkeys(llm.decoder.config.end_ids, -100.0)
+        params = SamplingParams(temperature=0.7, seed=seed, max_tokens=llm.decoder.context - 40, logit_bias=bias)
         plain = llm.generate(PROMPT, params, draft="off")[0]
         llm.forget()
         prediction = edited(plain.text, options.changed, seed)
