@@ -71,7 +71,8 @@ void convert(const float *x, int n, int format, Row row) {  // x is padded with 
       for (int i = half_ * 32; i < half_ * 32 + 32; i += W) {
         vi q = nearest(load(v + i) * inverse);
         total = total + q;
-        to_bytes(row.int8() + g * GROUP8 + i, q);
+        if (format == INT8) store_for_int8(row, g * GROUP8 + i, q);
+        else to_bytes(row.int8() + g * GROUP8 + i, q);
       }
       int32_t t = 0;
       for (int j = 0; j < W; j++) t += total[j];

@@ -106,11 +106,13 @@ inline void to_bf16(uint16_t *p, vf v) {  // round to nearest, ties to even
     *(ph *)(p + i * PART) = __builtin_convertvector(x, ph);
   }
 }
-inline void to_bytes(int8_t *p, vi v) {
-  for (int i = 0; i < W; i++) p[i] = (int8_t)v[i];
-}
 
 #if defined(__AVX2__)
+inline void to_bytes(int8_t *p, vi v) {
+  __m256i halves = _mm256_packs_epi32((__m256i)v.p[0], (__m256i)v.p[1]);
+  halves = _mm256_permute4x64_epi64(halves, _MM_SHUFFLE(3, 1, 2, 0));
+  _mm_storeu_si128((__m128i *)p, _mm_packs_epi16(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1)));
+}
 inline vf fma(vf a, vf b, vf c) {
   return each<vf>([&](int i) { return (pf)_mm256_fmadd_ps((__m256)a.p[i], (__m256)b.p[i], (__m256)c.p[i]); });
 }
@@ -122,6 +124,9 @@ inline vf half16(const uint16_t *p) {
   return each<vf>([&](int i) { return (pf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p + i * PART))); });
 }
 #else
+inline void to_bytes(int8_t *p, vi v) {
+  for (int i = 0; i < W; i++) p[i] = (int8_t)v[i];
+}
 inline vf fma(vf a, vf b, vf c) { return a * b + c; }
 inline vf largest(vf a, vf b) { return each<vf>([&](int i) { return (pf)_mm_max_ps((__m128)a.p[i], (__m128)b.p[i]); }); }
 inline vi nearest(vf a) { return each<vi>([&](int i) { return (pi)_mm_cvtps_epi32((__m128)a.p[i]); }); }

@@ -26,7 +26,7 @@ from forerun.train.blocks import blocks
 from forerun.train.capture import Batch, Target
 from forerun.train.data import Corpus
 from forerun.train.lengths import chances_of
-from forerun.train.losses import Law, Mixture, at_temperature, tv
+from forerun.train.losses import Law, Mixture, at_temperature, nothing_learnt, tv
 from forerun.train.options import BlockOptions
 from forerun.train.recipes.base import Outlook
 
@@ -87,7 +87,7 @@ class Block:
         counts = chosen[..., None] & inside & _of_rows(batch.mask, at.where(inside, 0))
         row, anchor, slot = counts.nonzero(as_tuple=True)
         if not len(row):
-            return made.sum() * 0.0  # no text has a token that could be an anchor
+            return nothing_learnt(module)  # no text has a token that could be an anchor
         at, made = at[row, anchor, slot], made[row, anchor, slot]
         law, previous = _law(batch.law, (row, at)), batch.tokens[row, at]
         logits = module.follow(module.say(made), previous)

@@ -1,0 +1,192 @@
+// Products with sixteen registers of eight lanes.
+//
+// Tiles are narrow and the inputs are taken in chunks that stay in the first cache while every tile passes over them; each
+// pass fetches its part of the next chunk, so that memory never waits for arithmetic.
+#pragma once
+#include <utility>
+
+namespace {
+
+constexpr int CHUNK = 8192;  // bytes of weights
+constexpr int LINE = 128;    // bytes of weights for 32 outputs: 1, 2, 4 or 8 inputs
+constexpr int STEP = 4;      // lines of one iteration
+
+struct Ahead {  // prefetches `stride` bytes further at each step
+  const char *p;
+  int stride;
+  void step() {
+    for (int i = 0; i < stride; i += 64) _mm_prefetch(p + i, _MM_HINT_T0);
+    p += stride;
+  }
+};
+
+// Calls f with every constant below N. GCC keeps an array in registers only where all its indices are constants before it
+// looks at loops; unrolled by itself, every sum was stored at every step, and f32 ran at half the speed.
+#define INLINE __attribute__((always_inline))
+template <typename F, int... I> INLINE inline void call(F f, std::integer_sequence<int, I...>) {
+  (f(std::integral_constant<int, I>{}), ...);
+}
+template <int N, typename F> INLINE inline void times(F f) { call(f, std::make_integer_sequence<int, N>{}); }
+#define EACH(i, N, ...) times<N>([&](auto i) INLINE { __VA_ARGS__ })
+
+inline __m256i four(const void *x) {
+  int32_t bits;
+  memcpy(&bits, x, 4);
+  return _mm256_set1_epi32(bits);
+}
+inline __m256i eight(const char *line, int c) { return _mm256_loadu_si256((const __m256i *)line + c); }  // of 8 outputs
+
+// The compiler may add integers in any order, and takes one that needs more registers than there are: it is not asked.
+INLINE inline void add_pairs(__m256i &acc, __m256i w, __m256i x) {  // of 16 bits, summed in 32
+  __m256i product;
+  asm("vpmaddwd %2, %3, %1\n\tvpaddd %1, %0, %0" : "+x"(acc), "=&x"(product) : "x"(w), "x"(x));
+}
+INLINE inline void add_bytes(__m256i &acc, __m256i w, __m256i x) {  // unsigned times signed, pairs summed in 16 bits
+  __m256i product;
+  asm("vpmaddubsw %3, %2, %1\n\tvpaddw %1, %0, %0" : "+x"(acc), "=&x"(product) : "x"(w), "x"(x));
+}
+
+// Each of these adds inputs from..to-1 to M rows of C * 8 outputs; `w` points at those outputs of input `from`.
+template <int M, int C> struct F32Tile {
+  static void add(const char *w, const void *, const Row *rows, int from, int to, float (*out)[BLOCK], Ahead ahead) {
+    __m256 acc[M][C];
+    EACH(m, M, EACH(c, C, acc[m][c] = _mm256_loadu_ps(out[m] + 8 * c);););
+    for (int k = from; k < to; k += STEP, w += STEP * LINE) {
+      ahead.step();
+      EACH(i, STEP,
+        __m256 v[C];
+        EACH(c, C, v[c] = _mm256_loadu_ps((const float *)(w + i * LINE) + 8 * c););
+        EACH(m, M,
+          __m256 x = _mm256_broadcast_ss(rows[m].f32() + k + i);
+          EACH(c, C, acc[m][c] = _mm256_fmadd_ps(v[c], x, acc[m][c]););););
+    }
+    EACH(m, M, EACH(c, C, _mm256_storeu_ps(out[m] + 8 * c, acc[m][c]);););
+  }
+};
+
+template <int M, int C> struct Bf16Tile {
+  static void add(const char *w, const void *, const Row *rows, int from, int to, float (*out)[BLOCK], Ahead ahead) {
+    const __m256i high = _mm256_set1_epi32((int)0xffff0000u);
+    __m256 acc[M][C];
+    EACH(m, M, EACH(c, C, acc[m][c] = _mm256_loadu_ps(out[m] + 8 * c);););
+    for (int k = from; k < to; k += 2 * STEP, w += STEP * LINE) {
+      ahead.step();
+      EACH(i, 2 * STEP,  // low halves: even inputs, high halves: odd ones
+        const char *line = w + i / 2 * LINE;
+        __m256 v[C];
+        EACH(c, C,
+          __m256i both = eight(line, c);
+          v[c] = _mm256_castsi256_ps(i % 2 ? _mm256_and_si256(both, high) : _mm256_slli_epi32(both, 16)););
+        EACH(m, M,
+          __m256 x = _mm256_broadcast_ss(rows[m].f32() + k + i);
+          EACH(c, C, acc[m][c] = _mm256_fmadd_ps(v[c], x, acc[m][c]););););
+    }
+    EACH(m, M, EACH(c, C, _mm256_storeu_ps(out[m] + 8 * c, acc[m][c]);););
+  }
+};
+
+inline void store_for_int8(Row row, int i, vi x) {  // activations i to i + 15
+  __m256i halves = _mm256_packs_epi32((__m256i)x.p[0], (__m256i)x.p[1]);  // 0 to 3, 8 to 11, 4 to 7, 12 to 15
+  halves = _mm256_permute4x64_epi64(halves, _MM_SHUFFLE(3, 1, 2, 0));
+  halves = _mm256_shufflehi_epi16(_mm256_shufflelo_epi16(halves, _MM_SHUFFLE(3, 1, 2, 0)), _MM_SHUFFLE(3, 1, 2, 0));
+  _mm256_storeu_si256((__m256i *)(row.int16() + i), halves);
+}
+
+// Weights are stored plus 128: the sum of the activations takes that off again, exactly. Even and odd bytes are two
+// vectors of 16 bits, and so inputs 0, 2 and 1, 3 of each four meet in a product: `store_for_int8` lays them out like that.
+template <int M, int C> struct Int8Tile {
+  static void add(const char *w, const void *, const Row *rows, int from, int to, float (*out)[BLOCK], Ahead ahead) {
+    const __m256i low = _mm256_set1_epi16(255);
+    for (int g = from / GROUP8; g < to / GROUP8; g++) {
+      __m256i acc[M][C];
+      EACH(m, M,
+        const int32_t *sums = rows[m].sums() + 2 * g;
+        __m256i start = _mm256_set1_epi32(-128 * (sums[0] + sums[1]));
+        EACH(c, C, acc[m][c] = start;););
+      for (int k = g * GROUP8; k < (g + 1) * GROUP8; k += 4 * STEP, w += STEP * LINE) {
+        ahead.step();
+        EACH(i, 2 * STEP,
+          const char *line = w + i / 2 * LINE;
+          __m256i v[C];
+          EACH(c, C, v[c] = i % 2 ? _mm256_srli_epi16(eight(line, c), 8) : _mm256_and_si256(eight(line, c), low););
+          EACH(m, M,
+            __m256i x = four(rows[m].int16() + k + 2 * i);
+            EACH(c, C, add_pairs(acc[m][c], v[c], x););););
+      }
+      EACH(m, M,
+        __m256 scale = _mm256_broadcast_ss(rows[m].scales() + g);
+        EACH(c, C,
+          __m256 total = _mm256_cvtepi32_ps(acc[m][c]);
+          _mm256_storeu_ps(out[m] + 8 * c, _mm256_fmadd_ps(total, scale, _mm256_loadu_ps(out[m] + 8 * c)));););
+    }
+  }
+};
+
+// A group's eight products of at most 15 * 127 * 2 fit a signed 16-bit sum.
+template <int M, int C> struct Int4Tile {
+  static void add(const char *w, const void *scale, const Row *rows, int from, int to, float (*out)[BLOCK], Ahead ahead) {
+    const __m256i ones = _mm256_set1_epi16(1), nibble = _mm256_set1_epi8(15);
+    const uint16_t *s = (const uint16_t *)scale;
+    for (int g = from / GROUP4; g < to / GROUP4; g++, s += BLOCK) {
+      __m256i acc[M][C];
+      EACH(m, M, EACH(c, C, acc[m][c] = _mm256_setzero_si256();););
+      for (int k = g * GROUP4; k < (g + 1) * GROUP4; k += 8 * STEP, w += STEP * LINE) {
+        ahead.step();
+        EACH(i, 2 * STEP,
+          const char *line = w + i / 2 * LINE;
+          __m256i v[C];
+          EACH(c, C,
+            __m256i both = eight(line, c);
+            v[c] = _mm256_and_si256(i % 2 ? _mm256_srli_epi16(both, 4) : both, nibble););
+          EACH(m, M,
+            __m256i x = four(rows[m].int8() + k + 4 * i);
+            EACH(c, C, add_bytes(acc[m][c], v[c], x););););
+      }
+      EACH(c, C,
+        __m256 column = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(s + 8 * c)));
+        EACH(m, M,
+          __m256i taken = _mm256_set1_epi32(8 * rows[m].sums()[g]);
+          __m256 total = _mm256_cvtepi32_ps(_mm256_sub_epi32(_mm256_madd_epi16(acc[m][c], ones), taken));
+          __m256 both = _mm256_mul_ps(column, _mm256_broadcast_ss(rows[m].scales() + g / 2));
+          _mm256_storeu_ps(out[m] + 8 * c, _mm256_fmadd_ps(total, both, _mm256_loadu_ps(out[m] + 8 * c)));););
+    }
+  }
+};
+#undef EACH
+
+using Add = void (*)(const char *, const void *, const Row *, int, int, float (*)[BLOCK], Ahead);
+constexpr int WIDE = 2, NARROW = 6;  // rows of a tile of 32 outputs, and of 16
+#define WIDE_TILES(T) {nullptr, T<1, 4>::add, T<2, 4>::add}
+#define NARROW_TILES(T) {nullptr, T<1, 2>::add, T<2, 2>::add, T<3, 2>::add, T<4, 2>::add, T<5, 2>::add, T<6, 2>::add}
+const Add wide[4][WIDE + 1] = {WIDE_TILES(F32Tile), WIDE_TILES(Bf16Tile), WIDE_TILES(Int8Tile), WIDE_TILES(Int4Tile)};
+const Add narrow[4][NARROW + 1] = {NARROW_TILES(F32Tile), NARROW_TILES(Bf16Tile), NARROW_TILES(Int8Tile), NARROW_TILES(Int4Tile)};
+#undef WIDE_TILES
+#undef NARROW_TILES
+
+void products(const Matrix &a, int block, const Row *rows, int count, float (*out)[BLOCK]) {
+  const int inputs_a_line[] = {1, 2, 4, 8}, per = inputs_a_line[a.format], chunk = CHUNK / LINE * per;
+  const char *weights = (const char *)a.weight + (int64_t)block * a.padded / per * LINE;
+  const uint16_t *scales = a.format == INT4 ? (const uint16_t *)a.scale + (int64_t)block * a.padded / GROUP4 * BLOCK : nullptr;
+  memset(out, 0, sizeof(out[0]) * count);
+  int tiles = count <= WIDE ? 1 : (count + NARROW - 1) / NARROW, passes = count <= WIDE ? 1 : 2 * tiles;
+  for (int from = 0; from < a.padded; from += chunk) {
+    int to = from + chunk < a.padded ? from + chunk : a.padded;
+    const char *w = weights + (int64_t)from / per * LINE, *next = w + (int64_t)(to - from) / per * LINE;
+    const uint16_t *s = scales ? scales + (int64_t)from / GROUP4 * BLOCK : nullptr;
+    if (passes == 1) {
+      wide[a.format][count](w, s, rows, from, to, out, {next, STEP * LINE});
+      continue;
+    }
+    int part = (to - from) / per * LINE / passes;
+    for (int i = 0; i < passes; i++) {
+      Share tile = share(count, i / 2, tiles);
+      int column = i % 2 * W;
+      float(*to_row)[BLOCK] = (float(*)[BLOCK])(out[tile.from] + column);
+      narrow[a.format][tile.to - tile.from](w + column * 4, s ? s + column : nullptr, rows + tile.from, from, to, to_row,
+                                            {next + (int64_t)i * part, STEP * LINE / passes});
+    }
+  }
+  if (a.format == INT8) scale_outputs(a, block, count, out);
+}
+
+}  // namespace

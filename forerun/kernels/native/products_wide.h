@@ -1,0 +1,176 @@
+// Products with registers of 512 bits, and the same in plain C++ for processors that have neither those nor AVX2.
+#pragma once
+
+namespace {
+
+template <int M> struct Tile { vf v[M][2]; };
+
+inline void ahead(const void *p) {  // the weight stream is read once, forwards
+  _mm_prefetch((const char *)p + 1024, _MM_HINT_T0);
+  _mm_prefetch((const char *)p + 1088, _MM_HINT_T0);
+}
+
+template <int M> inline Tile<M> product_f32(const float *w, const Row *rows, int padded) {
+  Tile<M> t;
+  for (int m = 0; m < M; m++) t.v[m][0] = t.v[m][1] = vf{};
+  for (int k = 0; k < padded; k++, w += BLOCK) {
+    vf w0 = load(w), w1 = load(w + W);
+    ahead(w);
+    for (int m = 0; m < M; m++) {
+      vf x = set1(rows[m].f32()[k]);
+      t.v[m][0] = fma(w0, x, t.v[m][0]);
+      t.v[m][1] = fma(w1, x, t.v[m][1]);
+    }
+  }
+  return t;
+}
+
+#if defined(__AVX512BF16__)
+template <int M> inline Tile<M> product_bf16(const uint16_t *w, const Row *rows, int padded) {
+  __m512 acc[M][2];
+  for (int m = 0; m < M; m++) acc[m][0] = acc[m][1] = _mm512_setzero_ps();
+  for (int k = 0; k < padded; k += 2, w += 2 * BLOCK) {
+    __m512bh w0 = (__m512bh)_mm512_loadu_si512(w), w1 = (__m512bh)_mm512_loadu_si512(w + 32);
+    ahead(w);
+    for (int m = 0; m < M; m++) {
+      __m512bh x = (__m512bh)_mm512_set1_epi32(*(const int32_t *)(rows[m].bf16() + k));
+      acc[m][0] = _mm512_dpbf16_ps(acc[m][0], w0, x);
+      acc[m][1] = _mm512_dpbf16_ps(acc[m][1], w1, x);
+    }
+  }
+  Tile<M> t;
+  for (int m = 0; m < M; m++)
+    for (int c = 0; c < 2; c++) t.v[m][c] = (vf)acc[m][c];
+  return t;
+}
+#else
+template <int M> inline Tile<M> product_bf16(const uint16_t *w, const Row *rows, int padded) {
+  Tile<M> t;
+  for (int m = 0; m < M; m++) t.v[m][0] = t.v[m][1] = vf{};
+  for (int k = 0; k < padded; k += 2, w += 2 * BLOCK)
+    for (int c = 0; c < 2; c++) {
+      vi pair;  // low half: input k, high half: input k + 1
+      memcpy(&pair, w + c * BLOCK, 64);
+      vf even = as_float(pair << 16), odd = as_float(pair & (int32_t)0xffff0000u);
+      for (int m = 0; m < M; m++)
+        t.v[m][c] = fma(odd, set1(rows[m].f32()[k + 1]), fma(even, set1(rows[m].f32()[k]), t.v[m][c]));
+    }
+  return t;
+}
+#endif
+
+inline void store_for_int8(Row row, int i, vi x) { to_bytes(row.int8() + i, x); }  // activations i to i + 15
+
+// acc += four unsigned weights times four signed activations, in each of 16 lanes
+inline vi dot4(vi acc, vi weights, const int8_t *x) {
+#if defined(__AVX512VNNI__)
+  int32_t four;
+  memcpy(&four, x, 4);
+  return (vi)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)weights, _mm512_set1_epi32(four));
+#else
+  for (int i = 0; i < W; i++) {
+    uint32_t w = (uint32_t)weights[i];
+    int32_t total = 0;
+    for (int b = 0; b < 4; b++) total += (int32_t)(w >> (8 * b) & 0xff) * x[b];
+    acc[i] += total;
+  }
+  return acc;
+#endif
+}
+inline vi bytes(const void *p) {
+  vi v;
+  memcpy(&v, p, 64);
+  return v;
+}
+inline vi low_nibbles(vi v) { return v & 0x0f0f0f0f; }
+inline vi high_nibbles(vi v) {  // an arithmetic shift brings in sign bits, which the mask takes off
+#if defined(__AVX512F__)
+  return (v >> 4) & 0x0f0f0f0f;
+#else
+  return each<vi>([&](int i) { return (v.p[i] >> 4) & 0x0f0f0f0f; });
+#endif
+}
+
+// INT8 weights are stored plus 128, INT4 plus 8: the sum of the activations takes that off again, exactly. The float sums
+// live in `out`: the integer ones need the registers, and a group is long enough to pay for the way to memory.
+template <int M> inline void product_int8(const uint8_t *w, const Row *rows, int padded, float (*out)[BLOCK]) {
+  const int8_t *x[M];
+  for (int m = 0; m < M; m++) {
+    x[m] = rows[m].int8();
+    store(out[m], vf{});
+    store(out[m] + W, vf{});
+  }
+  for (int g = 0; g < padded / GROUP8; g++) {
+    vi acc[M][2];
+    for (int m = 0; m < M; m++) acc[m][0] = acc[m][1] = set1i(-128 * (rows[m].sums()[2 * g] + rows[m].sums()[2 * g + 1]));
+    for (int k = g * GROUP8; k < (g + 1) * GROUP8; k += 4, w += 4 * BLOCK) {
+      vi w0 = bytes(w), w1 = bytes(w + 64);
+      ahead(w);
+      for (int m = 0; m < M; m++) {
+        acc[m][0] = dot4(acc[m][0], w0, x[m] + k);
+        acc[m][1] = dot4(acc[m][1], w1, x[m] + k);
+      }
+    }
+    for (int m = 0; m < M; m++) {
+      vf scale = set1(rows[m].scales()[g]);
+      for (int c = 0; c < 2; c++) store(out[m] + c * W, fma(to_float(acc[m][c]), scale, load(out[m] + c * W)));
+    }
+  }
+}
+
+template <int M>
+inline void product_int4(const uint8_t *w, const uint16_t *scale, const Row *rows, int padded, float (*out)[BLOCK]) {
+  const int8_t *x[M];
+  for (int m = 0; m < M; m++) {
+    x[m] = rows[m].int8();
+    store(out[m], vf{});
+    store(out[m] + W, vf{});
+  }
+  for (int g = 0; g < padded / GROUP4; g++, scale += BLOCK) {
+    vi acc[M][2];
+    for (int m = 0; m < M; m++) acc[m][0] = acc[m][1] = set1i(-8 * rows[m].sums()[g]);
+    for (int k = g * GROUP4; k < (g + 1) * GROUP4; k += 8, w += 4 * BLOCK) {
+      ahead(w);
+      for (int c = 0; c < 2; c++) {
+        vi both = bytes(w + 64 * c), low = low_nibbles(both), high = high_nibbles(both);
+        for (int m = 0; m < M; m++) {
+          acc[m][c] = dot4(acc[m][c], low, x[m] + k);
+          acc[m][c] = dot4(acc[m][c], high, x[m] + k + 4);
+        }
+      }
+    }
+    vf s[2] = {half16(scale), half16(scale + W)};
+    for (int m = 0; m < M; m++)
+      for (int c = 0; c < 2; c++)
+        store(out[m] + c * W, fma(to_float(acc[m][c]), s[c] * rows[m].scales()[g / 2], load(out[m] + c * W)));
+  }
+}
+
+template <int M> void product(const Matrix &a, int block, const Row *rows, float (*out)[BLOCK]) {
+  int64_t at = (int64_t)block * BLOCK * a.padded;
+  if (a.format == INT4)
+    return product_int4<M>((const uint8_t *)a.weight + at / 2, (const uint16_t *)a.scale + at / GROUP4, rows, a.padded, out);
+  if (a.format == INT8) {
+    product_int8<M>((const uint8_t *)a.weight + at, rows, a.padded, out);
+    return scale_outputs(a, block, M, out);
+  }
+  Tile<M> t = a.format == F32 ? product_f32<M>((const float *)a.weight + at, rows, a.padded)
+                              : product_bf16<M>((const uint16_t *)a.weight + at, rows, a.padded);
+  for (int m = 0; m < M; m++)
+    for (int c = 0; c < 2; c++) store(out[m] + c * W, t.v[m][c]);
+}
+
+using Product = void (*)(const Matrix &, int, const Row *, float (*)[BLOCK]);
+constexpr int TALLEST = 12;
+const Product tiles_of[TALLEST + 1] = {nullptr,     product<1>, product<2>, product<3>,  product<4>,  product<5>, product<6>,
+                                       product<7>,  product<8>, product<9>, product<10>, product<11>, product<12>};
+
+void products(const Matrix &a, int block, const Row *rows, int count, float (*out)[BLOCK]) {
+  int tallest = a.format == INT8 || a.format == INT4 ? 8 : TALLEST, tiles = (count + tallest - 1) / tallest;
+  for (int i = 0; i < tiles; i++) {
+    Share tile = share(count, i, tiles);
+    tiles_of[tile.to - tile.from](a, block, rows + tile.from, out + tile.from);
+  }
+}
+
+}  // namespace
