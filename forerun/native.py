@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+from array import array
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -28,7 +29,7 @@ from forerun.models.packed_cache import Broken, Kept, PackedCache, open_cache
 from forerun.models.quantized import Exact, Stored, is_quantised
 from forerun.models.rope import rope_tables
 from forerun.models.weights import Layer, Norm, Source, load_weights
-from forerun.passes import Link, Pass, Steps
+from forerun.passes import Link, Pass, Steps, address
 from forerun.types import Forward
 
 BLOCK = 32
@@ -161,12 +162,11 @@ class NativeDecoder:
         if key not in self._recorded:
             self._recorded[key] = self._record(key)
         recorded, batch = self._recorded[key], Pass(segments, cache)
-        tokens, wanted = len(batch.ids), len(batch.want)
-        pointers, scratch = recorded.buffers.fit(tokens, wanted)
+        pointers, scratch = recorded.buffers.fit(batch.tokens, batch.wanted)
         native.loaded().forerun_run(recorded.program, batch.fill(pointers, scratch, cache))
-        logits, *saved = (torch.from_numpy(a) for a in recorded.buffers.arrays[LOGITS:])
-        features = {boundary: x[:tokens].clone() for boundary, x in zip(key, saved, strict=True)}
-        return Forward(logits[:wanted, : self.config.vocab].clone(), features)
+        logits, *saved = recorded.buffers.arrays[LOGITS:]
+        features = {b: torch.from_numpy(x[: batch.tokens].copy()) for b, x in zip(key, saved, strict=True)}
+        return Forward(torch.from_numpy(logits[: batch.wanted].copy()), features)
 
     def chain(self, links: Sequence[Link], cache: KVCache, vocab: int) -> list[list[int]]:
         """Say token after token behind each link, as many as it has keys, in one native call; the slots have room.
@@ -271,8 +271,8 @@ class Recorded:
         for buffer, rows in given.items():
             self.buffers.arrays[buffer][: len(links)] = rows[steps.order]
         chain = CChain(
-            levels=len(steps.keys), rows=len(links), logits=LOGITS, vocab=vocab, active=steps.active.ctypes.data,
-            temperature=steps.temperature.ctypes.data, keys=steps.keys.ctypes.data, tokens=steps.tokens.ctypes.data,
+            levels=steps.levels, rows=len(links), logits=LOGITS, vocab=vocab, active=address(steps.active),
+            temperature=address(steps.temperature), keys=address(steps.keys), tokens=address(steps.drafted),
             ids=None if ids is None else ids.ctypes.data, said=0 if ids is None else len(ids),
         )  # fmt: skip
         native.loaded().forerun_chain(self.program, steps.fill(pointers, scratch, cache), chain)
@@ -285,12 +285,13 @@ class _Buffers:
     def __init__(self, widths: np.ndarray, scratch: int) -> None:
         self.widths, self.scratch_row, self.rows, self.wanted = widths, scratch, 0, 0
 
-    def fit(self, rows: int, wanted: int) -> tuple[np.ndarray, int]:
+    def fit(self, rows: int, wanted: int) -> tuple[int, int]:
         """(pointers to the buffers, pointer to scratch) with room for so many rows, and wanted rows of logits."""
         if rows > self.rows or wanted > self.wanted:
             self.rows, self.wanted = max(rows, self.rows, ROOM), max(wanted, self.wanted, ROOM)
             counts = [self.wanted if i == LOGITS else self.rows for i in range(len(self.widths))]
             self.arrays = [np.zeros((n, w), np.float32) for n, w in zip(counts, self.widths, strict=True)]
-            self.pointers = np.array([a.ctypes.data for a in self.arrays], dtype=np.uint64)
+            self.pointers = array("Q", [a.ctypes.data for a in self.arrays])
             self.scratch = np.zeros(self.rows * self.scratch_row + 64, dtype=np.uint8)
-        return self.pointers, -(-self.scratch.ctypes.data // 64) * 64
+            self.at = address(self.pointers), -(-self.scratch.ctypes.data // 64) * 64
+        return self.at

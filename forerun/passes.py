@@ -1,11 +1,15 @@
-"""The arrays of native passes: which tokens, where they are stored, what each of them sees."""
+"""The arrays of native passes: which tokens, where they are stored, what each of them sees.
+
+They are of the standard library: to make one of numpy's and ask where it lies takes five times as long, and several
+times more behind a pass over the weights, which leaves no code in the caches.
+"""
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import numpy as np
+from itertools import chain, zip_longest
 
 from forerun.cache.attention import Segment
 from forerun.cache.kv import KVCache
@@ -25,35 +29,37 @@ class Pass:
         extra: list[int] = []
         extra_at: list[int] = [0]
         want: list[int] = []
-        store: list[np.ndarray] = []
+        store: list[int] = []
         for s in segments:
             at = cache.length[s.slot]
             want += [len(ids) + i for i in s.want]
             ids += s.tokens
-            lines += [int(table[s.slot].ctypes.data)] * len(s.tokens)
-            store.append(table[s.slot, at + s.offset : at + len(s.parents)])
+            lines += [cache.pages.line(s.slot)] * len(s.tokens)
+            store += table[s.slot, at + s.offset : at + len(s.parents)].tolist()
             for straight, path in _sights(s.parents)[s.offset :]:
                 positions.append(at + straight + len(path) - 1)
                 direct.append(at + straight)
                 extra += [int(table[s.slot, at + i]) for i in path]
                 extra_at.append(len(extra))
-        self.ids, self.positions, self.want, self.extra = (
-            np.array(values, dtype=np.int64) for values in (ids, positions, want, extra)
-        )
-        self.lines = np.array(lines, dtype=np.uint64)
-        self.direct, self.extra_at = np.array(direct, dtype=np.int32), np.array(extra_at, dtype=np.int32)
-        self.store = np.concatenate(store)
+        self.tokens, self.wanted = len(ids), len(want)
+        self.ids, self.positions, self.store = array("q", ids), array("q", positions), array("q", store)
+        self.lines, self.direct = array("Q", lines), array("i", direct)
+        self.extra, self.extra_at, self.want = array("q", extra), array("i", extra_at), array("q", want)
 
-    def fill(self, pointers: np.ndarray, scratch: int, cache: KVCache) -> CBatch:
+    def fill(self, pointers: int, scratch: int, cache: KVCache) -> CBatch:
         """The C structure; it points into this object and the cache."""
         keys, values, stride, dtype = cache.layout
         return CBatch(
-            tokens=len(self.ids), wanted=len(self.want), ids=self.ids.ctypes.data,
-            positions=self.positions.ctypes.data, store=self.store.ctypes.data, rows=self.lines.ctypes.data,
-            direct=self.direct.ctypes.data, extra_at=self.extra_at.ctypes.data, extra=self.extra.ctypes.data,
-            want=self.want.ctypes.data, buffers=pointers.ctypes.data, scratch=scratch, keys=keys, values=values,
-            layer_stride=stride, kv_format=native.FORMATS[dtype],
+            tokens=self.tokens, wanted=self.wanted, ids=address(self.ids), positions=address(self.positions),
+            store=address(self.store), rows=address(self.lines), direct=address(self.direct),
+            extra_at=address(self.extra_at), extra=address(self.extra), want=address(self.want), buffers=pointers,
+            scratch=scratch, keys=keys, values=values, layer_stride=stride, kv_format=native.FORMATS[dtype],
         )  # fmt: skip
+
+
+def address(values: array[int] | array[float]) -> int:
+    """Where the numbers of an array begin."""
+    return values.buffer_info()[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,28 +86,33 @@ class Steps(Pass):
         counts = [len(link.keys) for link in links]
         self.order = sorted(range(len(links)), key=lambda i: -counts[i])
         self._counts, links = counts, [links[i] for i in self.order]
-        levels, slots, table = max(counts), [link.slot for link in links], cache.pages.rows
+        self.levels, self.tokens, self.wanted = max(counts), len(links), len(links)
         starts = [cache.length[link.slot] + link.offset for link in links]
-        self.positions = np.add.outer(np.arange(levels, dtype=np.int64), starts)
-        self.direct = (self.positions + 1).astype(np.int32)
-        self.store = table[slots, np.minimum(self.positions, table.shape[1] - 1)]  # past its end no link goes on
-        self.lines = np.array([table[slot].ctypes.data for slot in slots], dtype=np.uint64)
-        self.want, self.extra = np.arange(len(links)), np.zeros(0, dtype=np.int64)
-        self.extra_at = np.zeros(len(links) + 1, dtype=np.int32)
-        self.active = np.array([sum(n > level for n in counts) for level in range(levels)], dtype=np.int32)
-        self.temperature = np.array([link.temperature for link in links], dtype=np.float32)
-        self.keys = np.zeros((levels, len(links)), dtype=np.uint64)
-        for i, link in enumerate(links):
-            self.keys[: len(link.keys), i] = np.array(link.keys, dtype=np.uint64)
-        self.tokens = np.zeros((levels + 1, len(links)), dtype=np.int64)
-        self.tokens[0] = self.ids = np.array([link.token for link in links], dtype=np.int64)
+        positions = [start + level for level in range(self.levels) for start in starts]
+        self.positions, self.direct = array("q", positions), array("i", [at + 1 for at in positions])
+        lines = [cache.pages.rows[x.slot, at : at + self.levels].tolist() for x, at in zip(links, starts, strict=True)]
+        self.store = array("q", _by_level(lines))
+        self.lines = array("Q", [cache.pages.line(link.slot) for link in links])
+        self.want, self.extra = array("q", range(len(links))), array("q")
+        self.extra_at = array("i", [0] * (len(links) + 1))
+        self.active = array("i", [sum(n > level for n in counts) for level in range(self.levels)])
+        self.temperature = array("f", [link.temperature for link in links])
+        self.keys = array("Q", _by_level([link.keys for link in links]))
+        self.ids = array("q", [link.token for link in links])
+        self.drafted = array("q", [*self.ids, *[0] * (self.levels * len(links))])
 
     def said(self) -> list[list[int]]:
         """What was said behind each link, in the order in which they were given."""
         found: list[list[int]] = [[]] * len(self.order)
         for column, i in enumerate(self.order):
-            found[i] = self.tokens[1 : self._counts[i] + 1, column].tolist()
+            behind = self.drafted[self.tokens + column :: self.tokens]
+            found[i] = behind[: self._counts[i]].tolist()
         return found
+
+
+def _by_level(lines: Sequence[Sequence[int]]) -> list[int]:
+    """The first number of every line, then the second, with zeros where a line has ended: no link goes on there."""
+    return list(chain.from_iterable(zip_longest(*lines, fillvalue=0)))
 
 
 def _sights(parents: Sequence[int]) -> list[tuple[int, list[int]]]:

@@ -36,18 +36,21 @@ class Runner:
             return self.decoder.chain(links, self.cache, vocab)
         return None
 
-    @torch.inference_mode()
     def forward(self, segments: Sequence[Segment], boundaries: Sequence[int] = ()) -> Forward:
         """One pass. The slots must have room (`Pages.grow`); logits come in the order of the segments' `want`, hidden
         states at `boundaries` in that of their tokens."""
         if isinstance(self.decoder, NativeDecoder):
             return self.decoder.forward(segments, self.cache, boundaries)
-        device = self.decoder.device
-        attention = Attention(segments, self.cache, self.decoder.config)
+        return self._on_torch(self.decoder, segments, boundaries)
+
+    @torch.inference_mode()
+    def _on_torch(self, decoder: Decoder, segments: Sequence[Segment], boundaries: Sequence[int]) -> Forward:
+        device = decoder.device
+        attention = Attention(segments, self.cache, decoder.config)
         ids = torch.tensor([token for s in segments for token in s.tokens], device=device)
         want, start = [], 0
         for segment in segments:
             want += [start + i for i in segment.want]
             start += len(segment.tokens)
         chosen = torch.tensor(want, dtype=torch.int64, device=device)
-        return self.decoder.forward(ids, attention.positions, attention, chosen, boundaries)
+        return decoder.forward(ids, attention.positions, attention, chosen, boundaries)

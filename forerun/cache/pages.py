@@ -25,6 +25,7 @@ class Pages:
         self.count, self.size, self.ahead = count, size, ahead
         # rows[slot, i]: the row of the KV tensors that holds logical index i
         self.rows = np.zeros((slots, -(-context // size) * size), dtype=np.int64)
+        self._lines: list[int] = [self.rows[slot].ctypes.data for slot in range(slots)]
         self.held: list[list[int]] = [[] for _ in range(slots)]
         self.free = list(range(count - 1, -1, -1))
         self.idle: OrderedDict[int, None] = OrderedDict()
@@ -32,6 +33,10 @@ class Pages:
         self.digest_of: dict[int, bytes] = {}
         self.page_of: dict[bytes, int] = {}
         self.chain: list[list[bytes]] = [[] for _ in range(slots)]
+
+    def line(self, slot: int) -> int:
+        """The address of a slot's line in `rows`."""
+        return self._lines[slot]
 
     @property
     def available(self) -> int:

@@ -59,7 +59,7 @@ class Fault:
             return RULES[name]
         code = self.code(name)
         verify = by_draws(code) if name == "match" else ratio(code)
-        return replace(RULES[name], verify=_with_noise(verify, self.noise))
+        return replace(RULES[name], verify=_with_noise(verify, self.noise), follow=None)
 
 
 def by_draws(rule: RatioRule) -> Verify:

@@ -12,7 +12,6 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 
-import torch
 from torch import Tensor
 
 from forerun.cache.attention import Segment
@@ -24,14 +23,15 @@ from forerun.engine.drafting import OFF, Drafting
 from forerun.engine.observe import logprobs_of, round_of, split_features
 from forerun.engine.request import Request
 from forerun.engine.scheduler import Scheduler, Work
+from forerun.engine.verdicts import verdicts_of
 from forerun.errors import ConfigError, RequestError, nearest
 from forerun.models.text import TextStream, Tokenizer
 from forerun.runner import Runner
-from forerun.sampling.filters import SamplingState, filter_logits
+from forerun.sampling.filters import SamplingState
 from forerun.sampling.grammar import GrammarCompiler
 from forerun.sampling.params import SamplingParams
 from forerun.types import Draft, Event, Round, Verdict
-from forerun.verify import RULES, Noise
+from forerun.verify import RULES
 
 
 class Engine:
@@ -140,7 +140,7 @@ class Engine:
         forward = self.target.forward(segments, sorted({b for work in works for b in self._wanted(work.request)}))
         logits, seen = forward.logits, split_features(forward, segments)
         trees = [drafts[w.request.id] for w in drawing]
-        verdicts = self._verify(drawing, trees, logits)
+        verdicts = verdicts_of([w.request for w in drawing], trees, logits) if drawing else []
         verified = time.perf_counter()
         if all(work.draws and work.count == 1 for work in works):  # reading a prompt is another regime
             self.policy.record_pass(sum(len(s.tokens) for s in segments), self.clock() - begun)
@@ -173,22 +173,6 @@ class Engine:
         parents += [count - 1 + parent for parent in draft.parents[1:]]
         want = list(range(count - 1, count - 1 + len(draft)))
         return Segment(request.slot, tokens + draft.tokens[1:], parents, want)
-
-    def _verify(self, drawing: Sequence[Work], drafts: Sequence[Draft], logits: Tensor) -> list[Verdict]:
-        """The verdict of each request's rule on its draft, from logits [M, V]."""
-        if not drawing:
-            return []
-        with torch.inference_mode():
-            scores = filter_logits(logits, drafts, [w.request.state for w in drawing])
-            noises = [Noise(w.request.seed, len(w.request.tokens) - 1) for w in drawing]
-            rows = torch.split(scores, [len(draft) for draft in drafts])
-            verdicts: dict[int, Verdict] = {}
-            for rule in {w.request.rule.name: w.request.rule for w in drawing}.values():
-                mine = [i for i, w in enumerate(drawing) if w.request.rule is rule]
-                part = scores if len(mine) == len(drawing) else torch.cat([rows[i] for i in mine])
-                given = rule.verify([drafts[i] for i in mine], part, [noises[i] for i in mine])
-                verdicts |= zip(mine, given, strict=True)
-            return [verdicts[i] for i in range(len(drawing))]
 
     def _land(self, work: Work, draft: Draft, verdict: Verdict, logits: Tensor) -> Event:
         """Commit a verdict: keep the path's keys, append its tokens up to the one that ends the request."""

@@ -1,23 +1,88 @@
 """The draw: one token a row, argmax of scores plus Gumbel noise, natively where that is possible."""
 
-import numpy as np
+from __future__ import annotations
+
+import ctypes
+import math
+from array import array
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from forerun import rng
+from forerun.errors import ForerunError
 from forerun.kernels import native
 
 
-def gumbel_argmax(scores: Tensor, keys: list[int]) -> Tensor:
+def gumbel_argmax(scores: Tensor, keys: Sequence[int]) -> Tensor:
     """One draw from softmax(scores) for each row. [M, V], M stream keys -> int64 [M]
 
     Every row needs a finite score; ties go to the lowest id. float32 on the CPU is drawn by the native kernel, anything
     else by its twin `rng.gumbel_argmax`.
     """
-    lib = native.library()
-    if lib is None or scores.dtype != torch.float32 or scores.device.type != "cpu":
-        return rng.gumbel_argmax(scores, keys)
-    scores, streams = scores.contiguous(), np.array(keys, dtype=np.uint64)
+    lib = _library_for(scores)
+    if lib is None:
+        return rng.gumbel_argmax(scores, list(keys))
+    scores, streams = scores.contiguous(), array("Q", keys)
     drawn = torch.empty(len(scores), dtype=torch.int64)
-    lib.forerun_draw(scores.data_ptr(), streams.ctypes.data, len(scores), scores.shape[1], drawn.data_ptr())
+    lib.forerun_draw(scores.data_ptr(), _at(streams), len(scores), scores.shape[1], drawn.data_ptr())
     return drawn
+
+
+def say(logits: Tensor, temperatures: Sequence[float], keys: Sequence[int]) -> list[int]:
+    """One token for each row: the likeliest at temperature 0 (the lowest id among equals), else one of
+    softmax(logits / temperature). [M, V], M temperatures, M stream keys -> M tokens
+
+    What `gumbel_argmax(temper(logits, temperatures), keys)` says, in one native call where that is possible: behind a
+    pass over the weights no code is in the caches, and each of torch's operations costs as much as this.
+
+    Raises:
+        ForerunError: logits are not finite.
+    """
+    lib = _library_for(logits)
+    if lib is None:
+        check_finite(logits)
+        drawn: list[int] = rng.gumbel_argmax(temper(logits, temperatures), list(keys)).tolist()
+        return drawn
+    (rows, vocab), logits, said = logits.shape, logits.contiguous(), array("q", [0] * len(keys))
+    heat, streams = array("f", temperatures), array("Q", keys)
+    if lib.forerun_say(logits.data_ptr(), _at(heat), _at(streams), rows, vocab, _at(said)) < rows:
+        raise _not_finite()
+    return said.tolist()
+
+
+def check_finite(logits: Tensor) -> None:
+    """ForerunError where a row [M, V] has NaN, or nothing that is finite."""
+    if not torch.isfinite(logits.amax(-1)).all():
+        raise _not_finite()
+
+
+def temper(logits: Tensor, temperatures: Sequence[float]) -> Tensor:
+    """Scores of which the draw is what the temperature asks for: at most 0, and at temperature 0 -inf everywhere but at
+    the likeliest token. [M, V], M temperatures -> [M, V]"""
+    if not any(temperatures):
+        return _greedy(logits)
+    heat = torch.tensor([t or 1.0 for t in temperatures], dtype=logits.dtype, device=logits.device)[:, None]
+    scores = (logits - logits.amax(-1, keepdim=True)) / heat  # at most 0: it cannot overflow upwards
+    if not all(temperatures):
+        cold = torch.tensor([t == 0 for t in temperatures], device=logits.device)[:, None]
+        scores = torch.where(cold, _greedy(logits), scores)
+    return scores
+
+
+def _greedy(logits: Tensor) -> Tensor:
+    return torch.full_like(logits, -math.inf).scatter_(-1, logits.argmax(-1, keepdim=True), 0.0)
+
+
+def _library_for(scores: Tensor) -> ctypes.CDLL | None:
+    is_drawn = scores.dtype == torch.float32 and scores.device.type == "cpu"
+    return native.library() if is_drawn else None
+
+
+def _at(values: array[int] | array[float]) -> int:
+    return values.buffer_info()[0]
+
+
+def _not_finite() -> ForerunError:
+    return ForerunError("the model produced logits that are not finite: check its weights, or use another dtype")

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forerun.errors import ForerunError
+from forerun.kernels.draw import check_finite, gumbel_argmax, say, temper
 from forerun.sampling.matcher import Matcher
 from forerun.sampling.params import SamplingParams
 from forerun.types import Draft
@@ -59,9 +59,11 @@ def filter_logits(logits: Tensor, drafts: Sequence[Draft], states: Sequence[Samp
 
     Returns:
         [M, V] scores in the dtype of the logits.
+
+    Raises:
+        ForerunError: logits are not finite.
     """
-    if not torch.isfinite(logits.amax(-1)).all():
-        raise ForerunError("the model produced logits that are not finite: check its weights, or use another dtype")
+    check_finite(logits)
     if any(state.special for state in states):
         logits = logits.clone()
         start = 0
@@ -115,28 +117,29 @@ def _penalise(row: Tensor, state: SamplingState, output: Counter[int]) -> None:
         row[ids] -= params.presence_penalty + params.frequency_penalty * counts
 
 
+def draw_tokens(logits: Tensor, drafts: Sequence[Draft], states: Sequence[SamplingState], keys: list[int]) -> list[int]:
+    """The target's own token after each node: a draw from what `filter_logits` gives, which is not made where only
+    temperatures count. `keys`: the stream of noise of each node."""
+    if any(state.special or not (state.params.greedy or state.params.unfiltered) for state in states):
+        return gumbel_argmax(filter_logits(logits, drafts, states), keys).tolist()
+    return say(logits, _temperatures([s.params for d, s in zip(drafts, states, strict=True) for _ in d.tokens]), keys)
+
+
 def shape_logits(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """Temperature, top-k, top-p and min-p, each row with its own parameters. [M, V], M parameters -> scores [M, V]"""
-    if all(p.greedy for p in params):
-        return _greedy(logits)
-    device = logits.device
-    temperature = torch.tensor([1.0 if p.greedy else p.temperature for p in params], dtype=logits.dtype, device=device)
-    scores = (logits - logits.amax(-1, keepdim=True)) / temperature[:, None]  # at most 0: it cannot overflow upwards
+    scores = temper(logits, _temperatures(params))
+    params = [SamplingParams() if p.greedy else p for p in params]  # of one token there is nothing to filter
     if any(p.top_k or p.top_p < 1 for p in params):
         scores = _top_k_top_p(scores, params)
     if any(p.min_p for p in params):
         floors = [math.log(p.min_p) if p.min_p else -math.inf for p in params]
-        floor = torch.tensor(floors, dtype=scores.dtype, device=device)[:, None]
+        floor = torch.tensor(floors, dtype=scores.dtype, device=scores.device)[:, None]
         scores = scores.masked_fill(scores < floor + scores.amax(-1, keepdim=True), -math.inf)
-    if any(p.greedy for p in params):
-        greedy = torch.tensor([p.greedy for p in params], device=device)
-        scores = torch.where(greedy[:, None], _greedy(logits), scores)
     return scores
 
 
-def _greedy(logits: Tensor) -> Tensor:
-    """0 at the argmax (the lowest id among equals), -inf elsewhere."""
-    return torch.full_like(logits, -math.inf).scatter_(-1, logits.argmax(-1, keepdim=True), 0.0)
+def _temperatures(params: Sequence[SamplingParams]) -> list[float]:
+    return [0.0 if p.greedy else p.temperature for p in params]
 
 
 def _top_k_top_p(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:

@@ -6,11 +6,12 @@ A rule never sees a request, and no rule but `typical` changes what is said (`lo
 
 from forerun.verify import block, match, token, tree, typical
 from forerun.verify.base import Noise, Rule, ratio
+from forerun.verify.match import streams
 
 RULES: dict[str, Rule] = {
     rule.name: rule
     for rule in (
-        Rule("match", match.verify, coupled=True, branching=True),
+        Rule("match", match.verify, coupled=True, branching=True, follow=match.follow_all),
         Rule("token", ratio(token.verify_chain)),
         Rule("block", ratio(block.verify_chain)),
         Rule("tree", ratio(tree.verify_tree), branching=True),
@@ -18,4 +19,4 @@ RULES: dict[str, Rule] = {
     )
 }
 
-__all__ = ["RULES", "Noise", "Rule"]
+__all__ = ["RULES", "Noise", "Rule", "streams"]

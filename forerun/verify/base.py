@@ -53,6 +53,7 @@ class Coins(Protocol):
 
 
 Verify = Callable[[Sequence[Draft], Tensor, Sequence[Noise]], list[Verdict]]
+Follow = Callable[[Sequence[Draft], Sequence[int]], list[Verdict]]
 RatioRule = Callable[[Draft, np.ndarray, Coins], Verdict]
 
 
@@ -63,6 +64,7 @@ class Rule:
     coupled: drafters share the target's noise and every node is GIVEN; otherwise they sample and keep their law.
     branching: the draft may be a tree; otherwise a chain.
     lossy: the output is not the target's.
+    follow: the same verdicts from the target's own tokens after every node, where a rule needs nothing else.
     """
 
     name: str
@@ -70,6 +72,7 @@ class Rule:
     coupled: bool = False
     branching: bool = False
     lossy: bool = False
+    follow: Follow | None = None
 
 
 def ratio(rule: RatioRule) -> Verify:

@@ -16,18 +16,26 @@ from forerun.verify.base import Noise
 
 def verify(drafts: Sequence[Draft], scores: Tensor, noises: Sequence[Noise]) -> list[Verdict]:
     """One verdict a draft. scores [M, V]: the nodes of all drafts one after the other."""
-    drawn = draw(drafts, scores, noises)
+    return follow_all(drafts, draw(drafts, scores, noises))
+
+
+def draw(drafts: Sequence[Draft], scores: Tensor, noises: Sequence[Noise]) -> list[int]:
+    """The target's own token after every node. [M]"""
+    return gumbel_argmax(scores, streams(drafts, noises)).tolist()
+
+
+def streams(drafts: Sequence[Draft], noises: Sequence[Noise]) -> list[int]:
+    """The stream of noise that the target draws with after every node. [M]"""
+    return [noise.target(depth) for draft, noise in zip(drafts, noises, strict=True) for depth in draft.depths()]
+
+
+def follow_all(drafts: Sequence[Draft], drawn: Sequence[int]) -> list[Verdict]:
+    """One verdict a draft, from the target's own tokens [M]."""
     verdicts, start = [], 0
     for draft in drafts:
         verdicts.append(follow(draft, drawn[start : start + len(draft)]))
         start += len(draft)
     return verdicts
-
-
-def draw(drafts: Sequence[Draft], scores: Tensor, noises: Sequence[Noise]) -> list[int]:
-    """The target's own token after every node. [M]"""
-    keys = [n.target(depth) for draft, n in zip(drafts, noises, strict=True) for depth in draft.depths()]
-    return gumbel_argmax(scores, keys).tolist()
 
 
 def follow(draft: Draft, drawn: Sequence[int]) -> Verdict:

@@ -85,6 +85,7 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
     lib.forerun_pack.argtypes = [c_int32, c_void_p, c_int32, c_int32, c_void_p, c_void_p]
     lib.forerun_pack.restype = None
     lib.forerun_draw.argtypes, lib.forerun_draw.restype = [c_void_p, c_void_p, c_int32, c_int32, c_void_p], None
+    lib.forerun_say.argtypes, lib.forerun_say.restype = [*[c_void_p] * 3, c_int32, c_int32, c_void_p], c_int32
     lib.forerun_padded_inputs.argtypes, lib.forerun_padded_inputs.restype = [c_int32], c_int64
     lib.forerun_scratch_row_bytes.argtypes, lib.forerun_scratch_row_bytes.restype = [c_int32], c_int64
     lib.forerun_allocate.argtypes, lib.forerun_allocate.restype = [c_int64], c_void_p

@@ -87,7 +87,8 @@ struct Variant {
   const char *name;
   void (*op)(const Program *, const Op *, const Batch *, int item, int items, int phase);
   void (*pack)(int format, const float *source, int outputs, int inputs, void *weight, void *scale);
-  int64_t (*draw)(const float *scores, uint64_t key, int vocab);
+  int64_t (*draw)(const float *scores, int vocab, uint64_t key);
+  int64_t (*say)(const float *logits, int vocab, float temperature, uint64_t key);
 };
 
 int64_t padded_inputs(int inputs);

@@ -202,17 +202,6 @@ void in_child() {
 }
 const int at_fork = pthread_atfork(before_fork, after_fork, in_child);
 
-// The likeliest token of a row of logits, or one drawn at a temperature as sampling/filters.py and `draw` do. Overwrites it.
-int64_t say(float *row, int vocab, float temperature, uint64_t key) {
-  int best = 0;
-  for (int i = 1; i < vocab; i++)
-    if (row[i] > row[best]) best = i;
-  if (temperature <= 0) return best;
-  float most = row[best];
-  for (int i = 0; i < vocab; i++) row[i] = (row[i] - most) / temperature;
-  return active->draw(row, key, vocab);
-}
-
 // Logits of some tokens among all: nothing else can be said.
 float *spread(const float *logits, const Chain *chain, std::vector<float> &all) {
   std::fill(all.begin(), all.end(), -INFINITY);
@@ -255,8 +244,8 @@ void forerun_chain(const Program *program, const Batch *batch, const Chain *chai
     for (int r = 0; r < b.tokens; r++) {
       float *row = at(program, &b, chain->logits, r);
       if (chain->ids) row = spread(row, chain, all);
-      tokens[chain->rows + r] =
-          say(row, chain->vocab, chain->temperature[r], chain->keys[(int64_t)level * chain->rows + r]);
+      int64_t token = active->say(row, chain->vocab, chain->temperature[r], chain->keys[(int64_t)level * chain->rows + r]);
+      tokens[chain->rows + r] = token < 0 ? 0 : token;  // logits that are not finite: any draft is right
     }
     b.positions += chain->rows, b.store += chain->rows, b.direct += chain->rows;
   }
@@ -269,7 +258,17 @@ void forerun_pack(int format, const float *source, int outputs, int inputs, void
 // One draw for each row of scores [rows][vocab], with its own stream of noise.
 void forerun_draw(const float *scores, const uint64_t *keys, int rows, int vocab, int64_t *drawn) {
   const Variant *variant = active ? active : choose("");
-  for (int i = 0; i < rows; i++) drawn[i] = variant->draw(scores + (int64_t)i * vocab, keys[i], vocab);
+  for (int i = 0; i < rows; i++) drawn[i] = variant->draw(scores + (int64_t)i * vocab, vocab, keys[i]);
+}
+
+// One token for each row of logits, each at its own temperature; returns how many rows were finite until one was not.
+int forerun_say(const float *logits, const float *temperature, const uint64_t *keys, int rows, int vocab, int64_t *said) {
+  const Variant *variant = active ? active : choose("");
+  for (int i = 0; i < rows; i++) {
+    said[i] = variant->say(logits + (int64_t)i * vocab, vocab, temperature[i], keys[i]);
+    if (said[i] < 0) return i;
+  }
+  return rows;
 }
 
 int64_t forerun_padded_inputs(int inputs) { return padded_inputs(inputs); }

@@ -4,6 +4,7 @@
 // its inputs in one fixed order, whatever the number of rows, tiles or threads; attention walks keys in fixed groups
 // by logical position. Contraction is off and fused multiply-adds are explicit, so that every tile height rounds alike.
 #include "attention.h"
+#include "draw.h"
 #include "products.h"
 
 namespace {
@@ -325,44 +326,7 @@ void pack(int format, const float *source, int outputs, int inputs, void *weight
     }
 }
 
-// ---------------------------------------------------------------- the draw
-
-constexpr uint64_t GOLDEN = 0x9E3779B97F4A7C15ull;
-
-inline uint64_t mix(uint64_t x) {  // SplitMix64's finaliser, as in rng.py
-  x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ull;
-  x = (x ^ (x >> 27)) * 0x94D049BB133111EBull;
-  return x ^ (x >> 31);
-}
-inline uint64_t bits52(uint64_t key, int token) { return mix(key + (uint64_t)(token + 1) * GOLDEN) >> 12; }
-inline double gumbel(uint64_t key, int token) { return -log(-log(((double)bits52(key, token) + 0.5) * 0x1p-52)); }
-
-// argmax of score + Gumbel noise. With u the token's uniform and `best` the best sum so far, the token can win only if
-// -log u <= exp(score - best), and 1 - u <= -log u: so most tokens are ruled out without a logarithm.
-int64_t draw(const float *scores, uint64_t key, int vocab) {
-  int winner = 0;
-  for (int i = 1; i < vocab; i++)
-    if (scores[i] > scores[winner]) winner = i;
-  double best = scores[winner] + gumbel(key, winner);
-  for (int i = 0; i < vocab; i += W) {
-    vf s = set1(-INFINITY);
-    if (i + W <= vocab) s = load(scores + i);
-    else memcpy(&s, scores + i, sizeof(float) * (vocab - i));
-    vf chance = vexp(pick(s > -1e30f, s - (float)best, set1(-1e30f))) * 1.0001f;
-    if (top(chance) < 1e-16f) continue;  // less than the smallest 1 - u there is
-    alignas(64) float left[W];  // 1 - u
-    for (int j = 0; j < W; j++) left[j] = (float)((0x1p52 - 0.5 - (double)(int64_t)bits52(key, i + j)) * 0x1p-52);
-    vi open = load(left) <= chance;
-    for (int j = 0; j < W; j++) {
-      if (!open[j] || i + j == winner || s[j] == -INFINITY) continue;
-      double sum = s[j] + gumbel(key, i + j);
-      if (sum > best || (sum == best && i + j < winner)) best = sum, winner = i + j;
-    }
-  }
-  return winner;
-}
-
-const Variant variant = {NAME, run, pack, draw};
+const Variant variant = {NAME, run, pack, draw, say};
 
 }  // namespace
 

@@ -22,7 +22,6 @@ struct Ahead {  // prefetches `stride` bytes further at each step
 
 // Calls f with every constant below N. GCC keeps an array in registers only where all its indices are constants before it
 // looks at loops; unrolled by itself, every sum was stored at every step, and f32 ran at half the speed.
-#define INLINE __attribute__((always_inline))
 template <typename F, int... I> INLINE inline void call(F f, std::integer_sequence<int, I...>) {
   (f(std::integral_constant<int, I>{}), ...);
 }

@@ -13,9 +13,11 @@
 namespace {
 
 constexpr int W = 16;
+#define INLINE __attribute__((always_inline))
 
 #if defined(__AVX512F__)
 
+constexpr int REGISTER = 64;  // bytes
 typedef float vf __attribute__((vector_size(64), aligned(64)));
 typedef float vfu __attribute__((vector_size(64), aligned(4)));
 typedef int32_t vi __attribute__((vector_size(64), aligned(64)));
@@ -48,11 +50,11 @@ inline void to_bf16(uint16_t *p, vf v) {  // round to nearest, ties to even
 #else
 
 #if defined(__AVX2__)
-constexpr int PART = 8;
+constexpr int REGISTER = 32;
 #else
-constexpr int PART = 4;
+constexpr int REGISTER = 16;
 #endif
-constexpr int PARTS = W / PART;
+constexpr int PART = REGISTER / 4, PARTS = W / PART;
 typedef float pf __attribute__((vector_size(PART * 4)));
 typedef float pfu __attribute__((vector_size(PART * 4), aligned(4)));
 typedef int32_t pi __attribute__((vector_size(PART * 4)));
@@ -140,6 +142,18 @@ inline vf half16(const uint16_t *p) {
 
 #endif
 
+inline bool any(vi mask) {
+#if defined(__AVX512F__)
+  return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask);
+#elif defined(__AVX2__)
+  __m256i both = (__m256i)(mask.p[0] | mask.p[1]);
+  return !_mm256_testz_si256(both, both);
+#else
+  int32_t all = 0;
+  for (int i = 0; i < W; i++) all |= mask[i];
+  return all;
+#endif
+}
 inline vf pick(vi mask, vf a, vf b) { return as_float((mask & as_int(a)) | (~mask & as_int(b))); }
 
 inline float sum(vf v) {  // in one fixed order
@@ -181,7 +195,7 @@ inline uint16_t to_half(float f) {
 }
 
 // exp on 16 lanes: x = n ln 2 + r, a polynomial of degree 6 on r; relative error below 2e-7. Arguments are clamped.
-inline vf vexp(vf x) {
+INLINE inline vf vexp(vf x) {
   x = pick(x < -87.0f, set1(-87.0f), x);
   x = pick(x > 88.0f, set1(88.0f), x);
   vi n = nearest(x * 1.44269504f);

@@ -1,0 +1,97 @@
+// The draw: the likeliest token of a row of logits, or one of softmax(logits / temperature), by Gumbel-max.
+#pragma once
+#include "vector.h"
+
+namespace {
+
+constexpr uint64_t GOLDEN = 0x9E3779B97F4A7C15ull, FIRST = 0xBF58476D1CE4E5B9ull, SECOND = 0x94D049BB133111EBull;
+
+inline uint64_t mix(uint64_t x) {  // SplitMix64's finaliser, as in rng.py
+  x = (x ^ (x >> 30)) * FIRST;
+  x = (x ^ (x >> 27)) * SECOND;
+  return x ^ (x >> 31);
+}
+inline double gumbel(uint64_t key, int token) {
+  uint64_t bits = mix(key + (uint64_t)(token + 1) * GOLDEN) >> 12;
+  return -log(-log(((double)bits + 0.5) * 0x1p-52));
+}
+
+// The first 31 bits of the uniforms of 16 tokens: those the last step of the finaliser leaves as they are.
+inline vi beginnings(uint64_t key, int first) {
+  typedef uint64_t words __attribute__((vector_size(REGISTER)));
+  constexpr int N = sizeof(words) / 8;
+  words step;
+  for (int j = 0; j < N; j++) step[j] = (uint64_t)(j + 1) * GOLDEN;
+  alignas(64) uint64_t bits[W];
+  for (int i = 0; i < W; i += N) {
+    words x = step + (key + (uint64_t)(first + i) * GOLDEN);
+    x = (x ^ (x >> 30)) * FIRST;
+    x = (x ^ (x >> 27)) * SECOND;
+    x = x >> 33;
+    memcpy(bits + i, &x, sizeof x);
+  }
+  vi found;
+  for (int i = 0; i < W; i++) found[i] = (int32_t)bits[i];
+  return found;
+}
+
+inline vf scores_at(const float *x, int i, int vocab) {  // 16 of them, -inf behind the last
+  if (i + W <= vocab) return load(x + i);
+  vf v = set1(-INFINITY);
+  memcpy(&v, x + i, sizeof(float) * (vocab - i));
+  return v;
+}
+
+// The lowest token of the largest score, and that score; -1 where one is NaN or the largest is infinite.
+int likeliest(const float *x, int vocab, float *most) {
+  vf high = set1(-INFINITY);
+  vi bad{};
+  for (int i = 0; i < vocab; i += W) {
+    vf v = scores_at(x, i, vocab);
+    high = largest(high, v);
+    bad = bad | ~(v <= v);
+  }
+  *most = top(high);
+  if (any(bad) || !(fabsf(*most) < INFINITY)) return -1;
+  for (int i = 0;; i += W)
+    if (any(set1(*most) <= scores_at(x, i, vocab)))
+      for (int j = i;; j++)
+        if (x[j] == *most) return j;
+}
+
+// argmax of (x - shift) / temperature plus Gumbel noise, ties to the lowest token; `winner` has the largest x. With u a
+// token's uniform and `best` the best sum so far, it can win only if -log u <= exp(score - best), and 1 - u <= -log u: the
+// first bits of u rule out most tokens without a logarithm.
+int draw_scores(const float *x, int vocab, float shift, float temperature, uint64_t key, int winner) {
+  double best = (x[winner] - shift) / temperature + gumbel(key, winner);
+  for (int i = 0; i < vocab; i += W) {
+    vf s = (scores_at(x, i, vocab) - shift) / temperature;
+    if (!any(set1((float)best - 40.0f) <= s)) continue;  // its exp is less than the smallest 1 - u there is
+    vf chance = vexp(s - (float)best) * 1.0001f;
+    vf left = to_float(~beginnings(key, i) & 0x7fffffff) * 0x1p-31f;
+    vi open = left <= chance;
+    if (!any(open)) continue;
+    for (int j = 0; j < W; j++) {
+      if (!open[j] || i + j == winner || s[j] == -INFINITY) continue;
+      double sum = s[j] + gumbel(key, i + j);
+      if (sum > best || (sum == best && i + j < winner)) best = sum, winner = i + j;
+    }
+  }
+  return winner;
+}
+
+// A token of softmax(scores), for scores of which one is finite.
+int64_t draw(const float *scores, int vocab, uint64_t key) {
+  float most;
+  int winner = likeliest(scores, vocab, &most);
+  return winner < 0 ? 0 : draw_scores(scores, vocab, 0.0f, 1.0f, key, winner);
+}
+
+// The likeliest token at temperature 0, else one of softmax(logits / temperature); -1 where logits are not finite.
+int64_t say(const float *logits, int vocab, float temperature, uint64_t key) {
+  float most;
+  int winner = likeliest(logits, vocab, &most);
+  return winner < 0 || temperature <= 0 ? winner : draw_scores(logits, vocab, most, temperature, key, winner);
+}
+
+}  // namespace
