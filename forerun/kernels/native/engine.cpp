@@ -78,7 +78,7 @@ class Pool {
   }
 
  private:
-  static constexpr int SPINS = 4000;
+  static constexpr int SPINS = 16000;
   static constexpr uint64_t LEFT = (1 << 24) - 1;  // bits of `state_` that count the items not yet taken
 
   // Whoever holds an item keeps the phase open, so what a phase is may be read without a lock.
