@@ -78,6 +78,14 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
         lib = ctypes.CDLL(str(path))
     except OSError as error:
         return None, f"the compiled library does not load: {error}"
+    try:
+        _declare(lib)
+    except AttributeError:
+        return None, "the compiled library is of another version of forerun: install it again"
+    return lib, ""
+
+
+def _declare(lib: ctypes.CDLL) -> None:
     lib.forerun_start.argtypes, lib.forerun_start.restype = [c_char_p, c_int32], c_char_p
     lib.forerun_run.argtypes, lib.forerun_run.restype = [POINTER(CProgram), POINTER(CBatch)], None
     lib.forerun_chain.argtypes = [POINTER(CProgram), POINTER(CBatch), POINTER(CChain)]
@@ -90,7 +98,6 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
     lib.forerun_scratch_row_bytes.argtypes, lib.forerun_scratch_row_bytes.restype = [c_int32], c_int64
     lib.forerun_allocate.argtypes, lib.forerun_allocate.restype = [c_int64], c_void_p
     lib.forerun_release.argtypes, lib.forerun_release.restype = [c_void_p], None
-    return lib, ""
 
 
 def library() -> ctypes.CDLL | None:

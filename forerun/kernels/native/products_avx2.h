@@ -3,7 +3,6 @@
 // Tiles are narrow and the inputs are taken in chunks that stay in the first cache while every tile passes over them; each
 // pass fetches its part of the next chunk, so that memory never waits for arithmetic.
 #pragma once
-#include <utility>
 
 namespace {
 
@@ -19,14 +18,6 @@ struct Ahead {  // prefetches `stride` bytes further at each step
     p += stride;
   }
 };
-
-// Calls f with every constant below N. GCC keeps an array in registers only where all its indices are constants before it
-// looks at loops; unrolled by itself, every sum was stored at every step, and f32 ran at half the speed.
-template <typename F, int... I> INLINE inline void call(F f, std::integer_sequence<int, I...>) {
-  (f(std::integral_constant<int, I>{}), ...);
-}
-template <int N, typename F> INLINE inline void times(F f) { call(f, std::make_integer_sequence<int, N>{}); }
-#define EACH(i, N, ...) times<N>([&](auto i) INLINE { __VA_ARGS__ })
 
 inline __m256i four(const void *x) {
   int32_t bits;
@@ -151,7 +142,6 @@ template <int M, int C> struct Int4Tile {
     }
   }
 };
-#undef EACH
 
 using Add = void (*)(const char *, const void *, const Row *, int, int, float (*)[BLOCK], Ahead);
 constexpr int WIDE = 2, NARROW = 6;  // rows of a tile of 32 outputs, and of 16
