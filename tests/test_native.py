@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 import torch
 
-from forerun import rng
 from forerun.cache.attention import Segment
 from forerun.cache.kv import KVCache
 from forerun.draft.base import Row
@@ -24,7 +23,6 @@ from forerun.draft.model import DraftModel
 from forerun.draft.suffix import Suffix
 from forerun.engine.engine import Engine
 from forerun.kernels import native
-from forerun.kernels.draw import gumbel_argmax
 from forerun.models.config import load_config
 from forerun.native import NativeDecoder, Packed
 from forerun.passes import _sights
@@ -306,23 +304,6 @@ def test_speculative_text_equals_plain_text(family: str, form: str, temperature:
         outputs[draft] = [list(r.output) for r in build.run(engine, draft, temperature)]
     assert outputs["suffix"] == outputs["off"]
     assert outputs["tree"] == outputs["off"]
-
-
-@pytest.mark.parametrize("instructions", ["avx512", "avx2", "portable"])
-def test_the_draw_is_that_of_its_twin(instructions: str) -> None:
-    """Also with most scores forbidden, with one candidate, in odd sizes, and where a tail of small chances matters."""
-    try:
-        native.start(2, instructions)
-    except ValueError:
-        pytest.skip(f"this processor has no {instructions}")
-    generator = torch.Generator().manual_seed(4)
-    for vocab, spread in ((1, 1.0), (7, 1.0), (16, 0.0), (301, 0.3), (5000, 0.01), (5000, 3.0), (5000, 9.0)):
-        scores = torch.randn(60, vocab, generator=generator) * spread
-        scores[20:40, 1::2] = -torch.inf
-        scores[40:50, 1:] = -torch.inf
-        keys = [rng.stream(7, rng.Lane.TARGET, i) for i in range(60)]
-        assert torch.equal(gumbel_argmax(scores, keys), rng.gumbel_argmax(scores, keys))
-    native.start(2)
 
 
 MEMORY = """

@@ -126,16 +126,16 @@ def make_medusa(build: Build) -> None:
 
 
 def measure(build: Build) -> None:
-    """Accepted lengths on files that neither the target nor a drafter has learnt from."""
+    """Accepted lengths on files that neither the target nor a drafter has learnt from and on tasks, and the speed."""
     found = {}
     effort = {k: v for k, v in EFFORTS[build.size].items() if k in ("tokens", "prompt_tokens", "evaluate_rows")}
     for name, kind in KINDS.items():
         if (build.work / name).is_dir():
             options = _options(
                 eval=f"{kind}:{build.work / name}", target=build.target, data=build.work / "held_out.jsonl",
-                held_out=0.99, device=build.device, **effort, **QUICK,
+                held_out=0.99, device=build.device, **effort,
             )  # fmt: skip
-            found[name] = json.loads(_forerun("train", *options, "--json"))["measured"]
+            found[name] = json.loads(_forerun("train", *options, "--json"))
     with written_whole(build.work / "measured.json") as work:
         work.write_text(json.dumps(found, indent=1))
 
@@ -260,16 +260,37 @@ def _call(command: list[str]) -> str:
     return said
 
 
-def _of_the_bundle(measured: list[dict[str, Any]]) -> str:
-    rows = "".join(
-        f"| {m['temperature']:g} | {m['depth']} | {m['accepted_length']:.3f} | {m['passes']} |\n" for m in measured
-    )
-    return (
-        "\n## In the bundle\n\nMade for the bundled target by `scripts/bundled/build.py` (`make bundled`, or"
-        " `scripts/bundled/README.md` for a GPU machine), on some of the files that the target has learnt from: the"
-        " target's card names their packages, versions and licences. On files held out from both:\n\n"
-        f"| temperature | depth | accepted length | passes |\n|---|---|---|---|\n{rows}\n"
-        "The learnt weights are under Apache-2.0.\n"
+def _of_the_bundle(findings: dict[str, Any]) -> str:
+    """The end of a card."""
+    depths = sorted({m["depth"] for m in findings["measured"]})
+    rows: dict[tuple[str, float], list[str]] = {}
+    for m in findings["measured"]:
+        rows.setdefault((m["task"], m["temperature"]), []).append(
+            f" {m['accepted_length']:.3f} ({m['analytic']:.3f}) |"
+        )
+    speed = findings["speed"]
+    return "\n".join(
+        [
+            "\n## In the bundle\n",
+            "Made for the bundled target by `scripts/bundled/build.py` (`make bundled`, or `scripts/bundled/README.md`"
+            " for a GPU machine), on some of the files that the target has learnt from: the target's card names their"
+            " packages, versions and licences. *held-out* are files held out from both, tasks those of forerun; in"
+            " brackets what arithmetic expects along the same texts.\n",
+            f"| task | temperature |{''.join(f' depth {depth} |' for depth in depths)}",
+            "|---|---|" + "---|" * len(depths),
+            *(f"| {task} | {heat:g} |{''.join(cells)}" for (task, heat), cells in rows.items()),
+            f"\nSpeed, {speed['prompts']} held-out prompts one at a time, {speed['tokens']} tokens behind each at"
+            f" temperature 0, medians of {speed['rounds']} rounds; measured on"
+            f" {', '.join(f'{name} {value}' for name, value in speed['machine'].items())}:\n",
+            "| depth | tokens/s | times plain | accepted length |",
+            "|---|---|---|---|",
+            *(
+                f"| {p['depth'] or 'plain decoding'} | {p['tokens_per_second']:.0f} | {p['times_plain']:.2f} |"
+                f" {p['accepted_length']:.2f} |"
+                for p in speed["paces"]
+            ),
+            "\nThe learnt weights are under Apache-2.0.\n",
+        ]
     )
 
 

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from forerun.sampling.filters import SamplingState, filter_logits, shape_logits
+from forerun import rng
+from forerun.sampling.filters import SamplingState, draw_tokens, filter_logits, shape_logits
 from forerun.sampling.params import SamplingParams
 from forerun.types import Draft
 
@@ -146,6 +147,18 @@ def test_mixed_batch_equals_the_reference():
             path = [draft.tokens[i] for i in draft.path_to(node)[1:]]
             assert_same_law(scores[row], reference(logits[row], params, output + path))
             row += 1
+
+
+@pytest.mark.parametrize("only", [*FILTERS, None])
+def test_tokens_are_drawn_from_the_filtered_scores(only):
+    """With each parameter alone, some of which need no scores, and with all of them in one batch."""
+    dice = random.Random(3)
+    settings = [SamplingParams(**FILTERS[name]) for name in ([only] * 3 if only else FILTERS)]
+    drafts, states = [random_draft(dice, "tree") for _ in settings], [started(p, [5, 5, 2]) for p in settings]
+    logits = random_logits(2, sum(map(len, drafts)), VOCAB)
+    keys = [rng.stream(5, rng.Lane.TARGET, i) for i in range(len(logits))]
+    twin = rng.gumbel_argmax(filter_logits(logits, drafts, states), keys).tolist()
+    assert draw_tokens(logits, drafts, states, keys) == twin
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -464,11 +464,26 @@ def test_a_bundle_has_cards_and_a_limit(made: Path, tmp_path: Path, monkeypatch:
     for name in ("tiny", "draft"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "README.md").write_text(f"# Drafter for {tmp_path / 'tiny'}\n")
-    entry = {"temperature": 0.8, "depth": 4, "accepted_length": 2.5, "passes": 40}
-    (tmp_path / "measured.json").write_text(json.dumps({"draft": [entry]}))
+    entry = {"task": "edit", "temperature": 0.8, "depth": 2, "accepted_length": 2.5, "analytic": 2.4}
+    paces = [
+        {
+            "depth": depth,
+            "tokens_per_second": 100.0 + 60 * depth,
+            "times_plain": 1.0 + 0.6 * depth,
+            "accepted_length": 1,
+        }
+        for depth in (0, 1)
+    ]
+    speed = {"prompts": 8, "tokens": 64, "rounds": 3, "machine": {"cpus": 2}, "paces": paces}
+    measured = [entry, entry | {"depth": 4, "accepted_length": 3.25}]
+    (tmp_path / "measured.json").write_text(json.dumps({"draft": {"measured": measured, "speed": speed}}))
     builder.bundle(a_build(tmp_path))
     card = (tmp_path / "bundle/draft/README.md").read_text()
-    assert card.startswith("# Drafter for the bundled model\n") and "| 0.8 | 4 | 2.500 | 40 |" in card
+    assert (
+        card.startswith("# Drafter for the bundled model\n")
+        and "| edit | 0.8 | 2.500 (2.400) | 3.250 (2.400) |" in card
+    )
+    assert "| plain decoding | 100 | 1.00 |" in card and "| 1 | 160 | 1.60 |" in card
     monkeypatch.setattr(builder, "MOST", 10)
     (tmp_path / "bundle").rename(tmp_path / "before")
     with pytest.raises(ForerunError, match="over 10"):

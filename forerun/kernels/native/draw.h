@@ -60,21 +60,21 @@ int likeliest(const float *x, int vocab, float *most) {
 }
 
 // argmax of (x - shift) / temperature plus Gumbel noise, ties to the lowest token; `winner` has the largest x. With u a
-// token's uniform and `best` the best sum so far, it can win only if -log u <= exp(score - best), and 1 - u <= -log u: the
-// first bits of u rule out most tokens without a logarithm.
+// token's uniform and `behind` how far its score lies behind the best sum so far, it can win only if -log u <= exp(behind),
+// and 1 - u <= -log u: the first bits of u rule out most tokens without a logarithm.
 int draw_scores(const float *x, int vocab, float shift, float temperature, uint64_t key, int winner) {
-  double best = (x[winner] - shift) / temperature + gumbel(key, winner);
+  float score = (x[winner] - shift) / temperature;  // of the best so far; its noise apart, since large scores round it away
+  double noise = gumbel(key, winner);
   for (int i = 0; i < vocab; i += W) {
-    vf s = (scores_at(x, i, vocab) - shift) / temperature;
-    if (!any(set1((float)best - 40.0f) <= s)) continue;  // its exp is less than the smallest 1 - u there is
-    vf chance = vexp(s - (float)best) * 1.0001f;
+    vf s = (scores_at(x, i, vocab) - shift) / temperature, behind = (s - score) - (float)noise;
+    if (!any(set1(-40.0f) <= behind)) continue;  // its exp is less than the smallest 1 - u there is
     vf left = to_float(~beginnings(key, i) & 0x7fffffff) * 0x1p-31f;
-    vi open = left <= chance;
+    vi open = left <= vexp(behind) * 1.0001f;
     if (!any(open)) continue;
     for (int j = 0; j < W; j++) {
       if (!open[j] || i + j == winner || s[j] == -INFINITY) continue;
-      double sum = s[j] + gumbel(key, i + j);
-      if (sum > best || (sum == best && i + j < winner)) best = sum, winner = i + j;
+      double own = gumbel(key, i + j), sum = s[j] + own, best = score + noise;
+      if (sum > best || (sum == best && i + j < winner)) score = s[j], noise = own, winner = i + j;
     }
   }
   return winner;

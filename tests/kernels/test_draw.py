@@ -1,0 +1,92 @@
+"""The native draw says what its twin says, bit for bit, and never a token from logits that are not finite."""
+
+import ctypes.util
+import math
+
+import pytest
+import torch
+
+from forerun import rng
+from forerun.errors import ForerunError
+from forerun.kernels import native
+from forerun.kernels.draw import gumbel_argmax, say, temper
+
+SETS = ["avx512", "avx2", "portable"]
+# spread of the logits for each vocabulary: from near uniform, where many tokens can win, to peaked
+CASES = [(1, 1.0), (7, 1.0), (16, 0.0), (33, 2.0), (301, 0.3), (5000, 0.01), (5000, 3.0), (5000, 40.0)]
+
+
+@pytest.fixture(params=SETS)
+def instructions(request):
+    try:
+        native.start(2, request.param)
+    except (ValueError, RuntimeError) as error:
+        pytest.skip(str(error))
+    yield request.param
+    native.start(2)
+
+
+def keys_of(rows):
+    return [rng.stream(7, rng.Lane.TARGET, i) for i in range(rows)]
+
+
+@pytest.mark.parametrize(("vocab", "spread"), CASES)
+def test_what_is_said_is_what_its_twin_draws(instructions, vocab, spread):
+    """At every temperature side by side, with forbidden tokens, ties, and one candidate."""
+    logits = torch.randn(60, vocab, generator=torch.Generator().manual_seed(4)) * spread
+    logits[10:20, 1::2] = -torch.inf
+    logits[20:30, 1:] = -torch.inf
+    logits[30:40] = logits[30:40].round()
+    temperatures = [(0.0, 1.0, 0.8, 0.05, 3.0)[i % 5] for i in range(60)]
+    twin = rng.gumbel_argmax(temper(logits, temperatures), keys_of(60)).tolist()
+    assert say(logits, temperatures, keys_of(60)) == twin
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_other_dtypes_are_drawn_by_the_twin(dtype):
+    logits = torch.randn(5, 40, generator=torch.Generator().manual_seed(1)).to(dtype)
+    assert say(logits, [0.0] * 5, keys_of(5)) == logits.argmax(-1).tolist()
+    warm = [0.9] * 5
+    assert say(logits, warm, keys_of(5)) == rng.gumbel_argmax(temper(logits, warm), keys_of(5)).tolist()
+
+
+def test_rows_need_not_lie_side_by_side():
+    logits = torch.randn(40, 6, generator=torch.Generator().manual_seed(2)).T
+    assert say(logits, [0.7] * 6, keys_of(6)) == say(logits.contiguous(), [0.7] * 6, keys_of(6))
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("place", [0, 17, 39])
+def test_logits_that_are_not_finite_are_an_error(instructions, broken, temperature, place):
+    """Wherever they stand, also in the lanes behind the last whole vector."""
+    logits = torch.zeros(3, 40)
+    logits[1, place] = broken
+    with pytest.raises(ForerunError, match="not finite"):
+        say(logits, [temperature] * 3, keys_of(3))
+    with pytest.raises(ForerunError, match="not finite"):
+        say(logits.double(), [temperature] * 3, keys_of(3))
+
+
+def test_a_row_with_nothing_to_say_is_an_error(instructions):
+    with pytest.raises(ForerunError, match="not finite"):
+        say(torch.full((1, 40), -math.inf), [1.0], keys_of(1))
+
+
+def test_large_scores_keep_their_order(instructions):
+    """Where float32 has no fractions left, noise decides between what it cannot tell apart, as in the twin."""
+    scores = torch.full((50, 100), 3e7)
+    scores[:, ::3] += 4.0
+    assert torch.equal(gumbel_argmax(scores, keys_of(50)), rng.gumbel_argmax(scores, keys_of(50)))
+
+
+def test_a_library_of_another_version_is_named(monkeypatch):
+    """An update without a new installation leaves one; torch serves then, and `doctor` says why."""
+    name = ctypes.util.find_library("m")
+    if name is None:
+        pytest.skip("this system has no libm to load")
+    monkeypatch.setenv("FORERUN_NATIVE", name)
+    assert native._load.__wrapped__() == (
+        None,
+        "the compiled library is of another version of forerun: install it again",
+    )
