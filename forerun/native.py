@@ -22,14 +22,14 @@ from torch import Tensor
 from forerun.cache.attention import Segment
 from forerun.cache.kv import KVCache
 from forerun.kernels import native
-from forerun.kernels.native import CChain, CMatrix, CNorm, COp, CProgram
+from forerun.kernels.native import CChain, CMatrix, CNorm, COp, CProgram, address
 from forerun.kernels.native.layout import interleave, lay_out
 from forerun.models.config import ModelConfig
 from forerun.models.packed_cache import Broken, Kept, PackedCache, open_cache
 from forerun.models.quantized import Exact, Stored, is_quantised
 from forerun.models.rope import rope_tables
 from forerun.models.weights import Layer, Norm, Source, load_weights
-from forerun.passes import Link, Pass, Steps, address
+from forerun.passes import Link, Pass, Steps
 from forerun.types import Forward
 
 BLOCK = 32

@@ -14,7 +14,7 @@ from itertools import chain, zip_longest
 from forerun.cache.attention import Segment
 from forerun.cache.kv import KVCache
 from forerun.kernels import native
-from forerun.kernels.native import CBatch
+from forerun.kernels.native import CBatch, address
 
 
 class Pass:
@@ -55,11 +55,6 @@ class Pass:
             extra_at=address(self.extra_at), extra=address(self.extra), want=address(self.want), buffers=pointers,
             scratch=scratch, keys=keys, values=values, layer_stride=stride, kv_format=native.FORMATS[dtype],
         )  # fmt: skip
-
-
-def address(values: array[int] | array[float]) -> int:
-    """Where the numbers of an array begin."""
-    return values.buffer_info()[0]
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from torch import Tensor
 from forerun import rng
 from forerun.errors import ForerunError
 from forerun.kernels import native
+from forerun.kernels.native import address
 
 
 def gumbel_argmax(scores: Tensor, keys: Sequence[int]) -> Tensor:
@@ -26,7 +27,7 @@ def gumbel_argmax(scores: Tensor, keys: Sequence[int]) -> Tensor:
         return rng.gumbel_argmax(scores, list(keys))
     scores, streams = scores.contiguous(), array("Q", keys)
     drawn = torch.empty(len(scores), dtype=torch.int64)
-    lib.forerun_draw(scores.data_ptr(), _at(streams), len(scores), scores.shape[1], drawn.data_ptr())
+    lib.forerun_draw(scores.data_ptr(), address(streams), len(scores), scores.shape[1], drawn.data_ptr())
     return drawn
 
 
@@ -47,7 +48,7 @@ def say(logits: Tensor, temperatures: Sequence[float], keys: Sequence[int]) -> l
         return drawn
     (rows, vocab), logits, said = logits.shape, logits.contiguous(), array("q", [0] * len(keys))
     heat, streams = array("f", temperatures), array("Q", keys)
-    if lib.forerun_say(logits.data_ptr(), _at(heat), _at(streams), rows, vocab, _at(said)) < rows:
+    if lib.forerun_say(logits.data_ptr(), address(heat), address(streams), rows, vocab, address(said)) < rows:
         raise _not_finite()
     return said.tolist()
 
@@ -78,10 +79,6 @@ def _greedy(logits: Tensor) -> Tensor:
 def _library_for(scores: Tensor) -> ctypes.CDLL | None:
     is_drawn = scores.dtype == torch.float32 and scores.device.type == "cpu"
     return native.library() if is_drawn else None
-
-
-def _at(values: array[int] | array[float]) -> int:
-    return values.buffer_info()[0]
 
 
 def _not_finite() -> ForerunError:

@@ -25,7 +25,10 @@ from typing import Any
 import torch
 
 from forerun.errors import ConfigError, ForerunError, nearest
+from forerun.train.card import by_task, speed_table
+from forerun.train.evaluate import Measured
 from forerun.train.prune import prune
+from forerun.train.speed import Pace, Speed
 from scripts.bundled import corpus
 from scripts.bundled.common import folder_written_whole, run, tell, written_whole
 from scripts.bundled.export import TOKENIZER
@@ -262,34 +265,18 @@ def _call(command: list[str]) -> str:
 
 def _of_the_bundle(findings: dict[str, Any]) -> str:
     """The end of a card."""
-    depths = sorted({m["depth"] for m in findings["measured"]})
-    rows: dict[tuple[str, float], list[str]] = {}
-    for m in findings["measured"]:
-        rows.setdefault((m["task"], m["temperature"]), []).append(
-            f" {m['accepted_length']:.3f} ({m['analytic']:.3f}) |"
-        )
-    speed = findings["speed"]
+    measured, speed = [Measured(**entry) for entry in findings["measured"]], findings["speed"]
+    paces = tuple(Pace(**pace) for pace in speed["paces"])
     return "\n".join(
         [
             "\n## In the bundle\n",
             "Made for the bundled target by `scripts/bundled/build.py` (`make bundled`, or `scripts/bundled/README.md`"
             " for a GPU machine), on some of the files that the target has learnt from: the target's card names their"
             " packages, versions and licences. *held-out* are files held out from both, tasks those of forerun; in"
-            " brackets what arithmetic expects along the same texts.\n",
-            f"| task | temperature |{''.join(f' depth {depth} |' for depth in depths)}",
-            "|---|---|" + "---|" * len(depths),
-            *(f"| {task} | {heat:g} |{''.join(cells)}" for (task, heat), cells in rows.items()),
-            f"\nSpeed, {speed['prompts']} held-out prompts one at a time, {speed['tokens']} tokens behind each at"
-            f" temperature 0, medians of {speed['rounds']} rounds; measured on"
-            f" {', '.join(f'{name} {value}' for name, value in speed['machine'].items())}:\n",
-            "| depth | tokens/s | times plain | accepted length |",
-            "|---|---|---|---|",
-            *(
-                f"| {p['depth'] or 'plain decoding'} | {p['tokens_per_second']:.0f} | {p['times_plain']:.2f} |"
-                f" {p['accepted_length']:.2f} |"
-                for p in speed["paces"]
-            ),
-            "\nThe learnt weights are under Apache-2.0.\n",
+            " brackets what arithmetic expects along the same texts. The learnt weights are under Apache-2.0.\n",
+            *by_task(measured, sorted({entry.depth for entry in measured})),
+            *speed_table(Speed(paces, *(speed[name] for name in ("prompts", "tokens", "rounds", "machine")))),
+            "",
         ]
     )
 

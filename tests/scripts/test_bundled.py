@@ -20,7 +20,9 @@ from forerun import LLM, ConfigError, ForerunError, LoadError, SamplingParams
 from forerun.draft.medusa import MedusaHeads
 from forerun.train.capture import Target
 from forerun.train.data import Example
+from forerun.train.evaluate import Measured
 from forerun.train.settings import Training
+from forerun.train.speed import Pace, Speed
 from scripts.bundled import build as builder
 from scripts.bundled import corpus, pieces, target
 from scripts.bundled.export import floats_of, tensors_of, write_model
@@ -464,26 +466,20 @@ def test_a_bundle_has_cards_and_a_limit(made: Path, tmp_path: Path, monkeypatch:
     for name in ("tiny", "draft"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "README.md").write_text(f"# Drafter for {tmp_path / 'tiny'}\n")
-    entry = {"task": "edit", "temperature": 0.8, "depth": 2, "accepted_length": 2.5, "analytic": 2.4}
-    paces = [
-        {
-            "depth": depth,
-            "tokens_per_second": 100.0 + 60 * depth,
-            "times_plain": 1.0 + 0.6 * depth,
-            "accepted_length": 1,
-        }
-        for depth in (0, 1)
-    ]
-    speed = {"prompts": 8, "tokens": 64, "rounds": 3, "machine": {"cpus": 2}, "paces": paces}
-    measured = [entry, entry | {"depth": 4, "accepted_length": 3.25}]
-    (tmp_path / "measured.json").write_text(json.dumps({"draft": {"measured": measured, "speed": speed}}))
+    entry = Measured("edit", 0.8, 2, accepted_length=2.5, analytic=2.4, passes=40, by_position={0: 2.5})
+    paces = tuple(Pace(depth, 100.0 + 60 * bool(depth), 1.6, None, 1.0, same=True) for depth in (0, "auto", 4))
+    found = {
+        "measured": [entry.as_dict(), dataclasses.replace(entry, depth=4, accepted_length=3.25).as_dict()],
+        "speed": Speed(paces, prompts=8, tokens=64, rounds=3, machine={"cores": 2}).as_dict(),
+    }
+    (tmp_path / "measured.json").write_text(json.dumps({"draft": found}))
     builder.bundle(a_build(tmp_path))
     card = (tmp_path / "bundle/draft/README.md").read_text()
     assert (
         card.startswith("# Drafter for the bundled model\n")
-        and "| edit | 0.8 | 2.500 (2.400) | 3.250 (2.400) |" in card
+        and "| edit | 0.8 | 2.500 (2.400) | 3.250 (2.400) | 40 |" in card
     )
-    assert "| plain decoding | 100 | 1.00 |" in card and "| 1 | 160 | 1.60 |" in card
+    assert "| plain decoding | 100.0 |" in card and "| depth 4 | 160.0 | 1.60 |" in card
     monkeypatch.setattr(builder, "MOST", 10)
     (tmp_path / "bundle").rename(tmp_path / "before")
     with pytest.raises(ForerunError, match="over 10"):

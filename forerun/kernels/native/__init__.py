@@ -9,6 +9,7 @@ import ctypes
 import functools
 import os
 import time
+from array import array
 from collections.abc import Callable
 from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
@@ -135,6 +136,11 @@ def start(threads: int = 0, instructions: str = "") -> str:
         raise ValueError(f"this processor has no {instructions}")
     _instructions = str(name.decode())
     return _instructions
+
+
+def address(values: array[int] | array[float]) -> int:
+    """Where the numbers of an array begin."""
+    return values.buffer_info()[0]
 
 
 def allocate(size: int) -> int:
