@@ -15,13 +15,22 @@ SOURCE = Path(__file__).parent / "forerun" / "kernels" / "native"
 COMMON = ["-std=c++17", "-O3", "-fPIC", "-pthread", "-fno-strict-aliasing", "-fno-math-errno", "-Wno-psabi"]
 # contraction off: whether a product and a sum are fused must not depend on how many rows a loop was unrolled for
 EXACT = ["-ffp-contract=off"]
+AVX2 = ["-mavx2", "-mfma", "-mf16c"]
+AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mprefer-vector-width=512"]
 VARIANTS = {
     "portable": [],
-    "avx2": ["-mavx2", "-mfma", "-mf16c"],
-    "avx512": [
-        *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mavx512bf16", "-mfma", "-mf16c"),
-        "-mprefer-vector-width=512",
-    ],
+    "avx2": AVX2,
+    "avxvnni": [*AVX2, "-mavxvnni"],
+    "avx512vnni": AVX512,
+    "avx512": [*AVX512, "-mavx512bf16"],
+}
+# for tests on machines that have not got them (by their name in /proc/cpuinfo): what they do, on AVX2
+FLAGS = {"avxvnni": "avx_vnni", "avx512vnni": "avx512_vnni", "avx512": "avx512_bf16"}
+EMULATORS = Path(__file__).parent / "tests" / "kernels"
+EMULATED = {
+    "avxvnni": [*AVX2, "-include", str(EMULATORS / "emulated_avxvnni.h")],
+    "avx512vnni": [*AVX2, "-DWITHOUT_BF16", "-include", str(EMULATORS / "emulated_avx512.h")],
+    "avx512": [*AVX2, "-include", str(EMULATORS / "emulated_avx512.h")],
 }
 
 
@@ -29,17 +38,26 @@ class BuildNative(build_ext):
     """One object for each instruction set, chosen among when the library starts."""
 
     def build_extension(self, ext: Extension) -> None:
+        for old in SOURCE.glob("_native*.so") if self.editable_mode else ():
+            old.unlink()  # where compiling fails, no library of older sources is to stay
         compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
         if not compiler or platform.machine() not in ("x86_64", "AMD64"):
             raise CompileError("no C++ compiler for this machine")
         extra = os.environ.get("FORERUN_CXXFLAGS", "").split()
+        emulate = bool(os.environ.get("FORERUN_EMULATE"))
+        has = Path("/proc/cpuinfo").read_text().split() if emulate else []
+        variants = VARIANTS | {n: EMULATED[n] for n, flag in FLAGS.items() if emulate and flag not in has}
+        switches = ["-DEMULATED"] if emulate else []
+        if "-mavxvnni" in variants["avxvnni"] and not self._knows_avxvnni(compiler):
+            del variants["avxvnni"]
+            switches.append("-DWITHOUT_AVXVNNI")
         work = Path(self.build_temp)
         work.mkdir(parents=True, exist_ok=True)
         jobs = [
             (SOURCE / "kernels.cpp", work / f"{name}.o", [*flags, f'-DNAME="{name}"', f"-DVARIANT={name}_variant"])
-            for name, flags in VARIANTS.items()
+            for name, flags in variants.items()
         ]
-        jobs.append((SOURCE / "engine.cpp", work / "engine.o", []))
+        jobs.append((SOURCE / "engine.cpp", work / "engine.o", switches))
         with ThreadPoolExecutor() as threads:
             list(
                 threads.map(
@@ -50,6 +68,13 @@ class BuildNative(build_ext):
         target = Path(self.get_ext_fullpath(ext.name))
         target.parent.mkdir(parents=True, exist_ok=True)
         self._run([compiler, "-shared", "-pthread", *extra, *(job[1] for job in jobs), "-o", target])
+
+    @staticmethod
+    def _knows_avxvnni(compiler: str) -> bool:
+        """Whether compiler and assembler are new enough (2020); without it AVX2 serves."""
+        source = "#include <immintrin.h>\n__m256i f(__m256i a) { return _mm256_dpbusd_avx_epi32(a, a, a); }\n"
+        command = [compiler, "-mavxvnni", "-x", "c++", "-c", "-", "-o", os.devnull]
+        return subprocess.run(command, input=source, text=True, capture_output=True).returncode == 0
 
     @staticmethod
     def _run(command: list[object]) -> None:

@@ -12,8 +12,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-SETS = ("avx512", "avx2", "portable")  # instruction sets of the native kernels, best first
-NEEDED = {"avx512": ("avx512f", "avx512bw", "avx512vl", "avx512_vnni", "avx512_bf16"), "avx2": ("avx2", "fma")}
+SETS = ("avx512", "avx512vnni", "avxvnni", "avx2", "portable")  # instruction sets of the native kernels, best first
+NEEDED = {
+    "avx512": ("avx512f", "avx512bw", "avx512vl", "avx512_vnni", "avx512_bf16"),
+    "avx512vnni": ("avx512f", "avx512bw", "avx512vl", "avx512_vnni"),
+    "avxvnni": ("avx2", "fma", "avx_vnni"),
+    "avx2": ("avx2", "fma"),
+}
 EXTRAS = {  # optional libraries: what they are for
     "llguidance": "grammars",
     "fastapi": "the server",

@@ -151,9 +151,17 @@ class NativeDecoder:
     @property
     def weight_bytes(self) -> int:
         """Bytes one pass reads: every weight once, scales included."""
+        return sum(m.bytes for m in self._matrices)
+
+    @property
+    def precision(self) -> str:
+        """In which numbers its matrices are, and whose kernels multiply them."""
+        return f"{' and '.join(dict.fromkeys(m.form for m in self._matrices))}, native {native.instructions()}"
+
+    @property
+    def _matrices(self) -> list[Any]:
         w = self.weights
-        matrices: list[Any] = [m for layer in w.layers for m in (layer.qkv, layer.out, layer.up, layer.down)]
-        return sum(m.bytes for m in [*matrices, w.head])
+        return [*(m for layer in w.layers for m in (layer.qkv, layer.out, layer.up, layer.down)), w.head]
 
     def forward(self, segments: Sequence[Segment], cache: KVCache, boundaries: Sequence[int] = ()) -> Forward:
         """One pass over segments whose slots have room; logits [M, V] float32 of the positions they want, and hidden

@@ -27,8 +27,9 @@ class Runner:
         """Start over with an empty cache."""
         decoder = self.decoder
         self.cache = KVCache(
-            decoder.config, **self._shape, context=decoder.context, dtype=decoder.dtype, device=decoder.device
-        )
+            decoder.config, **self._shape, context=decoder.context, dtype=decoder.dtype, device=decoder.device,
+            native=isinstance(decoder, NativeDecoder),
+        )  # fmt: skip
 
     def chain(self, links: Sequence[Link], vocab: int) -> list[list[int]] | None:
         """Say token after token below `vocab` behind each link; None where passes are not native."""

@@ -51,10 +51,12 @@ def decoder(name: str, form: str, draft: bool = False) -> NativeDecoder:
     return NativeDecoder(load_config(directory), directory, form, 256)
 
 
-def cache(model: NativeDecoder, tokens: int = 128) -> KVCache:
+def cache(model: NativeDecoder, tokens: int = 128, page: int = 4) -> KVCache:
     """A cache whose slot 1 has room for `tokens` tokens, in pages that do not lie in a row."""
-    kv = KVCache(model.config, tokens=512, page=4, slots=3, context=256, dtype=model.dtype, device=model.device)
-    for upto in range(4, tokens + 1, 4):
+    kv = KVCache(
+        model.config, tokens=512, page=page, slots=3, context=256, dtype=model.dtype, device=model.device, native=True
+    )
+    for upto in range(page, tokens + 1, page):
         for slot in (0, 1):
             kv.pages.grow(slot, upto)
     return kv
@@ -146,6 +148,21 @@ def test_a_tree_whose_branches_take_turns_gives_the_bits_of_its_paths() -> None:
         assert torch.equal(logits[node], expected), node
 
 
+@pytest.mark.parametrize("form", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_where_rows_lie_changes_no_bit(name: str, form: str) -> None:
+    """Blocks of keys are read where they are, or gathered first; tokens that see the same blocks share them."""
+    model, prompt = decoder(name, form), ids(75)
+    tree = Segment(1, ids(6, 2), [-1, 0, 0, 1, 2, 4], list(range(6)))
+    found = []
+    for page in (4, 8, 16, 32):
+        kv = cache(model, page=page)
+        first = model.forward([chain(prompt)], kv).logits
+        kv.commit(1, range(75))
+        found.append(torch.cat([first, model.forward([tree], kv).logits]))
+    assert all(torch.equal(logits, found[0]) for logits in found[1:])
+
+
 def test_a_matrix_of_more_than_a_slab_shares_it_with_nobody() -> None:
     """Freeing what lay behind it used to count down within its own numbers."""
     large = Packed(torch.ones(1100, 32 * 1024), None, "int8", gated=False)
@@ -181,7 +198,22 @@ def test_threads_do_not_change_the_bits(threads_: int) -> None:
     native.start(2)
 
 
-@pytest.mark.parametrize("instructions", ["avx512", "avx2", "portable"])
+@pytest.mark.parametrize("form", FORMS)
+def test_avx_vnni_computes_the_bits_of_avx2(form: str) -> None:
+    """Sums of integers are exact however they are made, and all else is the same code."""
+    model, tokens, logits = decoder("qwen3", form), ids(25), []
+    try:
+        for instructions in ("avx2", "avxvnni"):
+            native.start(2, instructions)
+            logits.append(model.forward([chain(tokens)], cache(model)).logits)
+    except ValueError as error:
+        pytest.skip(str(error))
+    finally:
+        native.start(2)
+    assert torch.equal(*logits)
+
+
+@pytest.mark.parametrize("instructions", ["avx512", "avx512vnni", "avxvnni", "avx2", "portable"])
 @pytest.mark.parametrize("form", FORMS)
 def test_every_instruction_set_computes_the_same_thing(instructions: str, form: str) -> None:
     """The bits may differ between instruction sets, the values hardly; within one, rows are invariant."""
@@ -344,3 +376,9 @@ def test_loading_takes_little_more_than_the_weights(
     assert done.returncode == 0, done.stderr
     took, held = map(int, done.stdout.split())
     assert took - held < 100e6, (took, held)
+
+
+def test_precision_is_that_of_the_matrices() -> None:
+    """Not of the embedding and the cache."""
+    assert decoder("llama", "int4").precision == f"int4 and int8, native {native.instructions()}"
+    assert decoder("llama", "bfloat16").precision == f"bfloat16, native {native.instructions()}"

@@ -82,7 +82,7 @@ class Attention:
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store k, v [T, Hkv, D] of this layer, attend with q [T, Hq, D] -> [T, Hq, D]."""
-        keys, values = self.cache.data[0, layer], self.cache.data[1, layer]
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
         keys[self.rows], values[self.rows] = k, v
         window, c = self.config.windows[layer], self.config
         if len(self.groups) == 1 and isinstance(self.groups[0].queries, slice):

@@ -10,13 +10,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from forerun.cache.pages import Pages
 from forerun.models.config import ModelConfig
 
+LANES = 16  # rows of a block of keys, see kernels/native/attention.h
+
 
 class KVCache:
-    """Paged keys and values of one model. data [2, L, rows, Hkv, D]"""
+    """Paged keys and values of one model: both [L, rows, Hkv, D]. For native passes, what one head reads lies in one
+    piece: keys [L, Hkv, rows / 16, D, 16], values [L, Hkv, rows, D]."""
 
     def __init__(
         self,
@@ -29,16 +33,22 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
         ahead: int = 0,
+        native: bool = False,
     ) -> None:
         """Room for `tokens` tokens in all, `context` a slot, in pages of `page` tokens. What is kept of a token may
-        depend on as many as `ahead` tokens behind it."""
-        self.pages = Pages(-(-tokens // page), page, slots, context, ahead)
-        rows = self.pages.count * page + 1  # vector loads of the last row may reach past it
+        depend on as many as `ahead` tokens behind it. `native`: passes are native."""
+        self.pages, self.native = Pages(-(-tokens // page), page, slots, context, ahead), native
+        layers, heads, width = config.layers, config.kv_heads, config.head_dim
+        blocks = -(-self.pages.count * page // LANES) + 1  # vector loads of the last row may reach past it
         # zeros, not empty: a masked key of NaN would still poison the sum
-        self.data = torch.zeros((2, config.layers, rows, config.kv_heads, config.head_dim), dtype=dtype, device=device)
+        self.data = torch.zeros((2, layers, blocks * LANES, heads, width), dtype=dtype, device=device)
+        self.keys, self.values = self.data
+        if native:
+            self.keys = self.keys.view(layers, heads, blocks, width, LANES)
+            self.values = self.values.view(layers, heads, blocks * LANES, width)
         self.length = [0] * slots
         # what native passes are told each time: addresses of keys and values, elements between layers, dtype
-        pointers = self.data[0].data_ptr(), self.data[1].data_ptr()
+        pointers = self.keys.data_ptr(), self.values.data_ptr()
         self.layout = (*pointers, self.data.stride(1), str(dtype).removeprefix("torch."))
 
     @staticmethod
@@ -63,5 +73,13 @@ class KVCache:
             rows = self.pages.rows[slot]
             source = torch.from_numpy(rows[[start + i for i in path]]).to(self.data.device)
             target = torch.from_numpy(rows[start : start + count].copy()).to(self.data.device)
-            self.data[:, :, target] = self.data[:, :, source]
+            self._move(source, target)
         self.length[slot] += count
+
+    def _move(self, source: Tensor, target: Tensor) -> None:
+        if self.native:
+            lanes = self.keys[:, :, source // LANES, :, source % LANES]
+            self.keys[:, :, target // LANES, :, target % LANES] = lanes
+            self.values[:, :, target] = self.values[:, :, source]
+        else:
+            self.data[:, :, target] = self.data[:, :, source]

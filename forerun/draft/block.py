@@ -73,8 +73,9 @@ class Block(FeatureProposer):
 
     def new_cache(self) -> KVCache:
         return KVCache(
-            self.config.layer, **self._shape, context=self._reach, dtype=self.dtype, device=self.target.device
-        )
+            self.config.layer, **self._shape, context=self._reach, dtype=self.dtype, device=self.target.device,
+            native=False,
+        )  # fmt: skip
 
     def fuse(self, shown: Tensor) -> Tensor:
         return self.head.fuse(shown)
@@ -112,7 +113,7 @@ class Block(FeatureProposer):
         rotation = self._rotation(torch.from_numpy(np.concatenate(positions)).to(self.target.device))
         for layer in range(self.config.layer.layers):
             keys, values = self.head.remember(layer, context, rotation)
-            self.cache.data[0, layer, index], self.cache.data[1, layer, index] = keys, values
+            self.cache.keys[layer, index], self.cache.values[layer, index] = keys, values
         for row, count in zip(rows, counts, strict=True):
             self.commit(row, count)
 

@@ -28,16 +28,18 @@ class Waiting:
 
     Attributes:
         begin: position of the first row of the cache. seen: the next position to be shown.
-        fused: parts [n, Hd], in order. shown: what comes behind them, [n, boundaries x H] as it came.
+        fused: parts [n, Hd], in order.
+        shown: what comes behind them as it came, [n, H] of every boundary. unfused: how many tokens that is.
     """
 
     begin: int = 0
     seen: int = -1
     fused: list[Tensor] = field(default_factory=list)
-    shown: list[Tensor] = field(default_factory=list)
+    shown: list[list[Tensor]] = field(default_factory=list)
+    unfused: int = 0
 
     def __len__(self) -> int:
-        return sum(map(len, self.fused)) + sum(map(len, self.shown))
+        return sum(map(len, self.fused)) + self.unfused
 
 
 class FeatureProposer(Proposer):
@@ -72,7 +74,6 @@ class FeatureProposer(Proposer):
         self.waiting.pop(slot, None)
         self.cache.close(slot)
 
-    @torch.inference_mode()
     def observe(self, slot: int, start: int, features: Mapping[int, Tensor]) -> None:
         waiting = self.waiting[slot]
         if waiting.seen < 0 and self.cache.length[slot] < start:
@@ -82,8 +83,9 @@ class FeatureProposer(Proposer):
         waiting.seen = start + len(shown[0])
         new = waiting.seen - self.next_position(slot) - len(waiting)
         if new > 0:
-            waiting.shown.append(torch.cat([part[-new:] for part in shown], dim=-1))
-        if sum(map(len, waiting.shown)) >= CHUNK:
+            waiting.shown.append(shown if new == len(shown[0]) else [part[-new:] for part in shown])
+            waiting.unfused += new
+        if waiting.unfused >= CHUNK:
             self._fuse(waiting)
 
     def next_position(self, slot: int) -> int:
@@ -108,7 +110,10 @@ class FeatureProposer(Proposer):
         if self.waiting[row.slot].begin == 0:  # others have other positions
             self.cache.pages.seal(row.slot, row.tokens, self.cache.length[row.slot])
 
+    @torch.inference_mode()
     def _fuse(self, waiting: Waiting) -> None:
         if waiting.shown:
-            waiting.fused.append(self.fuse(torch.cat(waiting.shown).to(self.dtype)))
+            columns = [torch.cat(parts) for parts in zip(*waiting.shown, strict=True)]
+            waiting.fused.append(self.fuse(torch.cat(columns, dim=-1).to(self.dtype)))
             waiting.shown.clear()
+            waiting.unfused = 0

@@ -68,7 +68,7 @@ class Pairs(FeatureProposer):
     def new_cache(self) -> KVCache:
         return KVCache(
             self.head.layer, **self._shape, context=self.target.context, dtype=self.dtype, device=self.target.device,
-            ahead=1,
+            ahead=1, native=self.native is not None,
         )  # fmt: skip
 
     def fuse(self, shown: Tensor) -> Tensor:

@@ -57,11 +57,15 @@ def parse_draft(spec: str) -> tuple[str, str]:
 
 def _bundled(name: str) -> str:
     """The directory of a bundled drafter. Raises ConfigError where there is none of this kind."""
-    there = [kind for kind in LOADED if (_place(kind) / "config.json").is_file()]
-    if name not in there:
-        known = ", ".join(f"{kind}:bundled" for kind in there) or "none"
+    if f"{name}:bundled" not in bundled():
+        known = ", ".join(bundled()) or "none"
         raise ConfigError(f"there is no {name}:bundled; bundled are: {known}")
     return str(_place(name))
+
+
+def bundled() -> list[str]:
+    """The drafts that come with the bundled model."""
+    return [f"{kind}:bundled" for kind in LOADED if (_place(kind) / "config.json").is_file()]
 
 
 def _place(kind: str) -> Path:

@@ -39,6 +39,11 @@ class Decoder:
         matrices = [m.weight for layer in w.layers for m in (layer.qkv, layer.out, layer.up, layer.down)]
         return sum(m.numel() * m.element_size() for m in [*matrices, w.head.weight])
 
+    @property
+    def precision(self) -> str:
+        """In which numbers its matrices are, and whose kernels multiply them."""
+        return f"{str(self.dtype).removeprefix('torch.')}, torch on {self.device}"
+
     @torch.inference_mode()
     def forward(
         self, ids: Tensor, positions: Tensor, attend: Attend, want: Tensor, boundaries: Sequence[int] = ()

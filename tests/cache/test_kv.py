@@ -1,27 +1,48 @@
 """The KV tensors: a commit keeps exactly the path it is given, and moves nothing that is anybody else's.
 
 Protects: compaction of any path against lists, over scattered pages and several slots; shared prefixes; that scratch
-rows are only scratch; the bytes of a token.
+rows are only scratch; the bytes of a token. In both layouts.
 """
 
 from __future__ import annotations
 
+import math
 import random
+from collections.abc import Sequence
 
 import pytest
 import torch
+from torch import Tensor
 
-from forerun.cache.kv import KVCache
+from forerun.cache.kv import LANES, KVCache
 from forerun.models.config import load_config
 from tests import tiny
 
 CONFIG = load_config(tiny.family("llama"))
 
 
-def cache(tokens: int = 144, page: int = 4, slots: int = 3, context: int = 48) -> KVCache:
+@pytest.fixture(params=["torch", "native"])
+def cache(request: pytest.FixtureRequest) -> KVCache:
+    return new(native=request.param == "native")
+
+
+def new(tokens: int = 144, page: int = 4, dtype: torch.dtype = torch.float64, native: bool = False) -> KVCache:
+    device = torch.device("cpu")
     return KVCache(
-        CONFIG, tokens=tokens, page=page, slots=slots, context=context, dtype=torch.float64, device=torch.device("cpu")
-    )
+        CONFIG, tokens=tokens, page=page, slots=3, context=48, dtype=dtype, device=device, native=native
+    )  # fmt: skip
+
+
+def row(kv: KVCache, i: int) -> tuple[Tensor, Tensor]:
+    """Keys and values of one row, [L, Hkv, D] each, in place."""
+    if kv.native:
+        return kv.keys[:, :, i // LANES, :, i % LANES], kv.values[:, :, i]
+    return kv.keys[:, i], kv.values[:, i]
+
+
+def rows(kv: KVCache, which: Sequence[int]) -> Tensor:
+    """[rows, 2, L, Hkv, D]"""
+    return torch.stack([torch.stack(row(kv, i)) for i in which])
 
 
 class Naive:
@@ -31,8 +52,8 @@ class Naive:
         self.kv, self.chance, self.mark = kv, random.Random(seed), 0
         self.lists: list[list[int]] = [[] for _ in kv.length]
         self.chance.shuffle(kv.pages.free)
-        layers, _, heads, size = kv.data.shape[1:]
-        self.shape = torch.arange(2 * layers * heads * size).reshape(2, layers, heads, size).double() / 1024
+        shape = 2, CONFIG.layers, CONFIG.kv_heads, CONFIG.head_dim
+        self.shape = torch.arange(math.prod(shape)).reshape(shape).double() / 1024
 
     def write(self, slot: int, count: int) -> list[int]:
         """A pass: `count` nodes behind what is committed. Their marks."""
@@ -41,7 +62,10 @@ class Naive:
         marks = []
         for i in range(count):
             self.mark += 1
-            self.kv.data[:, :, self.kv.pages.rows[slot, at + i]] = self.shape + self.mark
+            for place, marked in zip(
+                row(self.kv, self.kv.pages.rows[slot, at + i]), self.shape + self.mark, strict=True
+            ):
+                place.copy_(marked)
             marks.append(self.mark)
         return marks
 
@@ -53,15 +77,14 @@ class Naive:
         self.kv.pages.check()
         for slot, marks in enumerate(self.lists):
             assert self.kv.length[slot] == len(marks)
-            rows = self.kv.data[:, :, self.kv.pages.rows[slot, : len(marks)]]
-            expected = self.shape[:, :, None] + torch.tensor(marks, dtype=torch.float64)[:, None, None]
-            assert torch.equal(rows, expected)
+            for i, mark in zip(self.kv.pages.rows[slot], marks, strict=False):
+                assert torch.equal(torch.stack(row(self.kv, i)), self.shape + mark)
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_random_passes_and_commits(seed: int) -> None:
+def test_random_passes_and_commits(cache: KVCache, seed: int) -> None:
     """Trees of random size and random increasing paths, the empty one and the whole one among them."""
-    naive = Naive(cache(), seed)
+    naive = Naive(cache, seed)
     for _ in range(60):
         slot = naive.chance.randrange(3)
         if len(naive.lists[slot]) > 30:
@@ -78,9 +101,9 @@ def test_random_passes_and_commits(seed: int) -> None:
 @pytest.mark.parametrize(
     "path", [[], [0], [2], [0, 1, 2], [0, 2, 5], [1, 2, 3, 4, 5, 6], [0, 3, 4, 5, 6, 7, 8], [8], range(1, 9)], ids=str
 )
-def test_commit_of_one_path(path: list[int]) -> None:
+def test_commit_of_one_path(cache: KVCache, path: list[int]) -> None:
     """Sources and targets may overlap, and both cross page borders."""
-    naive = Naive(cache(), 1)
+    naive = Naive(cache, 1)
     naive.commit(1, naive.write(1, 5), [0, 1, 2, 3, 4])
     naive.commit(0, naive.write(0, 3), [0, 2])
     naive.commit(1, naive.write(1, 9), list(path))
@@ -89,18 +112,18 @@ def test_commit_of_one_path(path: list[int]) -> None:
     naive.check()
 
 
-def test_commit_touches_only_the_rows_it_fills() -> None:
-    naive = Naive(cache(), 2)
+def test_commit_touches_only_the_rows_it_fills(cache: KVCache) -> None:
+    naive = Naive(cache, 2)
     naive.commit(0, naive.write(0, 6), list(range(6)))
     marks = naive.write(0, 7)
-    before = naive.kv.data.clone()
+    before = rows(cache, range(144))
     naive.commit(0, marks, [1, 4, 6])
-    changed = (naive.kv.data != before).flatten(3).any(-1).any(0).any(0).nonzero().flatten().tolist()
+    changed = (rows(cache, range(144)) != before).flatten(1).any(-1).nonzero().flatten().tolist()
     assert sorted(changed) == sorted(naive.kv.pages.rows[0, 6:9].tolist())
 
 
-def test_commit_of_the_first_nodes_moves_nothing() -> None:
-    naive = Naive(cache(), 3)
+def test_commit_of_the_first_nodes_moves_nothing(cache: KVCache) -> None:
+    naive = Naive(cache, 3)
     marks = naive.write(0, 7)
     before = naive.kv.data.clone()
     naive.commit(0, marks, [0, 1, 2])
@@ -108,8 +131,8 @@ def test_commit_of_the_first_nodes_moves_nothing() -> None:
     naive.check()
 
 
-def test_open_takes_a_known_prefix_and_close_gives_it_back() -> None:
-    naive, text = Naive(cache(), 4), list(range(11))
+def test_open_takes_a_known_prefix_and_close_gives_it_back(cache: KVCache) -> None:
+    naive, text = Naive(cache, 4), list(range(11))
     naive.commit(0, naive.write(0, 11), list(range(11)))
     naive.kv.pages.seal(0, text, 11)
     assert naive.kv.open(1, [*text, 12]) == naive.kv.length[1] == 8
@@ -125,7 +148,7 @@ def test_open_takes_a_known_prefix_and_close_gives_it_back() -> None:
 
 
 def test_room_is_at_least_what_was_asked_for() -> None:
-    kv = cache(tokens=10, page=4)
+    kv = new(tokens=10, page=4)
     assert kv.pages.count == 3
     assert kv.data.shape[:2] == (2, CONFIG.layers)
     assert kv.data.shape[2] >= 12
@@ -133,7 +156,13 @@ def test_room_is_at_least_what_was_asked_for() -> None:
     assert torch.isfinite(kv.data).all()
 
 
+def test_a_native_cache_has_room_for_loads_of_whole_vectors_behind_its_last_row() -> None:
+    for tokens in (4, 12, 16, 20, 64):
+        kv = new(tokens, native=True)
+        assert kv.data[0].numel() >= (kv.pages.count * 4 + LANES) * CONFIG.layers * CONFIG.kv_heads * CONFIG.head_dim
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_token_bytes_is_what_a_token_takes(dtype: torch.dtype) -> None:
-    kv = KVCache(CONFIG, tokens=64, page=4, slots=1, context=16, dtype=dtype, device=torch.device("cpu"))
+    kv = new(dtype=dtype)
     assert KVCache.token_bytes(CONFIG, dtype) == kv.data[:, :, 0].numel() * kv.data.element_size()

@@ -106,7 +106,8 @@ def test_native_states_are_those_of_one_token_passes_bit_for_bit(form: str) -> N
     decoder = NativeDecoder(load_config(directory), directory, form, 256)
     tokens = torch.randint(3, tiny.VOCAB, (19,), generator=torch.Generator().manual_seed(2)).tolist()
     cache = KVCache(
-        decoder.config, tokens=64, page=4, slots=1, context=256, dtype=decoder.dtype, device=decoder.device
+        decoder.config, tokens=64, page=4, slots=1, context=256, dtype=decoder.dtype, device=decoder.device,
+        native=True,
     )  # fmt: skip
     cache.open(0, [])
     cache.pages.grow(0, len(tokens))

@@ -11,7 +11,7 @@ from forerun.errors import ForerunError
 from forerun.kernels import native
 from forerun.kernels.draw import gumbel_argmax, say, temper
 
-SETS = ["avx512", "avx2", "portable"]
+SETS = ["avx512", "avx512vnni", "avxvnni", "avx2", "portable"]
 # spread of the logits for each vocabulary: from near uniform, where many tokens can win, to peaked
 CASES = [(1, 1.0), (7, 1.0), (16, 0.0), (33, 2.0), (301, 0.3), (5000, 0.01), (5000, 3.0), (5000, 40.0)]
 

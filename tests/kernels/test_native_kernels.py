@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(native.library() is None, reason=native.reason()
 RMS, LAYER = 1, 2
 
 
-@pytest.fixture(params=["avx512", "avx2", "portable"], autouse=True)
+@pytest.fixture(params=["avx512", "avx512vnni", "avxvnni", "avx2", "portable"], autouse=True)
 def instructions(request: pytest.FixtureRequest) -> Iterator[str]:
     try:
         native.start(2, request.param)
@@ -107,13 +107,18 @@ SHAPES = [(1, 1, 8), (6, 2, 24), (3, 3, 64), (20, 1, 40), (8, 2, 128), (7, 1, 17
 @pytest.mark.parametrize("form", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (5, 0.0), (70, 2.0)])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), SHAPES)
-def test_attention(heads: int, kv_heads: int, dim: int, window: int, softcap: float, form: str) -> None:
-    """A draft tree behind a long prefix that lies scattered over the cache; the last row of the cache is in use."""
-    rows, prefix = 200, 150
+@pytest.mark.parametrize("scattered", [False, True])
+def test_attention(
+    heads: int, kv_heads: int, dim: int, window: int, softcap: float, form: str, scattered: bool
+) -> None:
+    """A draft tree behind a long prefix, which lies in the cache row by row or scattered."""
+    rows, prefix = 208, 150
     bench = Bench([(heads + 2 * kv_heads) * dim, heads * dim], 6, seed=dim)
     dtype = getattr(torch, form)
     data = torch.from_numpy(bench.rng.standard_normal((2, rows, kv_heads, dim), dtype=np.float32)).to(dtype)
-    line = bench.rng.permutation(rows).astype(np.int64)
+    line = np.arange(rows)
+    if scattered:
+        bench.rng.shuffle(line)
     sees = [
         [*range(prefix)],
         [*range(prefix), 150],
@@ -126,17 +131,27 @@ def test_attention(heads: int, kv_heads: int, dim: int, window: int, softcap: fl
     extra = np.array([line[152], line[152], line[153]], dtype=np.int64)
     extra_at = np.array([0, 0, 0, 0, 1, 3, 3], dtype=np.int32)
     lines = np.full(6, line.ctypes.data, dtype=np.uint64)
+    cache = native_layout(data)
     bench.run(
         native.COp(kind=native.ATTEND, input=0, output=1, scale=0.3, softcap=softcap, window=window),
         heads, kv_heads, dim, tokens=6, rows=lines.ctypes.data, direct=direct.ctypes.data,
-        extra_at=extra_at.ctypes.data, extra=extra.ctypes.data, keys=data[0].data_ptr(), values=data[1].data_ptr(),
-        layer_stride=0, kv_format=native.FORMATS[form],
+        extra_at=extra_at.ctypes.data, extra=extra.ctypes.data, keys=cache[0].data_ptr(), values=cache[1].data_ptr(),
+        layer_stride=data[0].numel(), kv_format=native.FORMATS[form],
     )  # fmt: skip
     keys, values = data.double().numpy()
     for token, seen in enumerate(sees):
         q = bench.buffers[0][token, : heads * dim].reshape(heads, dim).astype(np.float64)
         exact = attention(q, keys[line[seen]], values[line[seen]], window, softcap, 0.3)
         assert close(bench.buffers[1][token].reshape(heads, dim), exact, 1e-5)
+
+
+def native_layout(data: torch.Tensor) -> torch.Tensor:
+    """Keys and values [2, rows, Hkv, D] as native passes have them, each flat, with room for loads past the end."""
+    _, rows, heads, dim = data.shape
+    flat = torch.zeros(2, rows * heads * dim + 16, dtype=data.dtype)
+    flat[0, :-16] = data[0].view(rows // 16, 16, heads, dim).permute(2, 0, 3, 1).flatten()
+    flat[1, :-16] = data[1].transpose(0, 1).flatten()
+    return flat
 
 
 @pytest.mark.parametrize("rotary", [0, 6, 40])
@@ -147,13 +162,14 @@ def test_rotation_writes_the_cache(rotary: int) -> None:
     angles = np.random.rand(context, max(rotary // 2, 1)).astype(np.float32)
     cosine, sine = np.cos(angles), np.sin(angles)
     positions, store = np.array([4, 7], dtype=np.int64), np.array([1, 0], dtype=np.int64)
-    cache = np.zeros((2, 2, kv_heads, dim), dtype=np.float32)
+    data = torch.zeros(2, 16, kv_heads, dim)
+    cache = native_layout(data)
     op = native.COp(kind=native.ROTATE, input=0, rotary=rotary)
     if rotary:
         op.cosine, op.sine = cosine.ctypes.data, sine.ctypes.data
     bench.run(
         op, heads, kv_heads, dim, tokens=2, positions=positions.ctypes.data, store=store.ctypes.data,
-        keys=cache[0].ctypes.data, values=cache[1].ctypes.data, layer_stride=0, kv_format=0,
+        keys=cache[0].data_ptr(), values=cache[1].data_ptr(), layer_stride=data[0].numel(), kv_format=0,
     )  # fmt: skip
     exact = given.copy()
     for t, position in enumerate(positions):
@@ -163,5 +179,5 @@ def test_rotation_writes_the_cache(rotary: int) -> None:
         exact[t, :-kv_heads, :half], exact[t, :-kv_heads, half:rotary] = a * c - b * s, b * c + a * s
     rotated = bench.buffers[0].reshape(exact.shape)
     assert close(rotated, exact, 1e-6)
-    assert np.array_equal(cache[0][store], rotated[:, heads:-kv_heads])
-    assert np.array_equal(cache[1][store], rotated[:, -kv_heads:])
+    data[0, store], data[1, store] = torch.from_numpy(rotated).float().split([heads, kv_heads, kv_heads], 1)[1:]
+    assert torch.equal(cache, native_layout(data))

@@ -1,224 +1,285 @@
 // Attention over pages and tree nodes. A token walks its keys in groups of 64 by logical position, whatever rows of the
 // cache they lie in, and keeps a running maximum and sum from group to group.
+//
+// What one head reads lies in one piece: keys in blocks of 16 rows, channel by channel [rows / 16][head_dim][16], so that
+// 16 scores come from whole vectors; values row by row [rows][head_dim].
 #pragma once
 #include "vector.h"
 
 namespace {
 
-constexpr int KEYS = 64;      // keys of a group
-constexpr int TOKENS = 8;     // tokens of one slot that share what they read of the cache
-constexpr int SHARERS = 16;   // query heads of one key head, at most, in one go
-constexpr int TOGETHER = 4;   // of these, heads whose sums are in registers at once
+constexpr int KEYS = 64;          // keys of a group
+constexpr int BLOCKS = KEYS / W;  // of a group
+constexpr int TOKENS = 8;         // tokens of one slot that share what they read of the cache
+constexpr int SHARERS = 16;       // query heads of one key head, at most, in one go
+constexpr int TOGETHER = 4;       // queries whose sums are in registers at once
+constexpr int AHEAD = 4096;       // bytes; pages mostly lie one behind the other
 #if defined(__AVX512F__)
-constexpr int VECTORS = 8;    // sums that keep the arithmetic busy
+constexpr int VECTORS = 8;        // sums that keep the arithmetic busy
 #else
 constexpr int VECTORS = 4;
 #endif
+template <int G> constexpr int BESIDE = VECTORS / G >= 4 ? 4 : VECTORS / G >= 2 ? 2 : 1;  // of them, for each of G queries
 
-inline vf cached(const void *data, int format, int64_t i, int count) {  // zeros past `count`
-  if (count >= W) return format == BF16 ? from_bf16((const uint16_t *)data + i) : load((const float *)data + i);
-  alignas(64) uint16_t narrow[W] = {};
-  alignas(64) float full[W] = {};
-  if (format == BF16) memcpy(narrow, (const uint16_t *)data + i, sizeof(uint16_t) * count);
-  else memcpy(full, (const float *)data + i, sizeof(float) * count);
-  return format == BF16 ? from_bf16(narrow) : load(full);
-}
+inline vf widen(const uint16_t *p) { return from_bf16(p); }
+inline vf widen(const float *p) { return load(p); }
+inline void round_to(float x, float *to) { *to = x; }
+inline void round_to(float x, uint16_t *to) { *to = to_bf16(x); }
 
-#if defined(__AVX512F__)
-inline void transpose(vf r[W]) {
-  for (int s = W / 2; s; s /= 2)  // swap off-diagonal s x s blocks
-    for (int j = 0; j < W; j++) {
-      if (j & s) continue;
-      vi low, high;
-      for (int i = 0; i < W; i++) low[i] = i & s ? W + (i ^ s) : i, high[i] = i & s ? W + i : i ^ s;
-      vf a = r[j], e = r[j | s];
-      r[j] = __builtin_shuffle(a, e, low);
-      r[j | s] = __builtin_shuffle(a, e, high);
-    }
-}
-#else
-inline void transpose(vf r[W]) {  // 4 x 4 blocks by 4 x 4 blocks
-  alignas(64) float from[W][W], to[W][W];
-  for (int j = 0; j < W; j++) store(from[j], r[j]);
-  for (int i = 0; i < W; i += 4)
-    for (int j = 0; j < W; j += 4) {
-      __m128 a = _mm_load_ps(&from[i][j]), b = _mm_load_ps(&from[i + 1][j]);
-      __m128 c = _mm_load_ps(&from[i + 2][j]), d = _mm_load_ps(&from[i + 3][j]);
-      _MM_TRANSPOSE4_PS(a, b, c, d);
-      _mm_store_ps(&to[j][i], a), _mm_store_ps(&to[j + 1][i], b);
-      _mm_store_ps(&to[j + 2][i], c), _mm_store_ps(&to[j + 3][i], d);
-    }
-  for (int j = 0; j < W; j++) r[j] = load(to[j]);
-}
-#endif
+// Keys and values of one head of one layer.
+template <typename T> struct Head {
+  T *keys, *values;
+  int d;
 
-// The keys and values of one group and one key head, as floats: keys channel by channel [wide][KEYS], values [KEYS][wide];
-// `wide` is the head size rounded up to whole vectors. `held` says which place of the cache each column has now; only what differs is read again.
-struct KeyBlock {
-  float *keys, *values;
-  int d, wide;
+  Head(const Program *p, const Batch *b, int layer, int head) : d(p->head_dim) {
+    int64_t at = layer * b->layer_stride + head * (b->layer_stride / p->kv_heads);
+    keys = (T *)b->keys + at, values = (T *)b->values + at;
+  }
+  T *key(int64_t row) const { return keys + row / W * W * d + row % W; }  // channel c is c * W further on
+  T *value(int64_t row) const { return values + row * d; }
+  void put(int64_t row, const float *key_, const float *value_) const {
+    for (int c = 0; c < d; c++) round_to(key_[c], key(row) + c * W);
+    for (int c = 0; c < d; c++) round_to(value_[c], value(row) + c);
+  }
+};
+
+// Blocks put together from rows that lie anywhere; `held` says which row each lane has, and only what differs is read.
+template <typename T> struct Gathered {
+  T *keys, *values;  // [BLOCKS][d][W], [KEYS][d] and a vector more
   int64_t held[KEYS];
 
+  Gathered(T *keys_, T *values_) : keys(keys_), values(values_) {}
   void forget() {
     for (int j = 0; j < KEYS; j++) held[j] = -1;
-    memset(keys, 0, sizeof(float) * wide * KEYS);
   }
-  void hold(const Batch *b, const int64_t *places, int count) {
-    for (int first = 0; first < count; first += W) {
-      int last = first + W < count ? first + W : count, other = 0;
-      for (int j = first; j < last; j++) other += held[j] != places[j];
-      if (!other) continue;
-      if (other > 4) read(b, places, first, last);
-      else
-        for (int j = first; j < last; j++)
-          if (held[j] != places[j]) read_one(b, places[j], j);
-      for (int j = first; j < last; j++) held[j] = places[j];
-    }
-  }
-
- private:
-  void read(const Batch *b, const int64_t *places, int first, int last) {
-    for (int c = 0; c < d; c += W) {
-      vf r[W];
-      for (int j = 0; j < W; j++) r[j] = first + j < last ? cached(b->keys, b->kv_format, places[first + j] + c, d - c) : set1(0);
-      transpose(r);
-      for (int j = 0; j < W; j++) store(keys + (c + j) * KEYS + first, r[j]);
-      for (int j = first; j < last; j++) store(values + j * wide + c, cached(b->values, b->kv_format, places[j] + c, d - c));
-    }
-    for (int j = last; j < first + W; j++) held[j] = -1;  // their keys are zero now
-  }
-  void read_one(const Batch *b, int64_t place, int j) {
-    for (int c = 0; c < d; c += W) {
-      vf k = cached(b->keys, b->kv_format, place + c, d - c);
-      for (int i = 0; i < W; i++) keys[(c + i) * KEYS + j] = k[i];
-      store(values + j * wide + c, cached(b->values, b->kv_format, place + c, d - c));
+  void hold(const Head<T> &head, const int64_t *rows, int first, int count) {
+    for (int j = first; j < first + count; j++) {
+      if (held[j] == rows[j]) continue;
+      const T *key = head.key(rows[j]);
+      for (int c = 0; c < head.d; c++) keys[(first * head.d) + c * W + j - first] = key[c * W];
+      memcpy(values + j * head.d, head.value(rows[j]), sizeof(T) * head.d);
+      held[j] = rows[j];
     }
   }
 };
 
-// What one token has gathered so far for each of its heads.
-struct State { float most[SHARERS], total[SHARERS]; };
+// Whether rows lie one behind the other from the beginning of a block on.
+inline bool in_place(const int64_t *rows, int count) {
+  int64_t other = rows[0] % W;
+  for (int j = 1; j < count; j++) other |= rows[j] ^ (rows[0] + j);
+  return !other;
+}
 
-// score[g][16 * first ...] of G heads, J vectors of 16 keys
-template <int G, int J> inline void score(const float *q, int stride, int d, const float *keys, int first, float (*out)[KEYS]) {
-  vf acc[G][J];
-  for (int g = 0; g < G; g++)
-    for (int j = 0; j < J; j++) acc[g][j] = set1(0);
-  for (int c = 0; c < d; c++)
-    for (int j = 0; j < J; j++) {
-      vf k = load(keys + c * KEYS + (first + j) * W);
-      for (int g = 0; g < G; g++) acc[g][j] = fma(k, set1(q[g * stride + c]), acc[g][j]);
+// Where the keys and values of one group are: in the cache, or gathered from it where rows are not one behind the other.
+template <typename T> struct Group {
+  const T *keys[BLOCKS], *values[BLOCKS];
+  int count;
+  bool in_cache;
+
+  void find(const Head<T> &head, const int64_t *rows, int n, Gathered<T> &gathered) {
+    count = 0, in_cache = true;
+    if (extend(head, rows, n)) return;
+    in_cache = false;
+    for (int first = count; first < n; first += W) {
+      gathered.hold(head, rows, first, n - first < W ? n - first : W);
+      set(first / W, gathered.keys + first * head.d, gathered.values + first * head.d);
     }
-  for (int g = 0; g < G; g++)
-    for (int j = 0; j < J; j++) store(out[g] + (first + j) * W, acc[g][j]);
-}
-
-// out[g] += weights [from, to) times values, C vectors of channels at a time
-template <int G, int C> inline void gather(const float (*weight)[KEYS], int from, int to, const float *values, int wide, float *out) {
-  for (int c = 0; c < wide; c += C * W) {
-    vf acc[G][C];
-    for (int g = 0; g < G; g++)
-      for (int i = 0; i < C; i++) acc[g][i] = load(out + g * wide + c + i * W);
-    for (int j = from; j < to; j++)
-      for (int i = 0; i < C; i++) {
-        vf v = load(values + j * wide + c + i * W);
-        for (int g = 0; g < G; g++) acc[g][i] = fma(v, set1(weight[g][j]), acc[g][i]);
-      }
-    for (int g = 0; g < G; g++)
-      for (int i = 0; i < C; i++) store(out + g * wide + c + i * W, acc[g][i]);
   }
+  // Whether these rows, or what they have more, are in the cache where this group is.
+  bool join(const Head<T> &head, const int64_t *rows, int n) { return in_cache && extend(head, rows, n); }
+
+ private:
+  bool extend(const Head<T> &head, const int64_t *rows, int n) {
+    for (int first = 0; first < n; first += W) {
+      if (!in_place(rows + first, n - first < W ? n - first : W)) return false;
+      if (first < count && head.key(rows[first]) != keys[first / W]) return false;
+      if (first >= count) set(first / W, head.key(rows[first]), head.value(rows[first])), count = first + W;
+    }
+    return true;
+  }
+  void set(int block, const T *key, const T *value) {  // further blocks are read too, but not looked at
+    for (int i = block; i < BLOCKS; i++) keys[i] = key, values[i] = value;
+  }
+};
+
+// One query head of one token, and what it has gathered so far. It sees the keys [from, to) of the group.
+struct Query {
+  const float *q;
+  float *out;  // [wide]
+  float most, total;
+  int from, to;
+};
+
+// out[g][16 * first ...] of G queries, J blocks of keys
+template <int G, int J, typename T> inline void score(const float *const *q, int d, const T *const *keys, float (*out)[KEYS], int first) {
+  vf acc[G][J];
+  EACH(g, G, EACH(j, J, acc[g][j] = set1(0)));
+  for (int c = 0; c < d; c++)
+    EACH(j, J, {
+      vf k = widen(keys[first + j] + c * W);
+      _mm_prefetch((const char *)(keys[first + j] + c * W) + AHEAD, _MM_HINT_T0);
+      EACH(g, G, acc[g][j] = fma(k, set1(q[g][c]), acc[g][j]));
+    });
+  EACH(g, G, EACH(j, J, store(out[g] + (first + j) * W, acc[g][j])));
 }
 
-// G heads of one token over the keys [from, to) of a block.
-template <int G> void attend_heads(const Op *op, const float *q, int d, const KeyBlock &block, int from, int to, float *most, float *total, float *out) {
-  constexpr int J = VECTORS / G >= 4 ? 4 : VECTORS / G >= 2 ? 2 : 1;
-  constexpr int C = J;
-  int wide = block.wide;
-  alignas(64) float weight[G][KEYS];
-  int low = from / (W * J) * J, high = (to + W - 1) / W;
-  for (int first = low; first < high; first += J) score<G, J>(q, d, d, block.keys, first, weight);
+// Scores of the blocks [low, high) become weights; what was gathered before is scaled to the new maximum.
+inline void weigh(const Op *op, Query &query, float *weight, int low, int high, int wide) {
+  vf highest = set1(-INFINITY);
   vi lane;
   for (int i = 0; i < W; i++) lane[i] = i;
-  for (int g = 0; g < G; g++) {
-    vf highest = set1(-INFINITY);
-    for (int j = low; j < high; j++) {
-      vf s = load(weight[g] + j * W) * op->scale;
-      if (op->softcap > 0) s = vtanh(s / op->softcap) * op->softcap;
-      vi key = lane + j * W;
-      s = pick((key >= set1i(from)) & (key < set1i(to)), s, set1(-INFINITY));
-      highest = largest(highest, s);
-      store(weight[g] + j * W, s);
-    }
-    float now = top(highest);
-    now = now > most[g] ? now : most[g];
-    float keep = total[g] > 0 ? vexp(set1(most[g] - now))[0] : 0.0f;
-    vf all = set1(0);
-    for (int j = low; j < high; j++) {
-      vf s = load(weight[g] + j * W), e = pick(s > -INFINITY, vexp(s - now), set1(0));
-      all = all + e;
-      store(weight[g] + j * W, e);
-    }
-    total[g] = total[g] * keep + sum(all);
-    most[g] = now;
-    if (keep != 1.0f)
-      for (int c = 0; c < d; c += W) store(out + g * wide + c, load(out + g * wide + c) * keep);
+  for (int j = low; j < high; j++) {
+    vf s = load(weight + j * W) * op->scale;
+    if (op->softcap > 0) s = vtanh(s / op->softcap) * op->softcap;
+    vi key = lane + j * W;
+    s = pick((key >= set1i(query.from)) & (key < set1i(query.to)), s, set1(-INFINITY));
+    highest = largest(highest, s);
+    store(weight + j * W, s);
   }
-  if (wide % (C * W) == 0) gather<G, C>(weight, from, to, block.values, wide, out);
-  else gather<G, 1>(weight, from, to, block.values, wide, out);
+  float now = top(highest), keep = 1;
+  if (query.most < now) {
+    keep = query.total > 0 ? vexp(set1(query.most - now))[0] : 0.0f;
+    query.most = now;
+  }
+  vf all = set1(0);
+  for (int j = low; j < high; j++) {
+    vf s = load(weight + j * W), e = pick(s > -INFINITY, vexp(s - query.most), set1(0));
+    all = all + e;
+    store(weight + j * W, e);
+  }
+  query.total = query.total * keep + sum(all);
+  if (keep != 1.0f)
+    for (int c = 0; c < wide; c += W) store(query.out + c, load(query.out + c) * keep);
 }
 
-// Tokens first..last-1 are of one slot: a group of keys is read once for all of them, and changed where a tree branches.
-void attend_tile(const Program *p, const Op *op, const Batch *b, int first, int last, int kv_head, int sharer) {
-  int d = p->head_dim, wide = (d + W - 1) / W * W, group = p->heads / p->kv_heads;
-  int sharers = group - sharer < SHARERS ? group - sharer : SHARERS, head = kv_head * group + sharer;
-  alignas(64) float keys[wide * KEYS], values[KEYS * wide], out[TOKENS][sharers * wide];
-  KeyBlock block{keys, values, d, wide, {}};
-  State state[TOKENS];
+// out[g] += weights [from, to) times values, C vectors of channels at a time. What vectors take past the last channel is
+// the next row's and stays there.
+template <int G, int C, typename T>
+inline void gather(const float (*weight)[KEYS], int from, int to, const T *const *values, int d, int wide, float *const *out) {
+  for (int c = 0; c < wide; c += C * W) {
+    vf acc[G][C];
+    EACH(g, G, EACH(i, C, acc[g][i] = load(out[g] + c + i * W)));
+    for (int j = from; j < to;) {
+      const T *row = values[j / W] + (j % W) * d + c;
+      for (int end = to < (j / W + 1) * W ? to : (j / W + 1) * W; j < end; j++, row += d)
+        EACH(i, C, {
+          vf v = widen(row + i * W);
+          _mm_prefetch((const char *)(row + i * W) + AHEAD, _MM_HINT_T0);
+          EACH(g, G, acc[g][i] = fma(v, set1(weight[g][j]), acc[g][i]));
+        });
+    }
+    EACH(g, G, EACH(i, C, store(out[g] + c + i * W, acc[g][i])));
+  }
+}
+template <int G, typename T>
+void gather_any(const float (*weight)[KEYS], int from, int to, const T *const *values, int d, int wide, float *const *out) {
+  constexpr int C = BESIDE<G>;
+  if (from >= to) return;
+  if (wide % (C * W) == 0) gather<G, C>(weight, from, to, values, d, wide, out);
+  else gather<G, 1>(weight, from, to, values, d, wide, out);
+}
+
+// G queries over a group of keys; values that all of them see are read once.
+template <int G, typename T> void attend_queries(const Op *op, Query *const *queries, const Group<T> &group, int d) {
+  constexpr int J = BESIDE<G>;
+  int wide = (d + W - 1) / W * W, from = KEYS, to = 0, from_all = 0, to_all = KEYS;
+  const float *q[G];
+  float *out[G];
+  for (int g = 0; g < G; g++) {
+    const Query &query = *queries[g];
+    q[g] = query.q, out[g] = query.out;
+    from = query.from < from ? query.from : from, from_all = query.from > from_all ? query.from : from_all;
+    to = query.to > to ? query.to : to, to_all = query.to < to_all ? query.to : to_all;
+  }
+  if (from_all >= to_all) from_all = to_all = KEYS;
+  alignas(64) float weight[G][KEYS];
+  int low = from / (W * J) * J, high = (to + W - 1) / W;
+  for (int first = low; first < high; first += J) score<G, J>(q, d, group.keys, weight, first);
+  for (int g = 0; g < G; g++) {
+    weigh(op, *queries[g], weight[g], low, high, wide);
+    gather_any<1>(weight + g, queries[g]->from, queries[g]->to < from_all ? queries[g]->to : from_all, group.values, d, wide, out + g);
+  }
+  gather_any<G>(weight, from_all, to_all, group.values, d, wide, out);
+  for (int g = 0; g < G; g++) gather_any<1>(weight + g, to_all, queries[g]->to, group.values, d, wide, out + g);
+}
+
+// Queries that see the same group, as many at a time as their sums fit into registers.
+template <typename T> void attend_group(const Op *op, Query *const *queries, int count, const Group<T> &group, int d) {
+  for (int i = 0; i < count; i += TOGETHER) {
+    int n = count - i < TOGETHER ? count - i : TOGETHER;
+    auto some = n == 4 ? attend_queries<4, T> : n == 3 ? attend_queries<3, T> : n == 2 ? attend_queries<2, T> : attend_queries<1, T>;
+    some(op, queries + i, group, d);
+  }
+}
+
+// The rows of the keys start .. start + count - 1 that a token sees; `mixed` holds them if they are not all of its slot's line.
+inline const int64_t *sight(const Batch *b, int t, int start, int count, int64_t *mixed) {
+  const int64_t *line = b->rows[t] + start;
+  int direct = b->direct[t] - start;
+  if (count <= direct) return line;
+  for (int j = 0; j < count; j++) mixed[j] = j < direct ? line[j] : b->extra[b->extra_at[t] + j - direct];
+  return mixed;
+}
+
+// Tokens first..last-1 are of one slot; what they see of a group in common is read once for all of them.
+template <typename T> void attend_tile(const Program *p, const Op *op, const Batch *b, int first, int last, int kv_head, int sharer) {
+  int d = p->head_dim, wide = (d + W - 1) / W * W, share = p->heads / p->kv_heads;
+  int sharers = share - sharer < SHARERS ? share - sharer : SHARERS, head = kv_head * share + sharer;
+  alignas(64) T keys[KEYS * d], values[KEYS * d + W];
+  alignas(64) float out[TOKENS * sharers][wide];
+  Head<T> cached(p, b, op->layer, kv_head);
+  Gathered<T> gathered(keys, values);
+  Query queries[TOKENS * SHARERS], *waiting[TOKENS * SHARERS];
   memset(out, 0, sizeof(float) * TOKENS * sharers * wide);
   int longest = 0, seen[TOKENS];
   for (int t = first; t < last; t++) {
-    int i = t - first;
-    seen[i] = b->direct[t] + b->extra_at[t + 1] - b->extra_at[t];
-    longest = seen[i] > longest ? seen[i] : longest;
-    for (int g = 0; g < sharers; g++) state[i].most[g] = -INFINITY, state[i].total[g] = 0;
+    seen[t - first] = b->direct[t] + b->extra_at[t + 1] - b->extra_at[t];
+    longest = seen[t - first] > longest ? seen[t - first] : longest;
+    for (int g = 0; g < sharers; g++) {
+      int i = (t - first) * sharers + g;
+      queries[i] = {at(p, b, op->in, t) + (int64_t)(head + g) * d, out[i], -INFINITY, 0, 0, 0};
+    }
   }
-  int64_t base = op->layer * b->layer_stride + (int64_t)kv_head * d, width = (int64_t)p->kv_heads * d;
   for (int start = 0; start < longest; start += KEYS) {
-    block.forget();
+    gathered.forget();
+    Group<T> common;
+    int count = 0;
     for (int t = first; t < last; t++) {
       int n = seen[t - first], begin = op->window > 0 && n > op->window ? n - op->window : 0;
       int from = begin > start ? begin - start : 0, to = n - start < KEYS ? n - start : KEYS;
       if (from >= to) continue;
-      int64_t places[KEYS];
-      for (int j = 0; j < to; j++) {
-        int i = start + j;
-        places[j] = base + width * (i < b->direct[t] ? b->rows[t][i] : b->extra[b->extra_at[t] + i - b->direct[t]]);
+      int64_t mixed[KEYS];
+      const int64_t *rows = sight(b, t, start, to, mixed);
+      if (count && !common.join(cached, rows, to)) {
+        attend_group(op, waiting, count, common, d);
+        count = 0;
       }
-      block.hold(b, places, to);
-      const float *q = at(p, b, op->in, t) + (int64_t)head * d;
-      State &s = state[t - first];
-      for (int g = 0; g < sharers; g += TOGETHER) {
-        int count = sharers - g < TOGETHER ? sharers - g : TOGETHER;
-        auto heads = count == 4 ? attend_heads<4> : count == 3 ? attend_heads<3> : count == 2 ? attend_heads<2> : attend_heads<1>;
-        heads(op, q + g * d, d, block, from, to, s.most + g, s.total + g, out[t - first] + g * wide);
+      if (!count) common.find(cached, rows, to, gathered);
+      for (int g = 0; g < sharers; g++) {
+        Query *query = queries + (t - first) * sharers + g;
+        query->from = from, query->to = to;
+        waiting[count++] = query;
       }
     }
+    attend_group(op, waiting, count, common, d);
   }
   for (int t = first; t < last; t++)
     for (int g = 0; g < sharers; g++) {
+      const Query &query = queries[(t - first) * sharers + g];
       float *to = at(p, b, op->out, t) + (int64_t)(head + g) * d;
-      for (int c = 0; c < d; c++) to[c] = out[t - first][g * wide + c] / state[t - first].total[g];
+      for (int c = 0; c < d; c++) to[c] = query.out[c] / query.total;
     }
 }
 
 void attend(const Program *p, const Op *op, const Batch *b, int item, int items) {
-  int group = p->heads / p->kv_heads, tile = 0;
+  int share = p->heads / p->kv_heads, tile = 0;
+  auto tile_of = b->kv_format == BF16 ? attend_tile<uint16_t> : attend_tile<float>;
   for (int first = 0; first < b->tokens;) {
     int last = first + 1;
     while (last < b->tokens && last - first < TOKENS && b->rows[last] == b->rows[first]) last++;
     for (int h = 0; h < p->kv_heads; h++)
-      for (int sharer = 0; sharer < group; sharer += SHARERS)
-        if (tile++ % items == item) attend_tile(p, op, b, first, last, h, sharer);
+      for (int sharer = 0; sharer < share; sharer += SHARERS)
+        if (tile++ % items == item) tile_of(p, op, b, first, last, h, sharer);
     first = last;
   }
 }

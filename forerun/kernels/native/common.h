@@ -57,7 +57,7 @@ struct Batch {
   const int64_t *want;                      // [M]
   float *const *buffers;                    // [buffers]
   void *scratch;                            // quantised activations, see scratch_bytes
-  void *keys, *values;                      // [layers][cache rows][kv_heads][head_dim] in kv_format
+  void *keys, *values;                      // of all layers, in kv_format; attention.h has the layout of one head
   int64_t layer_stride;                     // elements between layers
   int32_t kv_format, pad;
 };
@@ -93,4 +93,4 @@ struct Variant {
 
 int64_t padded_inputs(int inputs);
 int64_t scratch_row_bytes(int inputs);
-extern const Variant *avx512_variant, *avx2_variant, *portable_variant;
+extern const Variant *avx512_variant, *avx512vnni_variant, *avxvnni_variant, *avx2_variant, *portable_variant;

@@ -11,6 +11,7 @@
 #include <thread>
 #include <vector>
 
+#include <cpuid.h>
 #include <immintrin.h>
 #include <pthread.h>
 #include <sys/mman.h>
@@ -19,22 +20,33 @@
 
 int64_t padded_inputs(int inputs) { return (inputs + GROUP8 - 1) / GROUP8 * GROUP8; }
 
-int64_t scratch_row_bytes(int inputs) {
-  int64_t padded = padded_inputs(inputs);
-  return (padded * 4 + padded / GROUP8 * 4 + padded / GROUP4 * 4 + 63) / 64 * 64;
-}
+int64_t scratch_row_bytes(int inputs) { return padded_inputs(inputs) * 4; }  // of floats: groups of integers take less
 
 namespace {
 
+bool has_avxvnni() {  // asked for itself: older compilers do not know its name
+  unsigned a, b, c, d;
+  return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1);
+}
+
 const Variant *choose(const char *name) {
   __builtin_cpu_init();
-  const Variant *usable[3] = {};
+  const Variant *usable[8] = {};
   int n = 0;
-  if (avx512_variant && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16"))
-    usable[n++] = avx512_variant;
-  if (avx2_variant && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) usable[n++] = avx2_variant;
+  bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni")) {
+    if (__builtin_cpu_supports("avx512bf16")) usable[n++] = avx512_variant;
+    usable[n++] = avx512vnni_variant;
+  }
+#if !defined(WITHOUT_AVXVNNI)
+  if (avx2 && has_avxvnni()) usable[n++] = avxvnni_variant;
+#endif
+  if (avx2) usable[n++] = avx2_variant;
   usable[n++] = portable_variant;
+#if defined(EMULATED)  // for tests: usable everywhere, and the best of none
+  for (const Variant *emulated : {avx512_variant, avx512vnni_variant, avxvnni_variant}) usable[n++] = emulated;
+#endif
   for (int i = 0; i < n; i++)
     if (!name || !*name || !strcmp(name, usable[i]->name)) return usable[i];
   return nullptr;

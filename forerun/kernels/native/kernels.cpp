@@ -48,6 +48,31 @@ void normalise(const float *x, const Norm &norm, int n, float *out) {
   }
 }
 
+inline void to_integers(int8_t *to, vi x) { to_bytes(to, x); }
+
+template <typename T> void quantise(const float *x, int format, Quantised<T> &to) {  // 64 of them
+  vf most{};
+  for (int i = 0; i < GROUP8; i += W) {
+    vf a = load(x + i);
+    most = largest(most, largest(a, -a));
+  }
+  float amax = top(most), inverse = amax > 0 ? 127.0f / amax : 0.0f;
+  int32_t sums[2];
+  for (int half_ = 0; half_ < 2; half_++) {
+    vi total{};
+    for (int i = half_ * GROUP4; i < (half_ + 1) * GROUP4; i += W) {
+      vi q = nearest(load(x + i) * inverse);
+      total = total + q;
+      to_integers(to.x + i, q);
+    }
+    sums[half_] = 0;
+    for (int j = 0; j < W; j++) sums[half_] += total[j];
+  }
+  to.scale = amax / 127.0f;
+  to.start[0] = format == INT8 ? -128 * (sums[0] + sums[1]) : -8 * sums[0];
+  to.start[1] = -8 * sums[1];
+}
+
 void convert(const float *x, int n, int format, Row row) {  // x is padded with zeros to row.padded
   for (int i = n; i < row.padded; i++) const_cast<float *>(x)[i] = 0;
 #if defined(__AVX512BF16__)
@@ -57,28 +82,9 @@ void convert(const float *x, int n, int format, Row row) {  // x is padded with 
   if (format == BF16) format = F32;  // without products of bfloat16, activations are not rounded to it either
 #endif
   if (format == F32) memcpy(row.f32(), x, sizeof(float) * row.padded);
-  if (format != INT8 && format != INT4) return;
   for (int g = 0; g < row.padded / GROUP8; g++) {
-    const float *v = x + g * GROUP8;
-    vf most{};
-    for (int i = 0; i < GROUP8; i += W) {
-      vf a = load(v + i);
-      most = largest(most, largest(a, -a));
-    }
-    float amax = top(most), inverse = amax > 0 ? 127.0f / amax : 0.0f;
-    row.scales()[g] = amax / 127.0f;
-    for (int half_ = 0; half_ < 2; half_++) {
-      vi total{};
-      for (int i = half_ * 32; i < half_ * 32 + 32; i += W) {
-        vi q = nearest(load(v + i) * inverse);
-        total = total + q;
-        if (format == INT8) store_for_int8(row, g * GROUP8 + i, q);
-        else to_bytes(row.int8() + g * GROUP8 + i, q);
-      }
-      int32_t t = 0;
-      for (int j = 0; j < W; j++) t += total[j];
-      row.sums()[2 * g + half_] = t;
-    }
+    if (format == INT8) quantise(x + g * GROUP8, format, row.int8()[g]);
+    if (format == INT4) quantise(x + g * GROUP8, format, row.int4()[g]);
   }
 }
 
@@ -198,32 +204,9 @@ void rotate(const Program *p, const Op *op, const Batch *b, int item, int items)
       }
     }
     const float *key = at(p, b, op->in, t) + p->heads * d, *value = key + p->kv_heads * d;
-    int64_t to = op->layer * b->layer_stride + b->store[t] * p->kv_heads * d;
-    int n = p->kv_heads * d, i = 0;
-    for (; i + W <= n; i += W) {
-      vf k = load(key + i), v = load(value + i);
-      if (b->kv_format == BF16) {
-        to_bf16((uint16_t *)b->keys + to + i, k);
-        to_bf16((uint16_t *)b->values + to + i, v);
-      } else {
-        store((float *)b->keys + to + i, k);
-        store((float *)b->values + to + i, v);
-      }
-    }
-    for (; i < n; i++) {
-      if (b->kv_format == BF16) {
-        auto round = [](float f) {
-          uint32_t x;
-          memcpy(&x, &f, 4);
-          return (uint16_t)((x + 0x7fff + ((x >> 16) & 1)) >> 16);
-        };
-        ((uint16_t *)b->keys)[to + i] = round(key[i]);
-        ((uint16_t *)b->values)[to + i] = round(value[i]);
-      } else {
-        ((float *)b->keys)[to + i] = key[i];
-        ((float *)b->values)[to + i] = value[i];
-      }
-    }
+    for (int h = 0; h < p->kv_heads; h++, key += d, value += d)
+      if (b->kv_format == BF16) Head<uint16_t>(p, b, op->layer, h).put(b->store[t], key, value);
+      else Head<float>(p, b, op->layer, h).put(b->store[t], key, value);
   }
 }
 
@@ -297,11 +280,8 @@ void pack(int format, const float *source, int outputs, int inputs, void *weight
       if (format == F32)
         for (int k = 0; k < padded; k++) ((float *)weight)[base + (int64_t)k * BLOCK + o] = rows[k];
       if (format == BF16)
-        for (int k = 0; k < padded; k++) {
-          uint32_t x;
-          memcpy(&x, &rows[k], 4);
-          ((uint16_t *)weight)[base + (int64_t)(k / 2) * 2 * BLOCK + o * 2 + k % 2] = (uint16_t)((x + 0x7fff + ((x >> 16) & 1)) >> 16);
-        }
+        for (int k = 0; k < padded; k++)
+          ((uint16_t *)weight)[base + (int64_t)(k / 2) * 2 * BLOCK + o * 2 + k % 2] = to_bf16(rows[k]);
       if (format == INT8) {
         float most = 0;
         for (int k = 0; k < padded; k++) most = fabsf(rows[k]) > most ? fabsf(rows[k]) : most;

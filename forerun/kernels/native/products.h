@@ -7,16 +7,28 @@
 
 namespace {
 
-// A row of activations as the product wants it, in scratch: values, then scales [P/64], then sums [P/32].
+// 64 activations as integers, and behind them what belongs to them: one pointer leads to all of it.
+template <typename T> struct Quantised {
+  T x[GROUP8];
+  float scale;
+  int32_t start[2];  // where integer sums begin, as weights are stored plus 8 or 128: INT4 each half, INT8 the first
+  int32_t pad;
+};
+#if defined(__AVX2__) && !defined(__AVX512F__) && !defined(__AVXVNNI__)
+typedef Quantised<int16_t> Int8Group;  // without products of bytes that fit
+#else
+typedef Quantised<int8_t> Int8Group;
+#endif
+typedef Quantised<int8_t> Int4Group;
+
+// A row of activations as the product wants it, in scratch.
 struct Row {
   char *base;
   int padded;
   float *f32() const { return (float *)base; }
   uint16_t *bf16() const { return (uint16_t *)base; }
-  int8_t *int8() const { return (int8_t *)base; }
-  int16_t *int16() const { return (int16_t *)base; }
-  float *scales() const { return (float *)(base + (int64_t)padded * 4); }
-  int32_t *sums() const { return (int32_t *)(base + (int64_t)padded * 4) + padded / GROUP8; }
+  Int8Group *int8() const { return (Int8Group *)base; }
+  Int4Group *int4() const { return (Int4Group *)base; }
 };
 
 constexpr int MOST = 48;  // rows of one call

@@ -26,16 +26,6 @@ inline __m256i four(const void *x) {
 }
 inline __m256i eight(const char *line, int c) { return _mm256_loadu_si256((const __m256i *)line + c); }  // of 8 outputs
 
-// The compiler may add integers in any order, and takes one that needs more registers than there are: it is not asked.
-INLINE inline void add_pairs(__m256i &acc, __m256i w, __m256i x) {  // of 16 bits, summed in 32
-  __m256i product;
-  asm("vpmaddwd %2, %3, %1\n\tvpaddd %1, %0, %0" : "+x"(acc), "=&x"(product) : "x"(w), "x"(x));
-}
-INLINE inline void add_bytes(__m256i &acc, __m256i w, __m256i x) {  // unsigned times signed, pairs summed in 16 bits
-  __m256i product;
-  asm("vpmaddubsw %3, %2, %1\n\tvpaddw %1, %0, %0" : "+x"(acc), "=&x"(product) : "x"(w), "x"(x));
-}
-
 // Each of these adds inputs from..to-1 to M rows of C * 8 outputs; `w` points at those outputs of input `from`.
 template <int M, int C> struct F32Tile {
   static void add(const char *w, const void *, const Row *rows, int from, int to, float (*out)[BLOCK], Ahead ahead) {
@@ -75,52 +65,85 @@ template <int M, int C> struct Bf16Tile {
   }
 };
 
-inline void store_for_int8(Row row, int i, vi x) {  // activations i to i + 15
+// Integer products: `add_int8` of TERMS inputs a lane, whose weights `int8_weights` picks from a line, and `add_int4` of four,
+// whose sums `int4_sum` makes whole.
+#if defined(__AVXVNNI__)
+
+constexpr int TERMS = 4;
+inline __m256i int8_weights(__m256i bytes, int) { return bytes; }
+INLINE inline void add_int8(__m256i &acc, __m256i w, __m256i x) { acc = _mm256_dpbusd_avx_epi32(acc, w, x); }
+INLINE inline void add_int4(__m256i &acc, __m256i w, __m256i x) { acc = _mm256_dpbusd_avx_epi32(acc, w, x); }
+inline __m256i int4_sum(__m256i acc) { return acc; }
+
+#else
+
+constexpr int TERMS = 2;
+// Even and odd bytes of the weights are two vectors of 16 bits, and so inputs 0, 2 and 1, 3 of each four meet in a product.
+inline __m256i int8_weights(__m256i bytes, int odd) {
+  return odd ? _mm256_srli_epi16(bytes, 8) : _mm256_and_si256(bytes, _mm256_set1_epi16(255));
+}
+inline void to_integers(int16_t *to, vi x) {
   __m256i halves = _mm256_packs_epi32((__m256i)x.p[0], (__m256i)x.p[1]);  // 0 to 3, 8 to 11, 4 to 7, 12 to 15
   halves = _mm256_permute4x64_epi64(halves, _MM_SHUFFLE(3, 1, 2, 0));
   halves = _mm256_shufflehi_epi16(_mm256_shufflelo_epi16(halves, _MM_SHUFFLE(3, 1, 2, 0)), _MM_SHUFFLE(3, 1, 2, 0));
-  _mm256_storeu_si256((__m256i *)(row.int16() + i), halves);
+  _mm256_storeu_si256((__m256i *)to, halves);
 }
+// The compiler may add integers in any order, and takes one that needs more registers than there are: it is not asked.
+INLINE inline void add_int8(__m256i &acc, __m256i w, __m256i x) {  // of 16 bits, summed in 32
+  __m256i product;
+  asm("vpmaddwd %2, %3, %1\n\tvpaddd %1, %0, %0" : "+x"(acc), "=&x"(product) : "x"(w), "x"(x));
+}
+// Unsigned times signed, pairs summed in 16 bits: eight products of at most 15 * 127 * 2, half a group, fit.
+INLINE inline void add_int4(__m256i &acc, __m256i w, __m256i x) {
+  __m256i product;
+  asm("vpmaddubsw %3, %2, %1\n\tvpaddw %1, %0, %0" : "+x"(acc), "=&x"(product) : "x"(w), "x"(x));
+}
+inline __m256i int4_sum(__m256i acc) { return _mm256_madd_epi16(acc, _mm256_set1_epi16(1)); }
 
-// Weights are stored plus 128: the sum of the activations takes that off again, exactly. Even and odd bytes are two
-// vectors of 16 bits, and so inputs 0, 2 and 1, 3 of each four meet in a product: `store_for_int8` lays them out like that.
+#endif
+
+// The float sums live in `out`: without this the compiler keeps copies of them on the stack.
+inline void in_memory() { asm volatile("" ::: "memory"); }
+
 template <int M, int C> struct Int8Tile {
   static void add(const char *w, const void *, const Row *rows, int from, int to, float (*out)[BLOCK], Ahead ahead) {
-    const __m256i low = _mm256_set1_epi16(255);
+    const Int8Group *group[M];
+    EACH(m, M, group[m] = rows[m].int8() + from / GROUP8;);
     for (int g = from / GROUP8; g < to / GROUP8; g++) {
       __m256i acc[M][C];
-      EACH(m, M,
-        const int32_t *sums = rows[m].sums() + 2 * g;
-        __m256i start = _mm256_set1_epi32(-128 * (sums[0] + sums[1]));
-        EACH(c, C, acc[m][c] = start;););
-      for (int k = g * GROUP8; k < (g + 1) * GROUP8; k += 4 * STEP, w += STEP * LINE) {
+      EACH(m, M, EACH(c, C, acc[m][c] = four(group[m]->start);););
+      for (int64_t k = 0; k < GROUP8; k += 4 * STEP, w += STEP * LINE) {
         ahead.step();
-        EACH(i, 2 * STEP,
-          const char *line = w + i / 2 * LINE;
+        EACH(i, 4 * STEP / TERMS,
+          const char *line = w + i * TERMS / 4 * LINE;
           __m256i v[C];
-          EACH(c, C, v[c] = i % 2 ? _mm256_srli_epi16(eight(line, c), 8) : _mm256_and_si256(eight(line, c), low););
+          EACH(c, C, v[c] = int8_weights(eight(line, c), i % 2););
           EACH(m, M,
-            __m256i x = four(rows[m].int16() + k + 2 * i);
-            EACH(c, C, add_pairs(acc[m][c], v[c], x););););
+            __m256i x = four(group[m]->x + k + TERMS * i);
+            EACH(c, C, add_int8(acc[m][c], v[c], x););););
       }
       EACH(m, M,
-        __m256 scale = _mm256_broadcast_ss(rows[m].scales() + g);
+        __m256 scale = _mm256_broadcast_ss(&group[m]->scale);
         EACH(c, C,
           __m256 total = _mm256_cvtepi32_ps(acc[m][c]);
           _mm256_storeu_ps(out[m] + 8 * c, _mm256_fmadd_ps(total, scale, _mm256_loadu_ps(out[m] + 8 * c)));););
+      EACH(m, M, group[m]++;);
+      in_memory();
     }
   }
 };
 
-// A group's eight products of at most 15 * 127 * 2 fit a signed 16-bit sum.
 template <int M, int C> struct Int4Tile {
   static void add(const char *w, const void *scale, const Row *rows, int from, int to, float (*out)[BLOCK], Ahead ahead) {
-    const __m256i ones = _mm256_set1_epi16(1), nibble = _mm256_set1_epi8(15);
+    static_assert(8 * STEP == GROUP4, "one iteration is half a group");
+    const __m256i nibble = _mm256_set1_epi8(15);
     const uint16_t *s = (const uint16_t *)scale;
-    for (int g = from / GROUP4; g < to / GROUP4; g++, s += BLOCK) {
-      __m256i acc[M][C];
-      EACH(m, M, EACH(c, C, acc[m][c] = _mm256_setzero_si256();););
-      for (int k = g * GROUP4; k < (g + 1) * GROUP4; k += 8 * STEP, w += STEP * LINE) {
+    const Int4Group *group[M];
+    EACH(m, M, group[m] = rows[m].int4() + from / GROUP8;);
+    for (int g = from / GROUP8; g < to / GROUP8; g++) {
+      for (int64_t half_ = 0; half_ < 2; half_++, s += BLOCK, w += STEP * LINE) {
+        __m256i acc[M][C];
+        EACH(m, M, EACH(c, C, acc[m][c] = _mm256_setzero_si256();););
         ahead.step();
         EACH(i, 2 * STEP,
           const char *line = w + i / 2 * LINE;
@@ -129,16 +152,20 @@ template <int M, int C> struct Int4Tile {
             __m256i both = eight(line, c);
             v[c] = _mm256_and_si256(i % 2 ? _mm256_srli_epi16(both, 4) : both, nibble););
           EACH(m, M,
-            __m256i x = four(rows[m].int8() + k + 4 * i);
-            EACH(c, C, add_bytes(acc[m][c], v[c], x););););
-      }
-      EACH(c, C,
-        __m256 column = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(s + 8 * c)));
+            __m256i x = four(group[m]->x + half_ * GROUP4 + 4 * i);
+            EACH(c, C, add_int4(acc[m][c], v[c], x););););
+        __m256 column[C];
+        EACH(c, C, column[c] = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(s + 8 * c))););
         EACH(m, M,
-          __m256i taken = _mm256_set1_epi32(8 * rows[m].sums()[g]);
-          __m256 total = _mm256_cvtepi32_ps(_mm256_sub_epi32(_mm256_madd_epi16(acc[m][c], ones), taken));
-          __m256 both = _mm256_mul_ps(column, _mm256_broadcast_ss(rows[m].scales() + g / 2));
-          _mm256_storeu_ps(out[m] + 8 * c, _mm256_fmadd_ps(total, both, _mm256_loadu_ps(out[m] + 8 * c)));););
+          __m256i start = four(group[m]->start + half_);
+          __m256 scale_ = _mm256_broadcast_ss(&group[m]->scale);
+          EACH(c, C,
+            __m256 total = _mm256_cvtepi32_ps(_mm256_add_epi32(int4_sum(acc[m][c]), start));
+            __m256 both = _mm256_mul_ps(column[c], scale_);
+            _mm256_storeu_ps(out[m] + 8 * c, _mm256_fmadd_ps(total, both, _mm256_loadu_ps(out[m] + 8 * c)));););
+        in_memory();
+      }
+      EACH(m, M, group[m]++;);
     }
   }
 };

@@ -59,8 +59,6 @@ template <int M> inline Tile<M> product_bf16(const uint16_t *w, const Row *rows,
 }
 #endif
 
-inline void store_for_int8(Row row, int i, vi x) { to_bytes(row.int8() + i, x); }  // activations i to i + 15
-
 // acc += four unsigned weights times four signed activations, in each of 16 lanes
 inline vi dot4(vi acc, vi weights, const int8_t *x) {
 #if defined(__AVX512VNNI__)
@@ -94,25 +92,25 @@ inline vi high_nibbles(vi v) {  // an arithmetic shift brings in sign bits, whic
 // INT8 weights are stored plus 128, INT4 plus 8: the sum of the activations takes that off again, exactly. The float sums
 // live in `out`: the integer ones need the registers, and a group is long enough to pay for the way to memory.
 template <int M> inline void product_int8(const uint8_t *w, const Row *rows, int padded, float (*out)[BLOCK]) {
-  const int8_t *x[M];
+  const Int8Group *group[M];
   for (int m = 0; m < M; m++) {
-    x[m] = rows[m].int8();
+    group[m] = rows[m].int8();
     store(out[m], vf{});
     store(out[m] + W, vf{});
   }
   for (int g = 0; g < padded / GROUP8; g++) {
     vi acc[M][2];
-    for (int m = 0; m < M; m++) acc[m][0] = acc[m][1] = set1i(-128 * (rows[m].sums()[2 * g] + rows[m].sums()[2 * g + 1]));
-    for (int k = g * GROUP8; k < (g + 1) * GROUP8; k += 4, w += 4 * BLOCK) {
+    for (int m = 0; m < M; m++) acc[m][0] = acc[m][1] = set1i(group[m][g].start[0]);
+    for (int k = 0; k < GROUP8; k += 4, w += 4 * BLOCK) {
       vi w0 = bytes(w), w1 = bytes(w + 64);
       ahead(w);
       for (int m = 0; m < M; m++) {
-        acc[m][0] = dot4(acc[m][0], w0, x[m] + k);
-        acc[m][1] = dot4(acc[m][1], w1, x[m] + k);
+        acc[m][0] = dot4(acc[m][0], w0, group[m][g].x + k);
+        acc[m][1] = dot4(acc[m][1], w1, group[m][g].x + k);
       }
     }
     for (int m = 0; m < M; m++) {
-      vf scale = set1(rows[m].scales()[g]);
+      vf scale = set1(group[m][g].scale);
       for (int c = 0; c < 2; c++) store(out[m] + c * W, fma(to_float(acc[m][c]), scale, load(out[m] + c * W)));
     }
   }
@@ -120,29 +118,29 @@ template <int M> inline void product_int8(const uint8_t *w, const Row *rows, int
 
 template <int M>
 inline void product_int4(const uint8_t *w, const uint16_t *scale, const Row *rows, int padded, float (*out)[BLOCK]) {
-  const int8_t *x[M];
+  const Int4Group *group[M];
   for (int m = 0; m < M; m++) {
-    x[m] = rows[m].int8();
+    group[m] = rows[m].int4();
     store(out[m], vf{});
     store(out[m] + W, vf{});
   }
   for (int g = 0; g < padded / GROUP4; g++, scale += BLOCK) {
     vi acc[M][2];
-    for (int m = 0; m < M; m++) acc[m][0] = acc[m][1] = set1i(-8 * rows[m].sums()[g]);
-    for (int k = g * GROUP4; k < (g + 1) * GROUP4; k += 8, w += 4 * BLOCK) {
+    for (int m = 0; m < M; m++) acc[m][0] = acc[m][1] = set1i(group[m][g / 2].start[g % 2]);
+    for (int k = g % 2 * GROUP4, end = k + GROUP4; k < end; k += 8, w += 4 * BLOCK) {
       ahead(w);
       for (int c = 0; c < 2; c++) {
         vi both = bytes(w + 64 * c), low = low_nibbles(both), high = high_nibbles(both);
         for (int m = 0; m < M; m++) {
-          acc[m][c] = dot4(acc[m][c], low, x[m] + k);
-          acc[m][c] = dot4(acc[m][c], high, x[m] + k + 4);
+          acc[m][c] = dot4(acc[m][c], low, group[m][g / 2].x + k);
+          acc[m][c] = dot4(acc[m][c], high, group[m][g / 2].x + k + 4);
         }
       }
     }
     vf s[2] = {half16(scale), half16(scale + W)};
     for (int m = 0; m < M; m++)
       for (int c = 0; c < 2; c++)
-        store(out[m] + c * W, fma(to_float(acc[m][c]), s[c] * rows[m].scales()[g / 2], load(out[m] + c * W)));
+        store(out[m] + c * W, fma(to_float(acc[m][c]), s[c] * group[m][g / 2].scale, load(out[m] + c * W)));
   }
 }
 

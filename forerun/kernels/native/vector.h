@@ -22,7 +22,7 @@ template <typename F, int... I> INLINE inline void call(F f, std::integer_sequen
   (f(std::integral_constant<int, I>{}), ...);
 }
 template <int N, typename F> INLINE inline void times(F f) { call(f, std::make_integer_sequence<int, N>{}); }
-#define EACH(i, N, ...) times<N>([&](auto i) INLINE { __VA_ARGS__ })
+#define EACH(i, N, ...) times<N>([&](auto i) INLINE { __VA_ARGS__; })
 
 #if defined(__AVX512F__)
 
@@ -34,7 +34,7 @@ typedef uint32_t vu __attribute__((vector_size(64), aligned(64)));
 typedef uint16_t vh __attribute__((vector_size(32), aligned(2)));
 typedef int8_t vb __attribute__((vector_size(16), aligned(1)));
 
-inline vf set1(float x) { return vf{} + x; }
+inline vf set1(float x) { return (vf)_mm512_set1_ps(x); }
 inline vi set1i(int32_t x) { return vi{} + x; }
 inline vf load(const float *p) { return *reinterpret_cast<const vfu *>(p); }
 inline void store(float *p, vf v) { *reinterpret_cast<vfu *>(p) = v; }
@@ -98,7 +98,13 @@ COMPARE(<) COMPARE(>) COMPARE(<=)
 inline vf operator-(vf a) { return each<vf>([&](int i) { return -a.p[i]; }); }
 inline vi operator~(vi a) { return each<vi>([&](int i) { return ~a.p[i]; }); }
 
-inline vf set1(float x) { return each<vf>([&](int) { return pf{} + x; }); }
+inline vf set1(float x) {  // adding to zero would be an addition
+#if defined(__AVX2__)
+  return each<vf>([&](int) { return (pf)_mm256_set1_ps(x); });
+#else
+  return each<vf>([&](int) { return (pf)_mm_set1_ps(x); });
+#endif
+}
 inline vi set1i(int32_t x) { return each<vi>([&](int) { return pi{} + x; }); }
 inline vf load(const float *p) { return each<vf>([&](int i) { return (pf)(*(const pfu *)(p + i * PART)); }); }
 inline void store(float *p, vf v) {
@@ -113,13 +119,6 @@ inline vf from_bf16(const uint16_t *p) {
 #else
   return each<vf>([&](int i) { return (pf)(__builtin_convertvector(*(const ph *)(p + i * PART), pu) << 16); });
 #endif
-}
-inline void to_bf16(uint16_t *p, vf v) {  // round to nearest, ties to even
-  for (int i = 0; i < PARTS; i++) {
-    pu x = (pu)v.p[i];
-    x = (x + 0x7fff + ((x >> 16) & 1)) >> 16;
-    *(ph *)(p + i * PART) = __builtin_convertvector(x, ph);
-  }
 }
 
 #if defined(__AVX2__)
@@ -220,6 +219,12 @@ inline uint16_t to_half(float f) {
   memcpy(&rest, &scaled, 4);
   rest = (rest + 0xfff + ((rest >> 13) & 1)) >> 13;
   return (uint16_t)(sign | (rest > 0x7bff ? 0x7bff : rest));
+}
+
+inline uint16_t to_bf16(float f) {  // to nearest, ties to even
+  uint32_t x;
+  memcpy(&x, &f, 4);
+  return (uint16_t)((x + 0x7fff + ((x >> 16) & 1)) >> 16);
 }
 
 // exp on 16 lanes: x = n ln 2 + r, a polynomial of degree 6 on r; relative error below 2e-7. Arguments are clamped.
