@@ -42,7 +42,7 @@ class Config:
         context: most tokens of one request, prompt included; None is the model's own limit.
         max_rows: requests that run at the same time.
         chunk: most prompt tokens of one request read in one pass.
-        page: tokens in one page of the KV cache.
+        page: tokens in one page of the KV cache; multiples of 16 are fastest on CPU.
         kv_tokens: tokens the KV cache holds over all requests; None fits it to the free memory.
     """
 

@@ -16,7 +16,6 @@ from forerun.check.passes import check_passes
 from forerun.check.subject import Ask, Subject, random_prompts
 from forerun.check.texts import check_texts
 from forerun.errors import ConfigError, nearest
-from forerun.kernels import native
 from forerun.llm import LLM
 from forerun.native import NativeDecoder
 from forerun.sampling.params import SamplingParams
@@ -99,7 +98,7 @@ def certify(llm: LLM, scope: Scope, report: Callable[[Finding], None], tell: Tel
     for finding in _findings(Subject(llm), scope, started, tell):
         findings.append(finding)
         report(finding)
-    return Certificate(llm.config.model or "bundled", _form(llm), findings, time.monotonic() - started)
+    return Certificate(llm.config.model or "bundled", llm.decoder.precision, findings, time.monotonic() - started)
 
 
 def _findings(subject: Subject, scope: Scope, started: float, tell: Tell) -> Iterator[Finding]:
@@ -136,14 +135,6 @@ def _prompts(llm: LLM, count: int) -> list[tuple[int, ...]]:
         return random_prompts(llm.decoder.config.vocab, count, tokens)
     passages = excerpts(llm.tokenizer.encode, count, 2 * tokens // 3)
     return [(*passage, *passage[: tokens // 3]) for passage in passages]
-
-
-def _form(llm: LLM) -> str:
-    """In which precision, by which kernels."""
-    decoder = llm.decoder
-    if isinstance(decoder, NativeDecoder):
-        return f"{llm.config.quantization or str(decoder.dtype).removeprefix('torch.')}, native {native.instructions()}"
-    return f"{str(decoder.dtype).removeprefix('torch.')}, torch on {decoder.device}"
 
 
 def all_drafts(llm: LLM, named: str | None) -> tuple[str, ...]:

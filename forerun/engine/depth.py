@@ -1,91 +1,71 @@
 """How deep to draft: as deep as pays, down to zero.
 
-`Auto` keeps two things it has measured: what a pass costs by its number of tokens and what drafting costs by depth
-(seconds, per proposer), and how often each request's drafts are accepted. It then takes the depths with the most
-expected tokens a second. Depth never changes the output under `match`; under the ratio rules it depends on past
-rounds only, which keeps them exact (non-anticipating).
+`Auto` keeps two things it has measured: what passes and drafts cost (`costs`), and how often each request's drafts are
+accepted. It then takes the depths with the most expected tokens a second. Depth never changes the output under
+`match`; under the ratio rules it depends on past rounds only, which keeps them exact (non-anticipating).
 """
 
 from __future__ import annotations
 
-import bisect
 import heapq
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from forerun.engine.costs import Costs
+
 DEEPEST = 16
 HOPELESS = 0.02  # chance of acceptance below which a token is not worth considering
 PRIOR = 0.6  # acceptance assumed of a proposer nothing is known of
+OFFERED = 0.9  # and how often it has something to offer
 STRENGTH = 4.0  # how many observations the prior is worth
-PROBE_FIRST, PROBE_LAST = 32, 512  # steps without drafting before one is tried again; doubles while it fails
+PLAIN = 2  # passes without a draft that are measured before anything is compared with them
+REST = 16  # steps without drafting before it is tried again, at least
 PROBE_DEPTH = 2
-PROBE_SHARE = 0.01  # of the time goes into probes of a proposer, or one probe in PROBE_LAST steps
+PROBE_SHARE = 0.01  # of the time goes into probes of a proposer,
+ALLOWANCE = 5.0  # and the time of so many passes at once
+
+
+@dataclass(slots=True)
+class Chance:
+    """Discounted counts of what came true and what did not."""
+
+    yes: float = 0.0
+    no: float = 0.0
+
+    def rate(self, prior: float) -> float:
+        """Probability that it comes true."""
+        return (self.yes + STRENGTH * prior) / (self.yes + self.no + STRENGTH)
+
+    def add(self, yes: float, no: float, keep: float) -> None:
+        self.yes, self.no = keep * self.yes + yes, keep * self.no + no
 
 
 @dataclass(slots=True)
 class Acceptance:
-    """Discounted counts of accepted and rejected drafted tokens, and the state of probing."""
+    """What became of one proposer's drafts, for one request or for all.
 
-    accepted: float = 0.0
-    rejected: float = 0.0
-    skipped: int = 0
-    patience: int = PROBE_FIRST
-
-    def rate(self, prior: float) -> float:
-        """Probability that the next drafted token is accepted, given that those before it were."""
-        return (self.accepted + STRENGTH * prior) / (self.accepted + self.rejected + STRENGTH)
-
-    def add(self, drafted: int, accepted: int, keep: float) -> None:
-        """One round: a draft accepted to its end tells nothing of what would have come after (censored)."""
-        self.accepted = keep * self.accepted + accepted
-        self.rejected = keep * self.rejected + (accepted < drafted)
-
-
-@dataclass(slots=True)
-class Curve:
-    """Seconds by size, learned: a running value at each size seen, interpolated, hopeful beyond the largest.
-
-    The value follows a faster measurement quickly and a slower one slowly: what slows a step down (another program, a
-    first call) says little of what the next will take, and a cost that is believed too high is never measured again.
+    Attributes:
+        kept: of drafted tokens: those accepted, given that those before them were. A draft accepted to its end tells
+            nothing of what would have come after (censored).
+        offered: of the times it was asked: those it had something to draft.
+        rest: steps before it is asked again; None while it seems to pay.
+        right: its last draft was accepted to the end.
     """
 
-    slope: float  # growth per unit assumed beyond what was seen, as a share of the last value
-    sizes: list[int] = field(default_factory=list)
-    seen: dict[int, float] = field(default_factory=dict)
+    kept: Chance = field(default_factory=Chance)
+    offered: Chance = field(default_factory=Chance)
+    rest: int | None = None
+    right: bool = False
 
-    def add(self, size: int, seconds: float) -> None:
-        """One measurement."""
-        old = self.seen.get(size)
-        if old is None:
-            bisect.insort(self.sizes, size)
-            self.seen[size] = seconds
-        else:
-            self.seen[size] = old + (0.5 * (seconds - old) if seconds < old else 0.1 * (min(seconds, 2 * old) - old))
-
-    def at(self, size: int) -> float | None:
-        """Expected seconds, or None where nothing was measured yet.
-
-        Never more than so many times the smallest size: what was measured beyond that was something else.
-        """
-        if not self.sizes:
-            return None
-        smallest = self.sizes[0]
-        return min(self._interpolate(size), self.seen[smallest] * max(size / smallest, 1))
-
-    def _interpolate(self, size: int) -> float:
-        if size in self.seen:
-            return self.seen[size]
-        i = bisect.bisect(self.sizes, size)
-        if i == 0:
-            return self.seen[self.sizes[0]]
-        below = self.sizes[i - 1]
-        if i == len(self.sizes):
-            return self.seen[below] * (1 + self.slope * (size - below))
-        above = self.sizes[i]
-        share = (size - below) / (above - below)
-        return self.seen[below] + share * (self.seen[above] - self.seen[below])
+    def add(self, drafted: int, accepted: int, keep: float) -> None:
+        """One round; 0 drafted is nothing to offer."""
+        self.offered.add(drafted > 0, drafted == 0, keep)
+        self.right = 0 < drafted == accepted
+        if drafted:
+            self.kept.add(accepted, accepted < drafted, keep)
 
 
 @dataclass(slots=True)
@@ -104,14 +84,17 @@ class DepthPolicy(Protocol):
     def choose(self, wishes: Sequence[Wish], tokens: int) -> list[int]:
         """The depth of each request, 0 to its limit. `tokens` are in the pass in any case."""
 
+    def rests(self, acceptance: Acceptance) -> bool:
+        """Whether nothing is to be drafted this step. Asked once a step, and spares it `choose` if so."""
+
     def rate(self, source: str, acceptance: Acceptance) -> float:
         """The acceptance it expects of the next drafted token."""
 
     def costs(self) -> tuple[dict[int, float], dict[str, dict[int, float]]]:
         """Seconds measured so far: of a pass by its tokens, and of drafting by proposer and depth."""
 
-    def record_draft(self, source: str, depth: int, seconds: float) -> None:
-        """Drafting to `depth` took so long."""
+    def record_draft(self, source: str, depth: int, seconds: float, requests: int = 1) -> None:
+        """Drafting to `depth`, for so many requests at once, took so long."""
 
     def record_lag(self, source: str, seconds: float) -> None:
         """Drafting took so long where a proposer had much to read first: no measure of a round."""
@@ -120,38 +103,48 @@ class DepthPolicy(Protocol):
         """A target pass over so many tokens, with its verification, took so long."""
 
     def record_verdict(self, source: str, acceptance: Acceptance, drafted: int, accepted: int) -> None:
-        """A draft `drafted` deep was accepted `accepted` deep."""
+        """A draft `drafted` deep was accepted `accepted` deep; 0 deep is a proposer that had nothing to offer."""
 
 
 class Auto:
     """The depths with the most expected tokens a second, by measured cost and acceptance, with probes."""
 
     def __init__(self) -> None:
-        self.passes = Curve(slope=0.02)
-        self.drafts: dict[str, Curve] = defaultdict(lambda: Curve(slope=0.5))
+        self.learned = Costs()
         self.sources: dict[str, Acceptance] = defaultdict(Acceptance)
-        self.lags: dict[str, float] = {}  # seconds of the last draft behind much to read, by proposer
-        self.unprobed: dict[str, int] = defaultdict(int)  # steps since a request probed, by proposer
+        self.credit: dict[str, float] = defaultdict(lambda: ALLOWANCE)  # passes left for probes, by proposer
 
     def choose(self, wishes: Sequence[Wish], tokens: int) -> list[int]:
         """The best depths; those whose drafts did not pay rest until their probe, for nothing new is known of them."""
-        active = [i for i, wish in enumerate(wishes) if wish.limit and not wish.acceptance.skipped]
+        if not self.learned.known(tokens, PLAIN):
+            return [0] * len(wishes)
+        active = [i for i, wish in enumerate(wishes) if wish.limit and wish.acceptance.rest is None]
         depths = self._best(wishes, active, tokens) if active else [0] * len(wishes)
         return self._with_probes(wishes, depths, tokens)
 
     def _best(self, wishes: Sequence[Wish], active: Sequence[int], tokens: int) -> list[int]:
-        """Add drafted tokens in order of their chance to be accepted; keep the best point on the way."""
+        """Add drafted tokens in order of their chance to be accepted; keep the best point on the way.
+
+        Proposers work one after the other, each on all its requests at once, as long as its deepest takes.
+        """
         rates = {i: self.rate(wishes[i].source, wishes[i].acceptance) for i in active}
-        depths, expected, added, in_vain = [0] * len(wishes), float(len(wishes)), 0, 0
-        best, best_speed = list(depths), expected / self._pass(tokens)
-        heap = [(-rate, i) for i, rate in rates.items()]
+        offers = {i: self._offer(wishes[i]) for i in active}
+        depths, expected, added, in_vain = [0] * len(wishes), float(len(wishes)), 0.0, 0
+        best, best_speed = list(depths), expected / self.learned.of_pass(tokens)
+        deepest: dict[str, int] = defaultdict(int)
+        requests: dict[str, int] = defaultdict(int)
+        heap = [(-offers[i] * rate, i) for i, rate in rates.items() if rate > HOPELESS]
         heapq.heapify(heap)
         while heap and in_vain < 3 * len(wishes):
             chance, i = heapq.heappop(heap)
+            source = wishes[i].source
+            requests[source] += depths[i] == 0
             depths[i] += 1
+            deepest[source] = max(deepest[source], depths[i])
             expected -= chance
-            added += wishes[i].width
-            cost = self._pass(tokens + added) + self._draft(wishes, depths)
+            added += wishes[i].width * offers[i]
+            cost = self.learned.of_pass(tokens + added)
+            cost += sum(self.learned.of_draft(name, depth, requests[name]) for name, depth in deepest.items())
             in_vain += 1
             if expected / cost > best_speed:
                 best, best_speed, in_vain = list(depths), expected / cost, 0
@@ -160,60 +153,66 @@ class Auto:
         return best
 
     def rate(self, source: str, acceptance: Acceptance) -> float:
-        return acceptance.rate(self.sources[source].rate(PRIOR))
+        return acceptance.kept.rate(self.sources[source].kept.rate(PRIOR))
+
+    def _offer(self, wish: Wish) -> float:
+        """How often its proposer has something to draft."""
+        return wish.acceptance.offered.rate(self.sources[wish.source].offered.rate(OFFERED))
 
     def costs(self) -> tuple[dict[int, float], dict[str, dict[int, float]]]:
-        return dict(self.passes.seen), {name: dict(curve.seen) for name, curve in self.drafts.items() if curve.seen}
+        return self.learned.seconds()
+
+    def rests(self, acceptance: Acceptance) -> bool:
+        if acceptance.rest is None or acceptance.rest <= 1:
+            return False
+        acceptance.rest -= 1
+        return True
 
     def _with_probes(self, wishes: Sequence[Wish], depths: list[int], tokens: int) -> list[int]:
-        """Now and then draft where it does not seem to pay, or nothing would ever be learned again: each request when
-        it has waited long enough, and of a dear proposer no more often than its price allows."""
-        resting = [i for i, wish in enumerate(wishes) if wish.limit and not depths[i]]
-        for wish, depth in zip(wishes, depths, strict=True):
+        """Now and then draft where it does not seem to pay, or nothing would ever be learned again: after a rest, and
+        when its proposer has credit, which a probe takes and time gives back. Who was right goes on at once."""
+        for i, wish in enumerate(wishes):
             state = wish.acceptance
-            state.skipped, state.patience = (0, PROBE_FIRST) if depth else (state.skipped + 1, state.patience)
-        for source in {wishes[i].source for i in resting}:
-            self.unprobed[source] += 1
-        ready = [i for i in resting if wishes[i].acceptance.skipped >= wishes[i].acceptance.patience]
-        for i in [i for i in ready if self._is_due(wishes[i], tokens)]:
-            state, source = wishes[i].acceptance, wishes[i].source
-            state.skipped, state.patience = 0, min(2 * state.patience, PROBE_LAST)
-            depths[i], self.unprobed[source] = min(PROBE_DEPTH, wishes[i].limit), 0
+            if depths[i]:
+                state.rest = None
+                continue
+            again = state.right and self._price(wish, tokens) < PROBE_DEPTH  # pays if it is right once more
+            if not again and not self._may_probe(wish, tokens):
+                continue
+            state.rest, depths[i] = None, min(PROBE_DEPTH, wish.limit)
         return depths
 
-    def _is_due(self, wish: Wish, tokens: int) -> bool:
-        """Whether its proposer has not been probed for as long as the price of a probe demands."""
-        drafting = max(self.drafts[wish.source].at(PROBE_DEPTH) or 0.0, self.lags.get(wish.source, 0.0))
-        price = (drafting + self._pass(tokens + PROBE_DEPTH * wish.width)) / self._pass(tokens) - 1  # in passes
-        return self.unprobed[wish.source] >= min(price / PROBE_SHARE, PROBE_LAST)
+    def _may_probe(self, wish: Wish, tokens: int) -> bool:
+        """Whether its rest is over and there is credit, which is taken."""
+        state, credit = wish.acceptance, self.credit
+        state.rest = (REST if state.rest is None else state.rest) - 1
+        if state.rest > 0:
+            return False
+        price = self._price(wish, tokens, self.learned.lag(wish.source))
+        short = min(price, ALLOWANCE) - credit[wish.source]
+        if short > 0:
+            state.rest = math.ceil(short / PROBE_SHARE)
+            return False
+        credit[wish.source] -= price
+        return True
 
-    def _pass(self, tokens: int) -> float:
-        seconds = self.passes.at(tokens)
-        return 1.0 if seconds is None else seconds
+    def _price(self, wish: Wish, tokens: int, least: float = 0.0) -> float:
+        """What a probe takes more than a step without, in passes; drafting takes `least` seconds at least."""
+        drafting = max(self.learned.of_draft(wish.source, PROBE_DEPTH), least)
+        passes = drafting + self.learned.of_pass(tokens + PROBE_DEPTH * wish.width)
+        return passes / self.learned.of_pass(tokens) - 1
 
-    def _draft(self, wishes: Sequence[Wish], depths: Sequence[int]) -> float:
-        """Proposers work one after the other, each on all its requests at once, as long as its deepest takes."""
-        deepest: dict[str, int] = {}
-        for wish, depth in zip(wishes, depths, strict=True):
-            deepest[wish.source] = max(deepest.get(wish.source, 0), depth)
-        total = 0.0
-        for source, depth in deepest.items():
-            if depth:
-                seconds = self.drafts[source].at(depth)
-                total += 0.1 * depth * self._pass(1) if seconds is None else seconds
-        return total
-
-    def record_draft(self, source: str, depth: int, seconds: float) -> None:
-        self.drafts[source].add(depth, seconds)
+    def record_draft(self, source: str, depth: int, seconds: float, requests: int = 1) -> None:
+        self.learned.add_draft(source, depth, seconds, requests)
 
     def record_lag(self, source: str, seconds: float) -> None:
-        self.lags[source] = seconds
+        self.learned.add_lag(source, seconds)
 
     def record_pass(self, tokens: int, seconds: float) -> None:
-        self.passes.add(tokens, seconds)
+        self.learned.add_pass(tokens, seconds)
+        for source, credit in self.credit.items():
+            self.credit[source] = min(credit + PROBE_SHARE, ALLOWANCE)
 
     def record_verdict(self, source: str, acceptance: Acceptance, drafted: int, accepted: int) -> None:
         acceptance.add(drafted, accepted, keep=0.9)
         self.sources[source].add(drafted, accepted, keep=0.99)
-        if accepted == drafted:  # a probe that came through: be quicker to try again
-            acceptance.patience = max(acceptance.patience // 2, PROBE_FIRST)

@@ -31,24 +31,30 @@ class Drafting:
     def propose(self, works: Sequence[Work], drawing: Sequence[Work]) -> dict[int, Draft]:
         """One draft for each request that draws, roots where it does not pay or there is no room."""
         drafts = {w.request.id: self._forced(w) for w in drawing}
-        known, turn = sum(w.count for w in works), 0
-        while waiting := self._waiting(drawing, drafts, turn):
-            self._ask(waiting, drafts, known + sum(len(d) - 1 for d in drafts.values()))
-            turn += 1
+        known = sum(w.count for w in works)
+        turns = max((len(self.proposers[w.request.draft].parts) for w in drawing if w.request.draft != OFF), default=0)
+        for turn in range(turns):
+            if waiting := self._waiting(drawing, drafts, turn):
+                self._ask(waiting, drafts, known + sum(len(d) - 1 for d in drafts.values()))
         return drafts
 
     def _waiting(self, drawing: Sequence[Work], drafts: Mapping[int, Draft], turn: int) -> list[tuple[Work, Proposer]]:
-        """Who has no draft yet, each with the proposer whose turn it is."""
+        """Who has no draft yet, each with the proposer whose turn it is, unless that rests."""
         found = []
         for work in drawing:
             request = work.request
             if len(drafts[request.id]) == 1 and request.draft != OFF:
                 parts = self.proposers[request.draft].parts
-                found += [(work, parts[turn])] if turn < len(parts) else []
+                if turn < len(parts) and not self._rests(request, parts[turn]):
+                    found.append((work, parts[turn]))
         return found
+
+    def _rests(self, request: Request, proposer: Proposer) -> bool:
+        return request.depth == "auto" and self.policy.rests(request.acceptance[proposer.name])
 
     def _ask(self, waiting: Sequence[tuple[Work, Proposer]], drafts: dict[int, Draft], tokens: int) -> None:
         """Let each proposer draft for all its requests. `tokens` are in the pass in any case."""
+        start = self.clock()  # to choose a depth is a part of what drafting costs
         groups: dict[Proposer, list[Request]] = defaultdict(list)
         for (work, proposer), depth in zip(waiting, self._depths(waiting, tokens), strict=True):
             request = work.request
@@ -57,12 +63,13 @@ class Drafting:
                 request.allowed = depth
                 groups[proposer].append(request)
         for proposer, requests in groups.items():
-            name, start = proposer.name, self.clock()
+            name = proposer.name
             rows = [self._row(request) for request in requests]
             proposed = proposer.propose(rows)
-            seconds, lag = self.clock() - start, max(len(r.tokens) - r.asked.get(name, 0) for r in requests)
+            end, lag = self.clock(), max(len(r.tokens) - r.asked.get(name, 0) for r in requests)
+            seconds, start = end - start, end
             if lag <= SHORT_LAG:
-                self.policy.record_draft(name, max(row.depth for row in rows), seconds)
+                self.policy.record_draft(name, max(row.depth for row in rows), seconds, len(rows))
             else:
                 self.policy.record_lag(name, seconds)
             for request, draft in zip(requests, proposed, strict=True):
@@ -71,6 +78,8 @@ class Drafting:
                     request.drafter, request.reach = name, self._reach(draft, request.allowed, proposer)
                     grammar = request.state.grammar
                     drafts[request.id] = grammar.prune(draft) if grammar else draft
+                else:
+                    self.policy.record_verdict(name, request.acceptance[name], 0, 0)
 
     def _reach(self, draft: Draft, depth: int, proposer: Proposer) -> int:
         """How deep it is. Raises ForerunError for a draft that was not asked for: there is no room for it, and what it

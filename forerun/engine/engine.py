@@ -20,7 +20,7 @@ from forerun.draft.base import Proposer, Reference
 from forerun.engine.admission import output_limit
 from forerun.engine.depth import Auto, DepthPolicy
 from forerun.engine.drafting import OFF, Drafting
-from forerun.engine.observe import logprobs_of, round_of, split_features
+from forerun.engine.observe import kept, logprobs_of, round_of
 from forerun.engine.request import Request
 from forerun.engine.scheduler import Scheduler, Work
 from forerun.engine.verdicts import verdicts_of
@@ -138,14 +138,15 @@ class Engine:
         drafted, begun = time.perf_counter(), self.clock()
         segments = [self._segment(work, drafts.get(work.request.id)) for work in works]
         forward = self.target.forward(segments, sorted({b for work in works for b in self._wanted(work.request)}))
-        logits, seen = forward.logits, split_features(forward, segments)
+        logits = forward.logits
         trees = [drafts[w.request.id] for w in drawing]
         verdicts = verdicts_of([w.request for w in drawing], trees, logits) if drawing else []
         verified = time.perf_counter()
         if all(work.draws and work.count == 1 for work in works):  # reading a prompt is another regime
             self.policy.record_pass(sum(len(s.tokens) for s in segments), self.clock() - begun)
-        for work, features in zip(works, seen, strict=True):
-            work.features = features
+        tokens = 0
+        for work, segment in zip(works, segments, strict=True):
+            work.features, work.first, tokens = forward.features, tokens, tokens + len(segment.tokens)
             if not work.draws:
                 self._commit(work, range(work.count))
                 self._seal(work.request)
@@ -206,9 +207,8 @@ class Engine:
         start, wanted = cache.length[request.slot], self._wanted(request)
         cache.commit(request.slot, path)
         if wanted:
-            self.proposers[request.draft].observe(
-                request.slot, start, {b: work.features[b][list(path)] for b in wanted}
-            )
+            seen = {boundary: kept(work.features[boundary], work.first, path) for boundary in wanted}
+            self.proposers[request.draft].observe(request.slot, start, seen)
 
     def _wanted(self, request: Request) -> tuple[int, ...]:
         """The boundaries whose hidden states this request's proposer wants."""

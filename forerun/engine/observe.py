@@ -4,21 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from forerun import rng
-from forerun.cache.attention import Segment
 from forerun.engine.request import Request
-from forerun.types import Draft, Forward, Round, TokenLogprobs, Verdict
+from forerun.types import Draft, Round, TokenLogprobs, Verdict
 from forerun.verify import Noise
 
 
-def split_features(forward: Forward, segments: Sequence[Segment]) -> list[dict[int, Tensor]]:
-    """The hidden states of each segment's tokens, {boundary: [n, H]}."""
-    sizes = [len(segment.tokens) for segment in segments]
-    parts = {boundary: torch.split(x, sizes) for boundary, x in forward.features.items()}
-    return [{boundary: part[i] for boundary, part in parts.items()} for i in range(len(sizes))]
+def kept(states: Tensor, first: int, path: Sequence[int]) -> Tensor:
+    """Of the states of a pass [T, H], the rows of `path` (increasing, not none), counted from `first` on.
+
+    They keep no others alive. Each operation of torch costs as much as all else around a pass: none is made in vain.
+    """
+    if len(path) == len(states):
+        return states
+    rows = [first + i for i in path]
+    in_a_row = rows == list(range(rows[0], rows[0] + len(rows)))
+    return states[rows[0] : rows[-1] + 1].clone() if in_a_row else states[rows]
 
 
 def round_of(request: Request, draft: Draft, verdict: Verdict, logits: Tensor, rate: float) -> Round:

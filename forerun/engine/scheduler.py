@@ -21,12 +21,13 @@ from forerun.engine.request import WAITING, Request
 @dataclass(slots=True)
 class Work:
     """`count` tokens of one request to read in this pass; `draws` when that reaches its root. `features` is what the
-    pass saw of its tokens, where its proposer wants to know."""
+    pass saw, its own tokens from row `first` on."""
 
     request: Request
     count: int
     draws: bool
     features: dict[int, Tensor] = field(default_factory=dict)
+    first: int = 0
 
 
 class Scheduler:

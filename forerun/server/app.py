@@ -25,7 +25,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from forerun import __version__
 from forerun.llm import LLM
-from forerun.native import NativeDecoder
 from forerun.sampling.params import SamplingParams
 from forerun.server import api, errors, translate
 from forerun.server.answers import started
@@ -107,9 +106,7 @@ def served_name(llm: LLM, settings: Settings) -> str:
 
 def fingerprint(llm: LLM) -> str:
     """Names everything the tokens of a seed depend on, besides the seed: version, model, precision, kernels."""
-    decoder = llm.decoder
-    kernels = decoder.form if isinstance(decoder, NativeDecoder) else str(decoder.dtype)
-    facts = (__version__, llm.config.model, type(decoder).__name__, kernels, llm.config.rule)
+    facts = (__version__, llm.config.model, llm.decoder.precision, llm.config.rule)
     return f"forerun-{__version__}-{hashlib.sha256(repr(facts).encode()).hexdigest()[:8]}"
 
 
@@ -184,17 +181,16 @@ def _operation(app: FastAPI, kitchen: Kitchen, metrics: Metrics) -> None:
     @app.get("/server_info")
     async def info() -> dict[str, Any]:
         passes, drafts = llm.engine.policy.costs()
-        decoder = llm.decoder
         return {
             "version": __version__,
             "model": kitchen.name,
-            "context": decoder.context,
+            "context": llm.decoder.context,
             "drafts": ["off", *(name for name in llm.engine.proposers if "reference" not in name)],
             "draft": llm.draft,
             "depth": llm.config.depth,
             "rules": list(RULES),
             "rule": llm.config.rule,
-            "kernels": decoder.form if isinstance(decoder, NativeDecoder) else "torch",
+            "kernels": llm.decoder.precision,
             "threads": llm.config.threads or len(os.sched_getaffinity(0)),
             "costs": {"pass_ms": _in_ms(passes), "draft_ms": {name: _in_ms(c) for name, c in drafts.items()}},
         }

@@ -52,12 +52,12 @@ def test_parts_have_costs_and_an_acceptance_of_their_own() -> None:
     engine = engine_of(first, second)
     request = engine.add(build.prompts()[1], build.params(1, 0.8, 100), draft="both", depth="auto")
     rejected = request.acceptance["first"]
-    rejected.rejected = engine.policy.sources["first"].rejected = 1000.0
+    rejected.kept.no = engine.policy.sources["first"].kept.no = 1000.0
     build.finish(engine)
     assert len(first.asked) < 10 < len(second.asked) + len(first.asked)
     passes, drafts = engine.policy.costs()
     assert passes and {"first", "second"} >= drafts.keys() and "second" in drafts
-    assert request.acceptance["second"] is not rejected and request.acceptance["second"].rejected > 0
+    assert request.acceptance["second"] is not rejected and request.acceptance["second"].kept.no > 0
 
 
 class Wrong(Proposer):

@@ -29,7 +29,7 @@ COSTS = {
 INFO = {
     "version": "0.1.0", "model": "bundled", "context": 2048, "drafts": ["off", "ngram", "suffix", "model:bundled"],
     "draft": "suffix", "rules": ["match", "token", "block", "tree", "typical"], "rule": "match",
-    "kernels": "avx512", "threads": 2, "costs": COSTS,
+    "kernels": "int8, native avx512", "threads": 2, "costs": COSTS,
 }  # fmt: skip
 LINE = " parser.add_argument('--{}', type={}, default={}, help='{}')\n   "
 OPTIONS = [("steps", "int", "100", "how long"), ("rate", "float", "0.1", "how fast"), ("seed", "int", "0", "a number")]

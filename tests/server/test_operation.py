@@ -237,7 +237,8 @@ def numbers(s: Serving) -> dict[str, float]:
 def test_metrics_count_what_happened(here: Serving) -> None:
     before = numbers(here)
     assert before["forerun_completion_tokens_total"] == 0
-    answer = here.complete(prompt="x = 1\n" * 12, max_tokens=40, temperature=0, ignore_eos=True)
+    drafted = {"temperature": 0, "ignore_eos": True, "speculative": {"depth": 4}}  # automatic depth may draft nothing
+    answer = here.complete(prompt="x = 1\n" * 12, max_tokens=40, **drafted)
     here.complete(max_tokens=1, stream=False, speculative=False)
     found, stats = numbers(here), answer["metrics"]["forerun"]
     spec = answer["metrics"]["speculative_decoding"]
@@ -260,7 +261,8 @@ def test_metrics_count_what_happened(here: Serving) -> None:
 def test_metrics_under_vllms_names(spare: LLM) -> None:
     with serving(spare, metrics_compat="vllm") as s:
         assert "vllm:spec_decode_num_drafts_total" in numbers(s)  # before anything has happened
-        s.complete(prompt="x = 1\n" * 12, max_tokens=40, temperature=0, ignore_eos=True)
+        body = {"prompt": "x = 1\n" * 12, "max_tokens": 40, "temperature": 0, "ignore_eos": True}
+        s.complete(**body, speculative={"depth": 4})  # automatic depth may draft nothing
         found = numbers(s)
     pairs = {
         "vllm:spec_decode_num_drafts_total": "forerun_draft_rounds_total",

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from forerun import LLM
-from forerun.engine.depth import Auto, Curve
+from forerun.engine.costs import SETTLED, Curve
+from forerun.engine.depth import Auto
 from tests.server.fake_playground import COSTS, CSP, HTML, INFO, FakeServer
 from tests.server.serving import serving
 
@@ -475,7 +476,8 @@ def test_calculator_without_measurements(open_page) -> None:
 def test_costs_are_read_as_the_depth_policy_reads_them(open_page, page_url, table: dict[int, float]) -> None:
     curve = Curve(slope=0.02)
     for size, cost in table.items():
-        curve.add(size, cost)
+        for _ in range(SETTLED):
+            curve.add(size, cost)
     call = (
         "(args) => import('/playground/calculator.js').then((m) => args[1].map((x) => m.interpolate(args[0], x, 0.02)))"
     )

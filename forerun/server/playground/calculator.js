@@ -33,7 +33,7 @@ export function speedCurve(a, costOf) {
 
 /**
  * The cost at size x of a table {size: cost}: linear between entries, `slope` of the last one per step beyond it, and
- * never more than so many times the smallest. This is how the depth policy reads what it measured (engine/depth.py).
+ * never more than so many times the smallest. This is how the depth policy reads what it measured (engine/costs.py).
  */
 export function interpolate(table, x, slope) {
   const sizes = Object.keys(table).map(Number).sort((p, q) => p - q);

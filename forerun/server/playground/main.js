@@ -28,7 +28,7 @@ async function load() {
   byId("server").textContent = [
     info.model,
     `context ${info.context.toLocaleString("en")}`,
-    `kernels ${info.kernels}`,
+    info.kernels,
     plural(info.threads, "thread"),
     `v${info.version}`,
   ].join(" · ");

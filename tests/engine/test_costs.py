@@ -1,0 +1,127 @@
+"""What is learned of costs from measurements that cannot be trusted one by one."""
+
+import math
+import random
+
+import pytest
+
+from forerun.engine.costs import NEIGHBOUR, SETTLED, WARM, Costs, Curve
+
+
+def settled(slope: float, seconds: dict[int, float]) -> Curve:
+    curve = Curve(slope)
+    for _ in range(SETTLED):
+        for size, cost in seconds.items():
+            curve.add(size, cost)
+    return curve
+
+
+def test_curve_interpolates_and_hopes() -> None:
+    assert Curve(slope=0.1).at(3) is None
+    curve = settled(0.1, {2: 1.0, 6: 3.0})
+    assert [curve.at(size) for size in (1, 2, 4, 6)] == pytest.approx([1.0, 1.0, 2.0, 3.0])
+    assert curve.at(8) == pytest.approx(3.0 * 1.2)
+
+
+def test_a_pass_costs_at_most_what_as_many_passes_cost() -> None:
+    assert settled(0.02, {1: 0.01, 5: 0.5}).at(5) == pytest.approx(0.05)
+
+
+def test_a_first_measurement_is_believed_in_part_and_bounds_the_second() -> None:
+    curve = Curve(slope=0.02)
+    curve.add(1, 1.0)
+    assert curve.at(1) == pytest.approx(WARM)
+    curve.add(1, 0.5)
+    assert curve.at(1) == pytest.approx(0.5)
+    curve.add(1, 50.0)  # a spike is bounded, and then one of three
+    assert curve.at(1) == pytest.approx(0.5 * 1.5 ** (1 / 3))
+
+
+def test_a_size_leans_on_those_below_until_it_has_settled() -> None:
+    curve = settled(0.1, {1: 1.0})
+    curve.add(3, 2.0)
+    curve.add(3, 2.0)
+    assert curve.at(3) == pytest.approx((2 * 2.0 + NEIGHBOUR * 1.2) / (2 + NEIGHBOUR))
+    for _ in range(SETTLED - 2):
+        curve.add(3, 2.0)
+    assert curve.at(3) == pytest.approx(2.0)
+
+
+def test_more_is_not_believed_to_cost_less_before_it_has_settled() -> None:
+    """Else what is measured once, and so believed in part, would pay where nothing is ever accepted."""
+    curve = settled(0.02, {1: 1.0})
+    curve.add(2, 1.0)
+    assert curve.at(2) == 1.0
+
+
+def test_less_is_not_believed_to_cost_more_than_what_has_settled() -> None:
+    """Else a plain pass that was first measured in a bad moment would never be chosen, nor measured, again."""
+    curve = settled(0.02, {2: 1.0})
+    for _ in range(2):
+        curve.add(1, 5.0)
+    assert curve.at(1) == curve.at(2) == 1.0
+
+
+def test_a_slow_spell_of_the_machine_does_not_make_the_size_it_met_dear() -> None:
+    """Everything takes twice as long from now on, and only one size is measured in that time: all are twice as dear."""
+    costs = Costs()
+    for _ in range(20):
+        costs.add_pass(1, 1.0)
+        costs.add_pass(5, 1.5)
+        costs.add_draft("model", 4, 0.2)
+    for _ in range(60):
+        costs.add_pass(5, 3.0)
+    assert 1.5 < costs.of_pass(5) / costs.of_pass(1) < 2.0  # 3 if the pace were not known
+    passes, drafts = costs.seconds()
+    assert passes[5] == pytest.approx(3.0, rel=0.05) and 1.5 < passes[1] < 2.0 and 0.3 < drafts["model"][4] < 0.4
+
+
+def test_ratios_hold_while_the_speed_drifts() -> None:
+    dice, costs = random.Random(0), Costs()
+    for step in range(4000):
+        speed = math.exp(0.5 * math.sin(step / 200) + dice.gauss(0, 0.1))
+        size = 1 if step % 10 else 5  # plain passes are measured nine times as often
+        costs.add_pass(size, speed * (1 + 0.2 * (size - 1)))
+    assert costs.of_pass(5) / costs.of_pass(1) == pytest.approx(1.8, rel=0.1)
+
+
+def test_a_busy_server_sees_thousands_of_sizes_once_each() -> None:
+    costs = Costs()
+    for size in random.Random(0).sample(range(1, 3000), 2999):
+        costs.add_pass(size, 1 + 0.01 * size)
+    assert (
+        0.9 * 21 < costs.of_pass(2000) < 1.1 * 21
+        and len(costs.seconds()[0]) < 100
+        and costs.of_pass(1) == pytest.approx(WARM * 1.01, rel=0.05)
+    )
+
+
+def test_drafting_for_many_at_once_is_another_matter_than_for_one() -> None:
+    costs = Costs()
+    for _ in range(SETTLED):
+        costs.add_draft("model", 2, 1.0)
+        costs.add_draft("model", 2, 6.0, requests=20)
+    assert costs.of_draft("model", 2) == pytest.approx(1.0)
+    assert costs.of_draft("model", 2, 15) == pytest.approx(1.0)  # the most below that was measured
+    assert costs.of_draft("model", 2, 30) == pytest.approx(6.0)
+    assert costs.seconds()[1] == {"model": {2: pytest.approx(1.0)}}
+
+
+def test_a_clock_that_stands_still_is_no_error() -> None:
+    costs = Costs()
+    for _ in range(5):
+        costs.add_pass(1, 0.0)
+        costs.add_draft("model", 1, 0.0)
+    assert costs.of_pass(1) > 0 and costs.of_draft("model", 1) > 0 and costs.pace > 0
+
+
+def test_nothing_measured_is_no_error() -> None:
+    costs = Costs()
+    assert not costs.known(4, 1) and costs.of_pass(3) == 1.0 and costs.of_draft("model", 2) == pytest.approx(0.2)
+    costs.add_pass(5, 1.0)
+    assert not costs.known(4, 1) and costs.known(5, 1) and not costs.known(9, 2)
+    costs.add_pass(8, 1.0)  # no size was seen twice
+    assert costs.known(9, 2) and not costs.known(7, 2)
+    costs.add_lag("model", 7.0)
+    assert costs.lag("model") == 7.0 and costs.lag("suffix") == 0.0
+    assert costs.seconds()[1] == {}
