@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from forerun.bench.cli import app as bench
+from forerun.bench.cli_tune import tune
 from forerun.check.cli import check
 from forerun.config import Config
 from forerun.errors import ForerunError, Interrupted, RequestError
@@ -231,6 +232,7 @@ app.command(
     epilog="[dim]forerun train --data library --steps 200 --out drafter        forerun train --data prompts.jsonl"
     " --target Qwen/Qwen3-0.6B --on-policy 1 --out drafter[/dim]"
 )(train)
+app.command(epilog="[dim]forerun tune Qwen/Qwen3-0.6B --drafts suffix,model:my-draft --prompts tasks.jsonl[/dim]")(tune)
 app.command(epilog="[dim]forerun serve Qwen/Qwen3-0.6B --draft suffix --port 8000[/dim]")(serve)
 app.command(epilog="[dim]forerun batch requests.jsonl answers.jsonl --model Qwen/Qwen3-0.6B[/dim]")(batch)
 

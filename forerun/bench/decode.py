@@ -81,6 +81,8 @@ class Plan:
         for name, value in (("repeats", self.repeats), ("batches", self.batches)):
             if not 1 <= value <= 10_000:
                 raise ConfigError(f"{name}={value} is out of range: give a whole number from 1 to 10000")
+        if not 0 <= self.settle <= 1e6:
+            raise ConfigError(f"seconds={self.settle} is out of range: give how long to go on, from 0")
         if self.price is not None and not 0 < self.price < 1e6:
             raise ConfigError(f"price={self.price} is out of range: give what an hour of this machine costs")
 
