@@ -57,6 +57,7 @@ inline __m512i load(const void *p) {
   memcpy(&r, p, 64);
   return r;
 }
+inline __m256 half(__m512 a, int i) { return _mm256_loadu_ps((const float *)&a + 8 * i); }
 inline __m512i fill(int32_t x) { return (__m512i)(ints{} + x); }
 inline __m512 fill_floats(float x) { return (__m512)fill(bits<int32_t>(x)); }
 inline __m512i dpbusd(__m512i acc, __m512i a, __m512i b) {  // a unsigned, b signed
@@ -80,6 +81,8 @@ inline __m512 dpbf16(__m512 acc, __m512bh a, __m512bh b) {  // the odd product f
 #define _mm512_max_ps emulated::max
 #define _mm512_cvtps_epi32 emulated::nearest
 #define _mm512_cvtph_ps emulated::from_half
+#define _mm512_extractf32x8_ps emulated::half
+#define _mm512_castps512_ps256(a) emulated::half(a, 0)
 #define _mm512_test_epi32_mask emulated::nonzero
 #define _mm512_loadu_si512 emulated::load
 #define _mm512_set1_epi32 emulated::fill

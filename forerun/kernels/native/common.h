@@ -92,5 +92,4 @@ struct Variant {
 };
 
 int64_t padded_inputs(int inputs);
-int64_t scratch_row_bytes(int inputs);
 extern const Variant *avx512_variant, *avx512vnni_variant, *avxvnni_variant, *avx2_variant, *portable_variant;

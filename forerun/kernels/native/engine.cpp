@@ -20,7 +20,7 @@
 
 int64_t padded_inputs(int inputs) { return (inputs + GROUP8 - 1) / GROUP8 * GROUP8; }
 
-int64_t scratch_row_bytes(int inputs) { return padded_inputs(inputs) * 4; }  // of floats: groups of integers take less
+int64_t scratch_row_bytes(int inputs) { return padded_inputs(inputs) * 4 + 64; }  // of floats: the other formats take less
 
 namespace {
 

@@ -65,8 +65,7 @@ template <typename T> void quantise(const float *x, int format, Quantised<T> &to
       total = total + q;
       to_integers(to.x + i, q);
     }
-    sums[half_] = 0;
-    for (int j = 0; j < W; j++) sums[half_] += total[j];
+    sums[half_] = sum(total);
   }
   to.scale = amax / 127.0f;
   to.start[0] = format == INT8 ? -128 * (sums[0] + sums[1]) : -8 * sums[0];
@@ -109,8 +108,10 @@ void embed(const Program *p, const Op *op, const Batch *b, int item, int items) 
   }
 }
 
+// Rows lie close, and none a power of two behind the other: what tiles read at the same time would share the same few lines
+// of the first cache.
 Row scratch_row(const Matrix &a, const Batch *b, int row) {
-  return {(char *)b->scratch + row * scratch_row_bytes(a.inputs), a.padded};
+  return {(char *)b->scratch + row * (row_bytes(a.format, a.padded) + 64), a.padded};
 }
 
 void prepare(const Program *p, const Op *op, const Batch *b, int item, int items) {

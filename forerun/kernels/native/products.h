@@ -31,7 +31,21 @@ struct Row {
   Int4Group *int4() const { return (Int4Group *)base; }
 };
 
+inline int64_t row_bytes(int format, int padded) {
+  if (format == INT8) return padded / GROUP8 * sizeof(Int8Group);
+  if (format == INT4) return padded / GROUP8 * sizeof(Int4Group);
+#if defined(__AVX512BF16__)
+  if (format == BF16) return padded * 2;
+#endif
+  return padded * 4;
+}
+
 constexpr int MOST = 48;  // rows of one call
+
+inline int64_t block_bytes(const Matrix &a) {  // of weights, without scales
+  int64_t weights = (int64_t)BLOCK * a.padded;
+  return a.format == INT4 ? weights / 2 : a.format == INT8 ? weights : a.format == BF16 ? 2 * weights : 4 * weights;
+}
 
 inline void scale_outputs(const Matrix &a, int block, int count, float (*out)[BLOCK]) {  // INT8: one scale an output
   for (int c = 0; c < BLOCK; c += W) {

@@ -168,18 +168,31 @@ inline bool any(vi mask) {
 }
 inline vf pick(vi mask, vf a, vf b) { return as_float((mask & as_int(a)) | (~mask & as_int(b))); }
 
-#if defined(__AVX2__) && !defined(__AVX512F__)
+#if defined(__AVX2__)
+#if defined(__AVX512F__)
+inline __m256 half_of(vf v, int i) { return i ? _mm512_extractf32x8_ps((__m512)v, 1) : _mm512_castps512_ps256((__m512)v); }
+inline __m256i half_of(vi v, int i) { return _mm256_castps_si256(half_of(as_float(v), i)); }
+#else
+inline __m256 half_of(vf v, int i) { return (__m256)v.p[i]; }
+inline __m256i half_of(vi v, int i) { return (__m256i)v.p[i]; }
+#endif
 inline float sum(vf v) {  // in the order of the other
-  __m256 a = (__m256)(v.p[0] + v.p[1]);
+  __m256 a = _mm256_add_ps(half_of(v, 0), half_of(v, 1));
   __m128 b = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
   b = _mm_add_ps(b, _mm_movehl_ps(b, b));
   return _mm_cvtss_f32(_mm_add_ss(b, _mm_shuffle_ps(b, b, 1)));
 }
 inline float top(vf v) {
-  __m256 a = _mm256_max_ps((__m256)v.p[0], (__m256)v.p[1]);
+  __m256 a = _mm256_max_ps(half_of(v, 0), half_of(v, 1));
   __m128 b = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
   b = _mm_max_ps(b, _mm_movehl_ps(b, b));
   return _mm_cvtss_f32(_mm_max_ss(b, _mm_shuffle_ps(b, b, 1)));
+}
+inline int32_t sum(vi v) {
+  __m256i a = _mm256_add_epi32(half_of(v, 0), half_of(v, 1));
+  __m128i b = _mm_add_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+  b = _mm_add_epi32(b, _mm_shuffle_epi32(b, 0x4e));
+  return _mm_cvtsi128_si32(_mm_add_epi32(b, _mm_shuffle_epi32(b, 0xb1)));
 }
 #else
 inline float sum(vf v) {  // in one fixed order
@@ -195,6 +208,11 @@ inline float top(vf v) {
   for (int s = W / 2; s; s /= 2)
     for (int i = 0; i < s; i++) a[i] = a[i] > a[i + s] ? a[i] : a[i + s];
   return a[0];
+}
+inline int32_t sum(vi v) {
+  int32_t all = 0;
+  for (int i = 0; i < W; i++) all += v[i];
+  return all;
 }
 #endif
 
