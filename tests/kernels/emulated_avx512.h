@@ -58,6 +58,16 @@ inline __m512i load(const void *p) {
   return r;
 }
 inline __m256 half(__m512 a, int i) { return _mm256_loadu_ps((const float *)&a + 8 * i); }
+inline __m512i from_16(__m256i a) {
+  __m256i half[2];
+  for (int h = 0; h < 2; h++) half[h] = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)&a + h));
+  return bits<__m512i>(half);
+}
+template <typename To, typename T> inline To narrow(__m512i a) {
+  T low[16];
+  for (int i = 0; i < 16; i++) low[i] = (T)((ints)a)[i];
+  return bits<To>(low);
+}
 inline __m512i fill(int32_t x) { return (__m512i)(ints{} + x); }
 inline __m512 fill_floats(float x) { return (__m512)fill(bits<int32_t>(x)); }
 inline __m512i dpbusd(__m512i acc, __m512i a, __m512i b) {  // a unsigned, b signed
@@ -83,6 +93,9 @@ inline __m512 dpbf16(__m512 acc, __m512bh a, __m512bh b) {  // the odd product f
 #define _mm512_cvtph_ps emulated::from_half
 #define _mm512_extractf32x8_ps emulated::half
 #define _mm512_castps512_ps256(a) emulated::half(a, 0)
+#define _mm512_cvtepu16_epi32 emulated::from_16
+#define _mm512_cvtepi32_epi16(a) emulated::narrow<__m256i, int16_t>(a)
+#define _mm512_cvtepi32_epi8(a) emulated::narrow<__m128i, int8_t>(a)
 #define _mm512_test_epi32_mask emulated::nonzero
 #define _mm512_loadu_si512 emulated::load
 #define _mm512_set1_epi32 emulated::fill

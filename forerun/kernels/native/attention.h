@@ -12,12 +12,13 @@ constexpr int KEYS = 64;          // keys of a group
 constexpr int BLOCKS = KEYS / W;  // of a group
 constexpr int TOKENS = 8;         // tokens of one slot that share what they read of the cache
 constexpr int SHARERS = 16;       // query heads of one key head, at most, in one go
-constexpr int TOGETHER = 4;       // queries whose sums are in registers at once
 constexpr int AHEAD = 4096;       // bytes; pages mostly lie one behind the other
 #if defined(__AVX512F__)
-constexpr int VECTORS = 8;        // sums that keep the arithmetic busy
+constexpr int VECTORS = 16;       // sums that keep the arithmetic busy and fit into registers
+constexpr int TOGETHER = 8;       // queries whose sums are in registers at once
 #else
 constexpr int VECTORS = 4;
+constexpr int TOGETHER = 4;
 #endif
 template <int G> constexpr int BESIDE = VECTORS / G >= 4 ? 4 : VECTORS / G >= 2 ? 2 : 1;  // of them, for each of G queries
 
@@ -193,8 +194,9 @@ template <int G, typename T> void attend_queries(const Op *op, Query *const *que
   }
   if (from_all >= to_all) from_all = to_all = KEYS;
   alignas(64) float weight[G][KEYS];
-  int low = from / (W * J) * J, high = (to + W - 1) / W;
-  for (int first = low; first < high; first += J) score<G, J>(q, d, group.keys, weight, first);
+  int low = from / W, high = (to + W - 1) / W, first = low;
+  for (; first + J <= high; first += J) score<G, J>(q, d, group.keys, weight, first);
+  for (; first < high; first++) score<G, 1>(q, d, group.keys, weight, first);
   for (int g = 0; g < G; g++) {
     weigh(op, *queries[g], weight[g], low, high, wide);
     gather_any<1>(weight + g, queries[g]->from, queries[g]->to < from_all ? queries[g]->to : from_all, group.values, d, wide, out + g);
@@ -205,11 +207,9 @@ template <int G, typename T> void attend_queries(const Op *op, Query *const *que
 
 // Queries that see the same group, as many at a time as their sums fit into registers.
 template <typename T> void attend_group(const Op *op, Query *const *queries, int count, const Group<T> &group, int d) {
-  for (int i = 0; i < count; i += TOGETHER) {
-    int n = count - i < TOGETHER ? count - i : TOGETHER;
-    auto some = n == 4 ? attend_queries<4, T> : n == 3 ? attend_queries<3, T> : n == 2 ? attend_queries<2, T> : attend_queries<1, T>;
-    some(op, queries + i, group, d);
-  }
+  int i = 0;
+  for (; count - i >= TOGETHER; i += TOGETHER) attend_queries<TOGETHER>(op, queries + i, group, d);
+  EACH(g, TOGETHER, if (g && count - i == g) attend_queries<g ? g : 1>(op, queries + i, group, d));
 }
 
 // The rows of the keys start .. start + count - 1 that a token sees; `mixed` holds them if they are not all of its slot's line.

@@ -65,12 +65,13 @@ int items(const Op *op, const Batch *b, int phase, int threads) {
   return n < 1 ? 1 : n < most ? n : most;
 }
 
-// Threads take items of the current phase until there are none; whoever finishes the last one opens the next phase. So a
-// thread that the system has put aside holds up the others by one item at most. Workers spin a while, then sleep.
+// A phase is divided among the threads; who is through with its share takes from the others', so that a thread that the
+// system has put aside holds them up by one item at most. Whoever finishes the last item opens the next phase. Workers
+// spin a while, then sleep. Threads may be far from each other: what they all write, they write once a phase.
 class Pool {
  public:
-  explicit Pool(int threads) : threads_(threads) {
-    for (int i = 1; i < threads; i++) workers_.emplace_back([this] { work(); });
+  explicit Pool(int threads) : threads_(threads), shares_(threads) {
+    for (int i = 1; i < threads; i++) workers_.emplace_back([this, i] { work(i); });
   }
   ~Pool() {
     stop_.store(true);
@@ -83,7 +84,7 @@ class Pool {
     finished_.store(false, std::memory_order_relaxed);
     open(0, 0);
     for (int spins = 0; !finished_.load(std::memory_order_acquire);) {
-      if (help()) spins = 0;
+      if (help(0)) spins = 0;
       else if (++spins < SPINS) _mm_pause();
       else std::this_thread::yield();
     }
@@ -91,48 +92,67 @@ class Pool {
 
  private:
   static constexpr int SPINS = 16000;
-  static constexpr uint64_t LEFT = (1 << 24) - 1;  // bits of `state_` that count the items not yet taken
+  static constexpr uint64_t LEFT = (1 << 24) - 1;  // bits of a share that count the items not yet taken
+  struct alignas(64) Taken { std::atomic<uint64_t> state{0}; };
 
-  // Whoever holds an item keeps the phase open, so what a phase is may be read without a lock.
-  bool help() {
-    uint64_t s = state_.load(std::memory_order_acquire);
-    while (s & LEFT) {
-      if (!state_.compare_exchange_weak(s, s - 1, std::memory_order_acq_rel)) continue;
-      int n = items_;
-      variant_->op(program_, program_->ops + op_, batch_, n - (int)(s & LEFT), n, phase_);
-      if (done_.fetch_add(1, std::memory_order_acq_rel) + 1 == n) {
-        if (++phase_ < phases(program_->ops + op_)) open(op_, phase_);
-        else open(op_ + 1, 0);
+  // Who holds an item that is not counted as done keeps the phase open, so what a phase is may be read without a lock.
+  bool help(int me) {
+    int done = 0, all = 0;
+    for (int i = 0; i < threads_; i++) {
+      int whose = (me + i) % threads_;
+      std::atomic<uint64_t> &state = shares_[whose].state;
+      for (uint64_t s = state.load(std::memory_order_acquire); s & LEFT;) {
+        if (!state.compare_exchange_weak(s, s - 1, std::memory_order_acq_rel)) continue;
+        all = items_, done++;
+        int item = share(all, whose, threads_).to - (int)(s & LEFT);
+        variant_->op(program_, program_->ops + op_, batch_, item, all, phase_);
+        s = state.load(std::memory_order_acquire);
       }
-      return true;
     }
-    return false;
+    if (done && done_.fetch_add(done, std::memory_order_acq_rel) + done == all) next();
+    return done;
   }
+  void next() {
+    if (phase_ + 1 < phases(program_->ops + op_)) open(op_, phase_ + 1);
+    else open(op_ + 1, 0);
+  }
+  // Phases of one item are done on the way.
   void open(int op, int phase) {
-    uint64_t next = (state_.load(std::memory_order_relaxed) | LEFT) + 1;  // a number never used before, no items
-    if (op == program_->count) {
-      state_.store(next);
-      finished_.store(true, std::memory_order_release);
-      return;
-    }
-    op_ = op, phase_ = phase, items_ = items(program_->ops + op, batch_, phase, threads_);
+    for (; op < program_->count; op++, phase = 0)
+      for (; phase < phases(program_->ops + op); phase++) {
+        int n = items(program_->ops + op, batch_, phase, threads_);
+        if (n > 1) return publish(op, phase, n);
+        variant_->op(program_, program_->ops + op, batch_, 0, 1, phase);
+      }
+    finished_.store(true, std::memory_order_release);
+  }
+  void publish(int op, int phase, int n) {
+    op_ = op, phase_ = phase, items_ = n;
     done_.store(0, std::memory_order_relaxed);
-    int n = items_;
-    state_.store(next + (uint64_t)n);
-    if (n > 1 && parked_.load()) wake();
+    phases_ += LEFT + 1;  // a number never used before
+    for (int i = 0; i < threads_; i++) {
+      Share part = share(n, i, threads_);
+      shares_[i].state.store(phases_ + (uint64_t)(part.to - part.from));
+    }
+    if (parked_.load()) wake();
   }
   void wake() {
     { std::lock_guard<std::mutex> lock(mutex_); }
     wake_.notify_all();
   }
-  void work() {
+  bool waiting() const {
+    for (const Taken &taken : shares_)
+      if (taken.state.load() & LEFT) return true;
+    return false;
+  }
+  void work(int me) {
     for (int spins = 0; !stop_.load(std::memory_order_relaxed);) {
-      if (help()) spins = 0;
+      if (help(me)) spins = 0;
       else if (++spins < SPINS) _mm_pause();
       else {
         std::unique_lock<std::mutex> lock(mutex_);
         parked_.fetch_add(1);
-        wake_.wait(lock, [&] { return stop_.load() || (state_.load() & LEFT); });
+        wake_.wait(lock, [&] { return stop_.load() || waiting(); });
         parked_.fetch_sub(1);
         spins = 0;
       }
@@ -140,17 +160,18 @@ class Pool {
   }
 
   int threads_;
+  std::vector<Taken> shares_;
   std::vector<std::thread> workers_;
   std::mutex mutex_;
   std::condition_variable wake_;
-  alignas(64) std::atomic<uint64_t> state_{0};
   alignas(64) std::atomic<int> done_{0};
-  std::atomic<int> parked_{0};
+  alignas(64) std::atomic<int> parked_{0};
   std::atomic<bool> finished_{true}, stop_{false};
   const Variant *variant_ = nullptr;
   const Program *program_ = nullptr;
   const Batch *batch_ = nullptr;
   int op_ = 0, phase_ = 0, items_ = 0;
+  uint64_t phases_ = 0;
 };
 
 Pool *pool = nullptr;

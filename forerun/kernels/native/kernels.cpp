@@ -159,13 +159,13 @@ void multiply(const Program *p, const Op *op, const Batch *b, int item, int item
   int rows = op->wanted ? b->wanted : b->tokens, parts = (rows + MOST - 1) / MOST;
   Share s = share((a.outputs + BLOCK - 1) / BLOCK, item, items);
   alignas(64) float tile[MOST][BLOCK];
+  Row row[rows];
+  for (int m = 0; m < rows; m++) row[m] = scratch_row(a, b, m);
   for (int block = s.from; block < s.to; block++)
     for (int i = 0; i < parts; i++) {
       Share part = share(rows, i, parts);
       int count = part.to - part.from;
-      Row row[MOST];
-      for (int m = 0; m < count; m++) row[m] = scratch_row(a, b, part.from + m);
-      products(a, block, row, count, tile);
+      products(a, block, row + part.from, count, tile);
       finish_tile(p, op, b, block, part.from, count, tile);
     }
 }
@@ -219,8 +219,8 @@ void read(const Op *op, int item, int items) {
   typedef int64_t lanes __attribute__((vector_size(32), aligned(8)));
   lanes total[4] = {};
   for (; p < end; p += 128) {
-    _mm_prefetch(p + 2048, _MM_HINT_T0);
-    _mm_prefetch(p + 2112, _MM_HINT_T0);
+    _mm_prefetch(p + 4096, _MM_HINT_T1);
+    _mm_prefetch(p + 4160, _MM_HINT_T1);
     for (int i = 0; i < 4; i++) total[i] += *(const lanes *)(p + 32 * i);
   }
   volatile int64_t sink = (total[0] + total[1] + total[2] + total[3])[0];

@@ -138,6 +138,7 @@ template <int M> inline Tile<M> product_int4(const uint8_t *w, const uint16_t *s
   for (int g = 0; g < padded / GROUP8; g++) {
     Tile<M> pair;
     for (int half_ = 0; half_ < 2; half_++, scale += BLOCK) {
+      _mm_prefetch(scale + padded, _MM_HINT_T1);  // of the next block
       vi acc[M][2];
       for (int m = 0; m < M; m++) acc[m][0] = acc[m][1] = set1i(group[m][g].start[half_]);
       for (int k = half_ * GROUP4, end = k + GROUP4; k < end; k += 8, w += 4 * BLOCK) {

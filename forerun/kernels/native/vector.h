@@ -31,8 +31,6 @@ typedef float vf __attribute__((vector_size(64), aligned(64)));
 typedef float vfu __attribute__((vector_size(64), aligned(4)));
 typedef int32_t vi __attribute__((vector_size(64), aligned(64)));
 typedef uint32_t vu __attribute__((vector_size(64), aligned(64)));
-typedef uint16_t vh __attribute__((vector_size(32), aligned(2)));
-typedef int8_t vb __attribute__((vector_size(16), aligned(1)));
 
 inline vf set1(float x) { return (vf)_mm512_set1_ps(x); }
 inline vi set1i(int32_t x) { return vi{} + x; }
@@ -45,15 +43,15 @@ inline vf fma(vf a, vf b, vf c) { return (vf)_mm512_fmadd_ps((__m512)a, (__m512)
 inline vf largest(vf a, vf b) { return (vf)_mm512_max_ps((__m512)a, (__m512)b); }
 inline vi nearest(vf a) { return (vi)_mm512_cvtps_epi32((__m512)a); }
 inline vf half16(const uint16_t *p) { return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
-inline void to_bytes(int8_t *p, vi v) { *reinterpret_cast<vb *>(p) = __builtin_convertvector(v, vb); }
+// not by __builtin_convertvector, which GCC does in halves
+inline void to_bytes(int8_t *p, vi v) { _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8((__m512i)v)); }
 inline vf from_bf16(const uint16_t *p) {
-  vu x = __builtin_convertvector(*reinterpret_cast<const vh *>(p), vu) << 16;
-  return (vf)x;
+  return (vf)((vu)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)) << 16);
 }
 inline void to_bf16(uint16_t *p, vf v) {  // round to nearest, ties to even
   vu x = (vu)v;
   x = (x + 0x7fff + ((x >> 16) & 1)) >> 16;
-  *reinterpret_cast<vh *>(p) = __builtin_convertvector(x, vh);
+  _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16((__m512i)x));
 }
 
 #else
