@@ -52,7 +52,7 @@ class Curve:
     def at(self, size: float) -> float | None:
         """Expected seconds, or None where nothing was measured yet. A size between two is what one may expect of both.
 
-        Never more than so many times the smallest size, nor than a larger one that has settled: what was measured beyond
+        Never more than so many times the smallest size, nor than a larger one that has settled: what was measured over
         that was something else, and a plain pass believed dearer than one with a draft would not be measured again.
         """
         found = self._read.get(size)
