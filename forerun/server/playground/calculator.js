@@ -33,12 +33,14 @@ export function speedCurve(a, costOf) {
 
 /**
  * The cost at size x of a table {size: cost}: linear between entries, `slope` of the last one per step beyond it, and
- * never more than so many times the smallest. This is how the depth policy reads what it measured (engine/costs.py).
+ * never more than so many times the smallest, nor than a larger one. This is how the depth policy reads what it measured
+ * (engine/costs.py).
  */
 export function interpolate(table, x, slope) {
   const sizes = Object.keys(table).map(Number).sort((p, q) => p - q);
   if (!sizes.length) return null;
-  return Math.min(between(table, sizes, x, slope), table[sizes[0]] * Math.max(x / sizes[0], 1));
+  const larger = sizes.filter((size) => size > x).map((size) => table[size]);
+  return Math.min(between(table, sizes, x, slope), table[sizes[0]] * Math.max(x / sizes[0], 1), ...larger);
 }
 
 function between(table, sizes, x, slope) {
