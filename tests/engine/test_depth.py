@@ -38,11 +38,13 @@ def test_a_draft_that_costs_more_than_it_brings_is_left_alone() -> None:
 
 
 def test_what_is_never_accepted_is_left_alone_whatever_plain_passes_seemed_to_cost() -> None:
-    """Two cold plain passes, and none since: that a pass with a draft looks cheaper says nothing for the draft."""
+    """Two cold plain passes, and none since: that a pass with a draft looks cheaper says nothing for the draft, even if
+    it is free."""
     policy, acceptance = Auto(), Acceptance(Chance(0, 1000), Chance(1000, 0))
     for tokens, seconds, passes in ((1, 5.0, PLAIN), (2, 1.0, SETTLED)):
         for _ in range(passes):
             policy.record_pass(tokens, seconds)
+            policy.record_draft("model", 1, 1e-9)
     assert policy.choose([Wish("model", 8, acceptance)], 1) == [0]
 
 

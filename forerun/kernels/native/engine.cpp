@@ -20,8 +20,6 @@
 
 int64_t padded_inputs(int inputs) { return (inputs + GROUP8 - 1) / GROUP8 * GROUP8; }
 
-int64_t scratch_row_bytes(int inputs) { return padded_inputs(inputs) * 4 + 64; }  // of floats: the other formats take less
-
 namespace {
 
 bool has_avxvnni() {  // asked for itself: older compilers do not know its name
@@ -305,7 +303,7 @@ int forerun_say(const float *logits, const float *temperature, const uint64_t *k
 }
 
 int64_t forerun_padded_inputs(int inputs) { return padded_inputs(inputs); }
-int64_t forerun_scratch_row_bytes(int inputs) { return scratch_row_bytes(inputs); }
+int64_t forerun_scratch_row_bytes(int inputs) { return padded_inputs(inputs) * 4 + 64; }  // floats: other formats take less
 
 // Memory for weights, aligned to 64 bytes.
 void *forerun_allocate(int64_t bytes) { return memory.take(bytes); }

@@ -8,23 +8,23 @@ template <int M> struct Tile { vf v[M][2]; };
 // The next block of weights comes into the second cache while this one is multiplied: each tile of rows fetches its
 // share. Left to itself the processor looks ahead too little once rows keep it busy, and prefetching into the first cache,
 // or less far, brings little (Zen 4). Few rows read as fast as memory gives without.
-struct Next {
+struct Ahead {
   const char *p;
-  int step;  // bytes, while 128 are multiplied
-  void fetch() {
+  int stride;  // bytes, while 128 are multiplied
+  void step() {
     _mm_prefetch(p, _MM_HINT_T1);
-    if (step > 64) _mm_prefetch(p + 64, _MM_HINT_T1);
-    p += step;
+    if (stride > 64) _mm_prefetch(p + 64, _MM_HINT_T1);
+    p += stride;
     asm volatile("" : "+r"(p));  // one at a time: GCC would compute the addresses of a whole group and fetch it in one burst
   }
 };
 
-template <int M> inline Tile<M> product_f32(const float *w, const Row *rows, int padded, Next next) {
+template <int M> inline Tile<M> product_f32(const float *w, const Row *rows, int padded, Ahead ahead) {
   Tile<M> t;
   for (int m = 0; m < M; m++) t.v[m][0] = t.v[m][1] = vf{};
   for (int k = 0; k < padded; k++, w += BLOCK) {
     vf w0 = load(w), w1 = load(w + W);
-    next.fetch();
+    ahead.step();
     for (int m = 0; m < M; m++) {
       vf x = set1(rows[m].f32()[k]);
       t.v[m][0] = fma(w0, x, t.v[m][0]);
@@ -35,12 +35,12 @@ template <int M> inline Tile<M> product_f32(const float *w, const Row *rows, int
 }
 
 #if defined(__AVX512BF16__)
-template <int M> inline Tile<M> product_bf16(const uint16_t *w, const Row *rows, int padded, Next next) {
+template <int M> inline Tile<M> product_bf16(const uint16_t *w, const Row *rows, int padded, Ahead ahead) {
   __m512 acc[M][2];
   for (int m = 0; m < M; m++) acc[m][0] = acc[m][1] = _mm512_setzero_ps();
   for (int k = 0; k < padded; k += 2, w += 2 * BLOCK) {
     __m512bh w0 = (__m512bh)_mm512_loadu_si512(w), w1 = (__m512bh)_mm512_loadu_si512(w + 32);
-    next.fetch();
+    ahead.step();
     for (int m = 0; m < M; m++) {
       __m512bh x = (__m512bh)_mm512_set1_epi32(*(const int32_t *)(rows[m].bf16() + k));
       acc[m][0] = _mm512_dpbf16_ps(acc[m][0], w0, x);
@@ -53,11 +53,11 @@ template <int M> inline Tile<M> product_bf16(const uint16_t *w, const Row *rows,
   return t;
 }
 #else
-template <int M> inline Tile<M> product_bf16(const uint16_t *w, const Row *rows, int padded, Next next) {
+template <int M> inline Tile<M> product_bf16(const uint16_t *w, const Row *rows, int padded, Ahead ahead) {
   Tile<M> t;
   for (int m = 0; m < M; m++) t.v[m][0] = t.v[m][1] = vf{};
   for (int k = 0; k < padded; k += 2, w += 2 * BLOCK) {
-    next.fetch();
+    ahead.step();
     for (int c = 0; c < 2; c++) {
       vi pair;  // low half: input k, high half: input k + 1
       memcpy(&pair, w + c * BLOCK, 64);
@@ -101,7 +101,7 @@ inline vi high_nibbles(vi v) {  // an arithmetic shift brings in sign bits, whic
 }
 
 // INT8 weights are stored plus 128, INT4 plus 8: the sum of the activations takes that off again, exactly.
-template <int M> inline Tile<M> product_int8(const uint8_t *w, const Row *rows, int padded, Next next) {
+template <int M> inline Tile<M> product_int8(const uint8_t *w, const Row *rows, int padded, Ahead ahead) {
   const Int8Group *group[M];
   Tile<M> t;
   for (int m = 0; m < M; m++) {
@@ -113,7 +113,7 @@ template <int M> inline Tile<M> product_int8(const uint8_t *w, const Row *rows, 
     for (int m = 0; m < M; m++) acc[m][0] = acc[m][1] = set1i(group[m][g].start[0]);
     for (int k = 0; k < GROUP8; k += 4, w += 4 * BLOCK) {
       vi w0 = bytes(w), w1 = bytes(w + 64);
-      next.fetch();
+      ahead.step();
       for (int m = 0; m < M; m++) {
         acc[m][0] = dot4(acc[m][0], w0, group[m][g].x + k);
         acc[m][1] = dot4(acc[m][1], w1, group[m][g].x + k);
@@ -128,7 +128,7 @@ template <int M> inline Tile<M> product_int8(const uint8_t *w, const Row *rows, 
 }
 
 // Two groups of weights, each with its scales, then the scale of the activations that both were multiplied by.
-template <int M> inline Tile<M> product_int4(const uint8_t *w, const uint16_t *scale, const Row *rows, int padded, Next next) {
+template <int M> inline Tile<M> product_int4(const uint8_t *w, const uint16_t *scale, const Row *rows, int padded, Ahead ahead) {
   const Int4Group *group[M];
   Tile<M> t;
   for (int m = 0; m < M; m++) {
@@ -142,7 +142,7 @@ template <int M> inline Tile<M> product_int4(const uint8_t *w, const uint16_t *s
       vi acc[M][2];
       for (int m = 0; m < M; m++) acc[m][0] = acc[m][1] = set1i(group[m][g].start[half_]);
       for (int k = half_ * GROUP4, end = k + GROUP4; k < end; k += 8, w += 4 * BLOCK) {
-        next.fetch();
+        ahead.step();
         for (int c = 0; c < 2; c++) {
           vi both = bytes(w + 64 * c), low = low_nibbles(both), high = high_nibbles(both);
           for (int m = 0; m < M; m++) {
@@ -164,19 +164,19 @@ template <int M> inline Tile<M> product_int4(const uint8_t *w, const uint16_t *s
   return t;
 }
 
-template <int M> void product(const Matrix &a, int block, const Row *rows, Next next, float (*out)[BLOCK]) {
+template <int M> void product(const Matrix &a, int block, const Row *rows, Ahead ahead, float (*out)[BLOCK]) {
   const char *w = (const char *)a.weight + block * block_bytes(a);
   const uint16_t *scale = (const uint16_t *)a.scale + (int64_t)block * (a.padded / GROUP4) * BLOCK;  // of INT4
-  Tile<M> t = a.format == INT4   ? product_int4<M>((const uint8_t *)w, scale, rows, a.padded, next)
-              : a.format == INT8 ? product_int8<M>((const uint8_t *)w, rows, a.padded, next)
-              : a.format == BF16 ? product_bf16<M>((const uint16_t *)w, rows, a.padded, next)
-                                 : product_f32<M>((const float *)w, rows, a.padded, next);
+  Tile<M> t = a.format == INT4   ? product_int4<M>((const uint8_t *)w, scale, rows, a.padded, ahead)
+              : a.format == INT8 ? product_int8<M>((const uint8_t *)w, rows, a.padded, ahead)
+              : a.format == BF16 ? product_bf16<M>((const uint16_t *)w, rows, a.padded, ahead)
+                                 : product_f32<M>((const float *)w, rows, a.padded, ahead);
   for (int m = 0; m < M; m++)
     for (int c = 0; c < 2; c++) store(out[m] + c * W, t.v[m][c]);
   if (a.format == INT8) scale_outputs(a, block, M, out);
 }
 
-using Product = void (*)(const Matrix &, int, const Row *, Next, float (*)[BLOCK]);
+using Product = void (*)(const Matrix &, int, const Row *, Ahead, float (*)[BLOCK]);
 constexpr int TALLEST = 8, TALLEST4 = 5;  // rows whose sums fit into registers
 constexpr int FEW = 5;                    // rows from which the processor does not look far enough ahead
 constexpr int NEAR = 8192;                // bytes ahead, enough for one tile
@@ -186,12 +186,12 @@ const Product tiles_of[TALLEST + 1] = {nullptr,    product<1>, product<2>, produ
 void products(const Matrix &a, int block, const Row *rows, int count, float (*out)[BLOCK]) {
   int tallest = a.format == INT4 ? TALLEST4 : TALLEST, tiles = (count + tallest - 1) / tallest;
   int64_t size = block_bytes(a);
-  const char *ahead = (const char *)a.weight + block * size + (tiles == 1 ? NEAR : size);
+  const char *first = (const char *)a.weight + block * size + (tiles == 1 ? NEAR : size);
   bool few = count < FEW && a.format != INT4;
   for (int i = 0; i < tiles; i++) {
     Share tile = share(count, i, tiles);
-    Next next = few ? Next{(const char *)rows, 0} : Next{ahead + size * i / tiles, 128 / tiles};
-    tiles_of[tile.to - tile.from](a, block, rows + tile.from, next, out + tile.from);
+    Ahead ahead = few ? Ahead{(const char *)rows, 0} : Ahead{first + size * i / tiles, 128 / tiles};
+    tiles_of[tile.to - tile.from](a, block, rows + tile.from, ahead, out + tile.from);
   }
 }
 
