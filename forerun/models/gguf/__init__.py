@@ -1,0 +1,1 @@
+"""GGUF files: one file (or its shards) that holds configuration, tokenizer, chat template and weights of a model."""

@@ -1,0 +1,316 @@
+"""The container of GGUF: what the header says of a file, checked before anything is believed.
+
+Nothing here knows what keys and tensors mean. Every count, length and offset is compared with the size of the file
+before it is used, so that a broken or hostile file costs one line, no memory and no crash. Tensor data is read with
+plain reads, a part at a time: a mapping would kill the process if the file shrank.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+import struct
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from forerun.errors import LoadError
+
+MAGIC = b"GGUF"
+ALIGNMENT, MOST_ALIGNMENT = 32, 1 << 20
+LONGEST_KEY, LONGEST_NAME, MOST_DIMENSIONS, LARGEST = 1 << 16, 63, 4, 1 << 63
+STRING, ARRAY = 8, 9
+NUMBERS = {
+    0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "|b1", 10: "<u8", 11: "<i8", 12: "<f8",
+}  # fmt: skip
+SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
+
+# type id -> name, values of a block, bytes of a block
+TYPES: dict[int, tuple[str, int, int]] = {
+    0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22),
+    7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34), 10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110), 12: ("Q4_K", 256, 144),
+    13: ("Q5_K", 256, 176), 14: ("Q6_K", 256, 210), 16: ("IQ2_XXS", 256, 66), 17: ("IQ2_XS", 256, 74),
+    18: ("IQ3_XXS", 256, 98), 19: ("IQ1_S", 256, 50), 20: ("IQ4_NL", 32, 18), 21: ("IQ3_S", 256, 110),
+    22: ("IQ2_S", 256, 82), 23: ("IQ4_XS", 256, 136), 24: ("I8", 1, 1), 25: ("I16", 1, 2), 26: ("I32", 1, 4),
+    27: ("I64", 1, 8), 28: ("F64", 1, 8), 29: ("IQ1_M", 256, 56), 30: ("BF16", 1, 2), 34: ("TQ1_0", 256, 54),
+    35: ("TQ2_0", 256, 66), 39: ("MXFP4", 32, 17), 40: ("NVFP4", 64, 36), 41: ("Q1_0", 128, 18), 42: ("Q2_0", 64, 18),
+}  # fmt: skip
+REMOVED = {4, 5, *range(31, 34), *range(36, 39)}
+BLOCKS = {name: (values, size) for name, values, size in TYPES.values()}
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of a file: `shape` with the inputs of a matrix last, `kind` a name of TYPES, `size` in bytes."""
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    path: Path
+    offset: int
+    size: int
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row: values along the last dimension."""
+        values, size = BLOCKS[self.kind]
+        return self.shape[-1] // values * size
+
+    def read(self, first: int = 0, rows: int | None = None) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """Rows as they are stored, uint8 [rows, row bytes]. Raises LoadError."""
+        each = self.row_bytes
+        rows = self.size // each - first if rows is None else rows
+        data = np.empty((rows, each), np.uint8)
+        view, done = data.data.cast("B"), 0
+        try:
+            with self.path.open("rb", buffering=0) as file:
+                file.seek(self.offset + first * each)
+                while done < len(view) and (count := file.readinto(view[done:])):
+                    done += count
+        except OSError as error:
+            raise LoadError(f"{self.path}: tensor {self.name} cannot be read: {error}") from None
+        if done < len(view):
+            raise LoadError(f"{self.path}: tensor {self.name} ends past the end of the file; download it again")
+        return data
+
+
+@dataclass(frozen=True, slots=True)
+class Gguf:
+    """A model's file or files.
+
+    Attributes:
+        path: the file, of several the first.
+        metadata: keys to values: str, int, float, bool, list[str], or an array of numbers.
+        tensors: by name.
+        parts: all files.
+    """
+
+    path: Path
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, Entry]
+    parts: tuple[Path, ...]
+
+    @property
+    def architecture(self) -> str:
+        """What the file calls its family."""
+        return str(self.metadata.get("general.architecture", ""))
+
+
+def open_gguf(path: Path) -> Gguf:
+    """Read the header of a file, and of its further shards; kept while the file stays as it is. Raises LoadError."""
+    try:
+        stat = path.stat()
+    except OSError as error:
+        raise LoadError(f"{path} cannot be read: {error.strerror}") from None
+    return _open(path, stat.st_size, stat.st_mtime_ns)
+
+
+@lru_cache(maxsize=8)
+def _open(path: Path, size: int, changed: int) -> Gguf:
+    first = _read(path)
+    count = first.metadata.get("split.count", 1)
+    if not isinstance(count, int) or count <= 1:
+        return first
+    shards = [_read(part) for part in _shards(path, count)]
+    for number, shard in enumerate(shards):
+        if shard.metadata.get("split.no", -1) != number or shard.metadata.get("split.count") != count:
+            raise LoadError(f"{shard.path} says that it is not part {number + 1} of {count}; download it again")
+    tensors: dict[str, Entry] = {}
+    for shard in shards:
+        twice = tensors.keys() & shard.tensors.keys()
+        if twice:
+            raise LoadError(f"{shard.path}: tensor {min(twice)} is in an earlier part too; download the parts again")
+        tensors |= shard.tensors
+    promised = shards[0].metadata.get("split.tensors.count", len(tensors))
+    if promised != len(tensors):
+        raise LoadError(f"{path}: the {count} parts hold {len(tensors)} tensors, but {promised} were promised")
+    return replace(shards[0], tensors=tensors, parts=tuple(shard.path for shard in shards))
+
+
+def _shards(path: Path, count: int) -> list[Path]:
+    """All parts of a split model by the name of one. Raises LoadError for one that is missing."""
+    match = SHARD.fullmatch(path.name)
+    if match is None or int(match[3]) != count:
+        raise LoadError(
+            f"{path} is one of {count} parts, but not called so: parts are called NAME-00001-of-{count:05}.gguf"
+        )
+    paths = [path.with_name(f"{match[1]}-{i + 1:05}-of-{count:05}.gguf") for i in range(count)]
+    missing = [part.name for part in paths if not part.is_file()]
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise LoadError(f"{path} is one of {count} parts, but {missing[0]}{more} is not beside it; download it too")
+    return paths
+
+
+def _read(path: Path) -> Gguf:
+    """One file. Raises LoadError."""
+    try:
+        with _mapped(path) as data:
+            return _Reader(path, data).file()
+    except OSError as error:
+        raise LoadError(f"{path} cannot be read: {error}") from None
+
+
+@contextmanager
+def _mapped(path: Path) -> Iterator[mmap.mmap]:
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size < 24:
+            raise LoadError(f"{path} is no GGUF file: it has only {size} bytes; download it again")
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            yield data
+
+
+class _Reader:
+    """A walk over the header of one file, from its first byte."""
+
+    def __init__(self, path: Path, data: mmap.mmap) -> None:
+        self.path, self.data, self.size, self.at = path, data, len(data), 0
+
+    def file(self) -> Gguf:
+        if self.data[:4] != MAGIC:
+            raise LoadError(f"{self.path} is no GGUF file: {self._beginning()}")
+        self.at = 4
+        version = self.number("<I", "the version")
+        if version & 0xFFFF == 0:
+            self.fail("is big-endian, which forerun does not read: convert it on a little-endian machine")
+        if version not in (2, 3):
+            self.fail(f"is of version {version} of GGUF: versions 2 and 3 are read")
+        tensors, pairs = self.number("<Q", "the number of tensors"), self.number("<Q", "the number of keys")
+        if pairs * 13 > self.size or tensors * 24 > self.size:
+            self.fail(f"names {tensors} tensors and {pairs} keys, more than fit in it")
+        metadata: dict[str, Any] = {}
+        for _ in range(pairs):
+            key = self.text("a key", LONGEST_KEY)
+            if not key or key in metadata:
+                self.fail(f"has the key {key!r} twice" if key else "has a key without a name")
+            metadata[key] = self.value(key)
+        entries = self.entries(tensors, self.alignment(metadata))
+        return Gguf(self.path, metadata, entries, (self.path,))
+
+    def fail(self, what: str) -> None:
+        raise LoadError(f"{self.path} {what}; it is broken or not whole, download it again")
+
+    def _beginning(self) -> str:
+        start = bytes(self.data[:64]).lstrip()
+        if start.startswith(b"version https://git-lfs"):
+            return "it is a Git LFS pointer; fetch the file itself (git lfs pull)"
+        if start[:1] == b"<":
+            return "it is a page of HTML; download the file itself"
+        return "it does not begin with GGUF; download it again"
+
+    def take(self, count: int, what: str) -> int:
+        """Where the next `count` bytes begin, if they are in the file."""
+        start = self.at
+        if count > self.size - start:
+            self.fail(f"ends within {what}")
+        self.at = start + count
+        return start
+
+    def number(self, code: str, what: str) -> Any:
+        start = self.take(struct.calcsize(code), what)
+        return struct.unpack_from(code, self.data, start)[0]
+
+    def text(self, what: str, longest: int = LARGEST) -> str:
+        length = self.number("<Q", what)
+        if length > longest:
+            self.fail(f"has {length} bytes in {what}, at most {longest} can be")
+        start = self.take(length, what)
+        return self.data[start : start + length].decode(errors="replace")
+
+    def value(self, key: str) -> Any:
+        kind = self.number("<I", key)
+        if kind == STRING:
+            return self.text(key)
+        if kind == ARRAY:
+            return self.array(key)
+        if kind not in NUMBERS:
+            self.fail(f"has a value of the unknown type {kind} in {key}")
+        return self.numbers(kind, 1, key)[0].item()
+
+    def array(self, key: str) -> Any:
+        kind, count = self.number("<I", key), self.number("<Q", key)
+        if kind == STRING:
+            return self.texts(count, key)
+        if kind not in NUMBERS:
+            self.fail(f"has an array of the type {kind} in {key}, which cannot be")
+        return self.numbers(kind, count, key)
+
+    def numbers(self, kind: int, count: int, key: str) -> Any:
+        dtype = np.dtype(NUMBERS[kind])
+        start = self.take(count * dtype.itemsize, key)
+        if kind == 7:  # any nonzero byte is true
+            return np.frombuffer(self.data, np.uint8, count, start) != 0
+        return np.frombuffer(self.data, dtype, count, start).copy()
+
+    def texts(self, count: int, key: str) -> list[str]:
+        if count * 8 > self.size - self.at:
+            self.fail(f"has {count} strings in {key}, more than fit in it")
+        data, at, size, length_at = self.data, self.at, self.size, struct.Struct("<Q").unpack_from
+        found = []
+        for _ in range(count):  # the one loop that takes time: hundreds of thousands of tokens
+            if at + 8 > size:
+                self.fail(f"ends within {key}")
+            end = at + 8 + length_at(data, at)[0]
+            if end > size:
+                self.fail(f"ends within {key}")
+            found.append(data[at + 8 : end].decode(errors="replace"))
+            at = end
+        self.at = at
+        return found
+
+    def alignment(self, metadata: Mapping[str, Any]) -> int:
+        alignment = metadata.get("general.alignment", ALIGNMENT)
+        if not isinstance(alignment, int) or not 0 < alignment <= MOST_ALIGNMENT or alignment & (alignment - 1):
+            self.fail(f"has the alignment {alignment!r}, which is no power of two up to {MOST_ALIGNMENT}")
+        return int(alignment)
+
+    def entries(self, count: int, alignment: int) -> dict[str, Entry]:
+        found: dict[str, Entry] = {}
+        for _ in range(count):
+            entry = self.entry(alignment)
+            if entry.name in found:
+                self.fail(f"has the tensor {entry.name} twice")
+            found[entry.name] = entry
+        start = -(-self.at // alignment) * alignment
+        placed = {name: replace(entry, offset=start + entry.offset) for name, entry in found.items()}
+        end, before = start, ""
+        for entry in sorted(placed.values(), key=lambda entry: entry.offset):
+            if entry.offset < end:
+                self.fail(f"has the tensors {before} and {entry.name} in the same place")
+            end, before = entry.offset + entry.size, entry.name
+            if end > self.size:
+                self.fail(f"has the tensor {entry.name} ending at byte {end}, but only {self.size} bytes")
+        return placed
+
+    def entry(self, alignment: int) -> Entry:
+        """A tensor, its offset still from the beginning of the data."""
+        name = self.text("a tensor's name", LONGEST_NAME)
+        dimensions = self.number("<I", name)
+        if not 1 <= dimensions <= MOST_DIMENSIONS:
+            self.fail(f"has the tensor {name!r} of {dimensions} dimensions")
+        sizes = [self.number("<Q", name) for _ in range(dimensions)]
+        kind, offset = self.number("<I", name), self.number("<Q", name)
+        if kind not in TYPES:
+            if kind in REMOVED:
+                raise LoadError(f"{self.path}: tensor {name} has a type that GGUF has given up ({kind}); quantise anew")
+            raise LoadError(f"{self.path}: tensor {name} has the unknown type {kind}: read are {_known()}")
+        label, values, size = TYPES[kind]
+        total = 1
+        for n in sizes:
+            total *= n
+        if min(sizes) < 1 or total >= LARGEST or sizes[0] % values:
+            self.fail(f"has the tensor {name} of the shape {sizes[::-1]}, which cannot be {label}")
+        if offset % alignment or offset > self.size:
+            self.fail(f"has the tensor {name} at offset {offset}, outside the data or off its alignment")
+        return Entry(name, label, tuple(sizes[::-1]), self.path, offset, total // values * size)
+
+
+def _known() -> str:
+    return ", ".join(name for name, _, _ in TYPES.values())
