@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from forerun.draft.layers import Mlp, SelfAttention
 from forerun.draft.pair_head import PairHead, Parts
 from forerun.draft.view import TargetView
+from forerun.packed import Packed
 from forerun.errors import LoadError
 from forerun.models.config import ModelConfig
 from forerun.models.decoder import Attend
@@ -120,7 +121,7 @@ class EagleHead(PairHead):
         out: Tensor = self.embed_tokens(ids) if self.config.own_embedding else self.target.embed(ids)
         return out
 
-    def table(self) -> tuple[Tensor, float]:
+    def table(self) -> tuple[Tensor | Packed, float]:
         return (self.embed_tokens.weight.detach(), 1.0) if self.config.own_embedding else super().table()
 
     def fuse(self, features: Tensor) -> Tensor:
