@@ -1,9 +1,9 @@
 r"""How byte-level BPE tokenizers of GGUF files cut a text before they merge, by `tokenizer.ggml.pre`.
 
 Each name stands for regular expressions that are applied one after the other, each to what those before have matched
-or left. They are llama.cpp's (src/llama-vocab.cpp and src/unicode.cpp), because a file names llama.cpp's and not the
-author's: its expressions know letters of either case only in ASCII, for instance, and no marks where it says so. Written
-for Oniguruma, which tokenizers uses; \d and $ mean other things there and do not occur.
+or left. They are llama.cpp's (src/llama-vocab.cpp, src/unicode.cpp), because a file names llama.cpp's and not the
+author's: some of its expressions tell upper from lower case in ASCII only, and some have no marks (\p{M}). They are
+written for Oniguruma, which tokenizers uses; \d and $ mean other things there and do not occur.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ _START = r"[^\r\n\p{L}\p{N}]?"  # one character before a word
 _SIGNS = r" ?[^\s\p{L}\p{N}]+"
 _SPACE = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _UPPER, _SMALL = r"[\p{L}&&[^a-z]]", r"[\p{L}&&[^A-Z]]"
+_HAN_KANA = r"[\x{4E00}-\x{9FA5}\x{3040}-\x{309F}\x{30A0}-\x{30FF}]+"
 _ASCII_SIGNS = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~]"""
 
 GPT2 = rf"{_LOWER}| ?\p{{L}}+| ?\p{{N}}+|{_SIGNS}|\s+(?!\S)|\s+"
@@ -36,30 +37,48 @@ GRANITE = (
 )  # fmt: skip
 _WORDS = rf"{_START}[\p{{L}}\p{{M}}]+{_ANY}?"
 YOUTU = (
-    "[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-〿︰-﹏]+|[ㄅ-ㄯ]+|[一-龥぀-ゟ゠-ヿ]+",
+    r"[\x{AC00}-\x{D7A3}\x{3131}-\x{318E}]+|[\x{FF01}\x{2026}\x{201C}\x{201D}\x{2018}\x{2019}\x{2014}\x{FF1A}\x{FF1B}\x{FF0C}\x{3001}-\x{303F}\x{FE30}-\x{FE4F}]+|[\x{3105}-\x{312F}]+|[\x{4E00}-\x{9FA5}\x{3040}-\x{309F}\x{30A0}-\x{30FF}]+",
     rf"{_WORDS}|\p{{N}}|{_SIGNS}[\r\n/]*|{_SPACE}",
 )
 # the text before a number stays with its first digits until the next expression cuts it
 _THREES = r"\P{N}*\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))"
 AYA = (_THREES, rf"{_WORDS}|{DIGITS}|{_SIGNS}[\r\n/]*|{_SPACE}")
 _DEEPSEEK = rf"{_ASCII_SIGNS}[A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+| ?[\p{{P}}\p{{S}}]+"
-DEEPSEEK3 = (DIGITS, "[一-龥぀-ゟ゠-ヿ]+", rf"{_DEEPSEEK}[\r\n]*|{_SPACE}")
-SPARK = (DIGITS, "[一-龥぀-ゟ゠-ヿ]+", rf"{_DEEPSEEK}|[\r\n]|\s+(?!\S)|\s+", DIGIT)
+DEEPSEEK3 = (DIGITS, _HAN_KANA, rf"{_DEEPSEEK}[\r\n]*|{_SPACE}")
+SPARK = (DIGITS, _HAN_KANA, rf"{_DEEPSEEK}|[\r\n]|\s+(?!\S)|\s+", DIGIT)
 AFMOE = (
     _THREES,
-    "[一-鿿㐀-䶿豈-﫿぀-ゟ゠-ヿ･-ﾟ⼀-⿟เ-๿຀-໿ក-៿က-႟ꩠ-ꩿꧠ-꧿가-힯ᄀ-ᇿ]+",
+    r"[\x{4E00}-\x{9FFF}\x{3400}-\x{4DBF}\x{8C48}-\x{FAFF}\x{3040}-\x{309F}\x{30A0}-\x{30FF}\x{FF65}-\x{FF9F}\x{2F00}-\x{2FDF}\x{E40}-\x{E7F}\x{E80}-\x{EFF}\x{1780}-\x{17FF}\x{1000}-\x{109F}\x{AA60}-\x{AA7F}\x{A9E0}-\x{A9FF}\x{AC00}-\x{D7AF}\x{1100}-\x{11FF}]+",
     rf"{_DEEPSEEK}[\r\n]*|{_SPACE}",
 )
-_LATIN = (
-    r"A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-ώᾀ-ᾴᾶ-ᾼιῂ-ῄῆ-ῌῐ-ΐῖ-Ίῠ-Ῥῲ-ῴῶ-ῼ"
-    r"ℂℇℊ-ℓℕℙ-ℝℤΩℨK-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"
+_LATIN = (  # Latin, Greek, Cyrillic and what is like them, as DeepSeek lists them
+    r"A-Za-z\x{B5}\x{C0}-\x{D6}\x{D8}-\x{F6}\x{F8}-\x{1BA}\x{1BC}-\x{1BF}\x{1C4}-\x{293}\x{295}-\x{2AF}"
+    r"\x{370}-\x{373}\x{376}\x{377}\x{37B}-\x{37D}\x{37F}\x{386}\x{388}-\x{38A}\x{38C}\x{38E}-\x{3A1}\x{3A3}-\x{3F5}"
+    r"\x{3F7}-\x{481}\x{48A}-\x{52F}\x{531}-\x{556}\x{10A0}-\x{10C5}\x{13A0}-\x{13F5}\x{13F8}-\x{13FD}"
+    r"\x{1C90}-\x{1CBA}\x{1CBD}-\x{1CBF}\x{1D00}-\x{1D2B}\x{1D6B}-\x{1D77}\x{1D79}-\x{1D9A}\x{1E00}-\x{1F15}"
+    r"\x{1F18}-\x{1F1D}\x{1F20}-\x{1F45}\x{1F48}-\x{1F4D}\x{1F50}-\x{1F57}\x{1F59}\x{1F5B}\x{1F5D}\x{1F5F}-\x{1F7D}"
+    r"\x{1F80}-\x{1FB4}\x{1FB6}-\x{1FBC}\x{1FBE}\x{1FC2}-\x{1FC4}\x{1FC6}-\x{1FCC}\x{1FD0}-\x{1FD3}\x{1FD6}-\x{1FDB}"
+    r"\x{1FE0}-\x{1FEC}\x{1FF2}-\x{1FF4}\x{1FF6}-\x{1FFC}\x{2102}\x{2107}\x{210A}-\x{2113}\x{2115}\x{2119}-\x{211D}"
+    r"\x{2124}\x{2126}\x{2128}\x{212A}-\x{212D}\x{212F}-\x{2134}\x{2139}\x{213C}-\x{213F}\x{2145}-\x{2149}\x{214E}"
+    r"\x{2183}\x{2184}\x{2C00}-\x{2C7B}\x{2C7E}-\x{2CE4}\x{2CEB}-\x{2CEE}\x{2CF2}\x{2CF3}\x{A640}-\x{A66D}"
+    r"\x{A680}-\x{A69B}\x{A722}-\x{A76F}\x{A771}-\x{A787}\x{A78B}-\x{A78E}\x{AB70}-\x{ABBF}\x{FB00}-\x{FB06}"
+    r"\x{FB13}-\x{FB17}\x{FF21}-\x{FF3A}\x{FF41}-\x{FF5A}\x{10400}-\x{1044F}\x{104B0}-\x{104D3}\x{104D8}-\x{104FB}"
+    r"\x{10C80}-\x{10CB2}\x{10CC0}-\x{10CF2}\x{118A0}-\x{118DF}\x{1E900}-\x{1E943}"
 )
-_EAST = "[一-龥ࠀ-一가-퟿]+"
-DEEPSEEK = (r"[\r\n]", rf"\s?[{_LATIN}]+", r"\s?[!-/:-~！-／：-～‘-‟　-。]+", r"\s+\z", _EAST, r"\p{N}+")
+# a blank is no part of these: llama.cpp has written each as a vertical tab by then
+_EAST = r"[\x{4E00}-\x{9FA5}\x{800}-\x{4E00}\x{AC00}-\x{D7FF}&&[^\s]]+"
+DEEPSEEK = (
+    r"[\r\n]",
+    rf"\s?[{_LATIN}]+",
+    r"\s?[!-/:-~\x{FF01}-\x{FF0F}\x{FF1A}-\x{FF5E}\x{2018}-\x{201F}\x{3000}-\x{3002}&&[^\s]]+",
+    r"\s+\z",
+    _EAST,
+    r"\p{N}+",
+)
 DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _EAST, r"\p{N}")
 FALCON = (r"[\p{P}\$\+<=>\^~\|`]+", GPT2, "[0-9][0-9][0-9]")
 DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]")
-BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"
+BLOOM = r" ?[^(\s|.,!?\x{2026}\x{3002}\x{FF0C}\x{3001}\x{964}\x{6D4}\x{60C})]+"
 _RUNS = "|".join(rf"\s{{{n}}}(?!\S)" for n in (512, 256, 128, 64, 32, 16, 8, 4))
 JAIS2 = rf"{_ANY}|{_START}\p{{L}}+|{DIGITS}|{_SIGNS}[\r\n]*|\s*[\r\n]+|{_RUNS}|\s{{1,2}}(?!\S)|\s"
 BAILING = (
@@ -96,45 +115,45 @@ class PreTokenizer:
 
 
 def _table() -> dict[str, PreTokenizer]:
-    lines: list[tuple[str, str | tuple[str, ...]]] = [
-        ("gpt-2 phi-2 olmo mpt exaone4 modern-bert mellum jais trillion gigachat granite-docling a.x-4.0", GPT2),
-        ("jina-es jina-de jina-v2-es jina-v2-de jina-v1-en jina-v2-code roberta-bpe", GPT2),
-        ("smollm starcoder refact command-r codeshell exaone minerva-7b mellum2", (DIGIT, GPT2)),
-        ("dbrx smaug-bpe chatglm-bpe", LLAMA3),
-        ("qwen2 deepseek-r1-qwen megrez stablelm2 hunyuan grok-2 kormo f2llmv2 solar-open", QWEN2),
-        ("laguna", (r"[^\n]+|\n+", QWEN2)),
-        ("qwen35", QWEN35),
-        ("gpt-4o llama4 minimax-m2 kanana2 talkie", GPT4O),
-        ("tiny_aya cohere2moe", AYA),
-        ("deepseek-v3 hunyuan-dense joyai-llm hy_v4", DEEPSEEK3),
-        ("deepseek-llm", DEEPSEEK),
-        ("deepseek-coder", DEEPSEEK_CODER),
-        ("spark2_5", SPARK),
-        ("afmoe", AFMOE),
-        ("falcon", FALCON),
-        ("default", DEFAULT),
-        ("bloom gpt3-finnish poro-chat", BLOOM),
-        ("viking", (BLOOM, DIGIT)),
-        ("jais-2", JAIS2),
-        ("bailingmoe bailingmoe2 llada-moe", BAILING),
-        ("seed-coder", SEED),
-        ("ufakzeka", UFAKZEKA),
-        ("exaone-moe", EXAONE_MOE),
-        ("superbpe", SUPERBPE),
-        ("kimi-k2", KIMI),
+    lines: list[tuple[str, str | tuple[str, ...], bool, bool]] = [
+        ("gpt-2 phi-2 olmo mpt exaone4 modern-bert mellum jais trillion gigachat granite-docling", GPT2, False, False),
+        ("a.x-4.0 jina-es jina-de jina-v2-es jina-v2-de jina-v1-en jina-v2-code roberta-bpe", GPT2, False, False),
+        ("smollm starcoder refact command-r codeshell exaone minerva-7b mellum2", (DIGIT, GPT2), False, False),
+        ("llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano", LLAMA3, True, True),
+        ("dbrx smaug-bpe chatglm-bpe", LLAMA3, False, False),
+        ("glm4 glm5", LLAMA3, True, False),
+        ("qwen2 deepseek-r1-qwen megrez stablelm2 hunyuan grok-2 kormo f2llmv2 solar-open", QWEN2, False, False),
+        ("qwen35", QWEN35, False, False),
+        ("laguna", (r"[^\n]+|\n+", QWEN2), False, False),
+        ("tekken", TEKKEN, True, True),
+        ("gpt-4o llama4 minimax-m2 kanana2 talkie", GPT4O, False, False),
+        ("granite-embed-multi-97m", GRANITE, True, False),
+        ("tiny_aya cohere2moe", AYA, False, False),
+        ("youtu", YOUTU, True, False),
+        ("deepseek-v3 hunyuan-dense joyai-llm hy_v4", DEEPSEEK3, False, False),
+        ("deepseek-llm", DEEPSEEK, False, False),
+        ("deepseek-coder", DEEPSEEK_CODER, False, False),
+        ("spark2_5", SPARK, False, False),
+        ("afmoe", AFMOE, False, False),
+        ("falcon", FALCON, False, False),
+        ("default", DEFAULT, False, False),
+        ("bloom gpt3-finnish poro-chat", BLOOM, False, False),
+        ("viking", (BLOOM, DIGIT), False, False),
+        ("jais-2", JAIS2, False, False),
+        ("bailingmoe bailingmoe2 llada-moe", BAILING, False, False),
+        ("seed-coder", SEED, False, False),
+        ("ufakzeka", UFAKZEKA, False, False),
+        ("exaone-moe", EXAONE_MOE, False, False),
+        ("minicpm5", MINICPM5, True, False),
+        ("superbpe", SUPERBPE, False, False),
+        ("kimi-k2", KIMI, False, False),
+        ("chameleon", CHAMELEON, False, True),
     ]
-    table = {
-        name: PreTokenizer((found,) if isinstance(found, str) else found) for names, found in lines for name in names.split()
+    return {
+        name: PreTokenizer((found,) if isinstance(found, str) else found, ignore_merges, add_bos)
+        for names, found, ignore_merges, add_bos in lines
+        for name in names.split()
     }
-    for name in "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano".split():
-        table[name] = PreTokenizer((LLAMA3,), ignore_merges=True, add_bos=True)
-    table["tekken"] = PreTokenizer((TEKKEN,), ignore_merges=True, add_bos=True)
-    table["chameleon"] = PreTokenizer(CHAMELEON, add_bos=True)
-    for name, found in ("glm4", LLAMA3), ("glm5", LLAMA3), ("granite-embed-multi-97m", GRANITE):
-        table[name] = PreTokenizer((found,), ignore_merges=True)
-    table["youtu"] = PreTokenizer(YOUTU, ignore_merges=True)
-    table["minicpm5"] = PreTokenizer(MINICPM5, ignore_merges=True)
-    return table
 
 
 PRE_TOKENIZERS = _table()

@@ -22,19 +22,24 @@ MOST_TOKENS = 1 << 22
 READ = ("gpt2", "llama", "gemma4")
 LACKING = ("none", "no_vocab")  # files of models whose prompts are token ids
 
-ENDS = frozenset(
+_ENDS = (
     "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> <|endoftext|> </s> <|eom_id|>"
-    " <EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> <turn|> <|tool_response>"
-    " <｜end▁of▁sentence｜> [e~[".split()
+    " <EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> <turn|> <|tool_response> [e~["
+    " <\uff5cend\u2581of\u2581sentence\uff5c>"
 )
-FILL_IN = {  # texts of the tokens for filling in, by the key that would name them
-    "fim_pre": "<|fim_prefix|> <fim-prefix> <fim_prefix> <｜fim▁begin｜> <PRE> ▁<PRE> <|code_prefix|> <|prefix|>".split(),
-    "fim_suf": "<|fim_suffix|> <fim-suffix> <fim_suffix> <｜fim▁hole｜> <SUF> ▁<SUF> <|code_suffix|> <|suffix|>".split(),
-    "fim_mid": "<|fim_middle|> <fim-middle> <fim_middle> <｜fim▁end｜> <MID> ▁<MID> <|code_middle|> <|middle|>".split(),
-    "fim_pad": "<|fim_pad|> <fim-pad> <fim_pad> <PAD> [PAD]".split(),
-    "fim_rep": "<|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame>".split(),
-    "fim_sep": ["<|file_sep|>"],
+_FILL_IN = {
+    "fim_pre": "<|fim_prefix|> <fim-prefix> <fim_prefix> <\uff5cfim\u2581begin\uff5c> <PRE> \u2581<PRE>"
+    " <|code_prefix|> <|prefix|>",
+    "fim_suf": "<|fim_suffix|> <fim-suffix> <fim_suffix> <\uff5cfim\u2581hole\uff5c> <SUF> \u2581<SUF>"
+    " <|code_suffix|> <|suffix|>",
+    "fim_mid": "<|fim_middle|> <fim-middle> <fim_middle> <\uff5cfim\u2581end\uff5c> <MID> \u2581<MID>"
+    " <|code_middle|> <|middle|>",
+    "fim_pad": "<|fim_pad|> <fim-pad> <fim_pad> <PAD> [PAD]",
+    "fim_rep": "<|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame>",
+    "fim_sep": "<|file_sep|>",
 }
+ENDS = frozenset(_ENDS.split())  # texts of tokens that end a generation
+FILL_IN = {part: texts.split() for part, texts in _FILL_IN.items()}  # and of those for filling in
 OLDER = {"fim_pre": "prefix", "fim_suf": "suffix", "fim_mid": "middle"}  # keys of older files
 SHOWN = ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")  # of gpt-oss: part of the text
 DEFAULTS = {"llama": {"bos": 1, "eos": 2, "unknown": 0}}
@@ -154,9 +159,8 @@ def _ends(ids: Mapping[str, int], named: Mapping[str, int], kinds: Array) -> tup
     ends |= {named[text] for text in ENDS & named.keys()}
     has = {text for text, token in named.items() if token in ends}
     if "<|end|>" in has and has & {"<|call|>", "<|calls|>"} and has & {"<|return|>", "<|flush|>"}:
-        if "<|return|>" in has or "<|flush|>" in has:  # gpt-oss: it ends a message, others follow
-            ends.discard(named["<|end|>"])
-            kinds[named["<|end|>"]] = USER_DEFINED
+        ends.discard(named["<|end|>"])  # gpt-oss: it ends a message, others follow
+        kinds[named["<|end|>"]] = USER_DEFINED
     if {"<|tool_response>", "</s>"} <= has:  # Gemma 4: a piece of HTML
         ends.discard(named["</s>"])
         kinds[named["</s>"]] = NORMAL
