@@ -156,9 +156,7 @@ def parts_of(layer: Packed | Mixed) -> tuple[Part, ...]:
     return layer.parts if isinstance(layer, Mixed) else (Part(layer),)
 
 
-def pack(
-    source: Source, bias: Tensor | None, form: str, keep: bool, gated: bool, cache: PackedCache
-) -> Packed | Mixed:
+def pack(source: Source, bias: Tensor | None, form: str, keep: bool, gated: bool, cache: PackedCache) -> Packed | Mixed:
     """A linear layer from the cache, or as it is stored where that is allowed and possible, or rounded to `form`."""
     kept = cache.find(source.name, source.shape)
     if kept is not None:

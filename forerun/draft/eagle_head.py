@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from forerun.draft.layers import Mlp, SelfAttention
 from forerun.draft.pair_head import PairHead, Parts
 from forerun.draft.view import TargetView
-from forerun.packed import Packed
 from forerun.errors import LoadError
 from forerun.models.config import ModelConfig
 from forerun.models.decoder import Attend
+from forerun.packed import Packed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

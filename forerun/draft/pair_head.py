@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from forerun.draft.layers import Mlp, SelfAttention
 from forerun.draft.view import TargetView
-from forerun.packed import Packed
 from forerun.models.config import ModelConfig
 from forerun.models.decoder import Attend
+from forerun.packed import Packed
 
 
 @dataclass(frozen=True, slots=True)

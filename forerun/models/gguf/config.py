@@ -48,7 +48,8 @@ def load_gguf_config(path: Path) -> ModelConfig:
         raw = _Metadata(gguf).hugging_face()
     except (LookupError, TypeError, ValueError, ArithmeticError) as error:
         raise LoadError(f"{path}: its metadata lacks or misstates {error}") from None
-    raw["quantization_config"] = {"quant_method": "gguf"}  # its own numbers are to be kept
+    if any(entry.kind != "F32" for entry in gguf.tensors.values() if len(entry.shape) > 1):
+        raw["quantization_config"] = {"quant_method": "gguf"}  # its own numbers are to be kept
     config = make_config(raw, path, lambda: end_tokens(gguf.metadata))
     has = gguf.tensors.__contains__
     return replace(
