@@ -31,7 +31,6 @@ from forerun.models.gguf.tokenizer import (
     chat_template,
     chat_templates,
     end_tokens,
-    has_tokenizer,
     special_tokens,
 )
 from forerun.models.text import TextStream, Tokenizer
@@ -253,7 +252,6 @@ def test_models_without_a_tokenizer() -> None:
     assert build_tokenizer(metadata) is None
     assert end_tokens(metadata) == ()
     assert special_tokens(metadata) == {}
-    assert [has_tokenizer(found) for found in (metadata, {}, bpe())] == [False, False, True]
 
 
 @pytest.mark.parametrize("make", [bpe, spm])

@@ -60,11 +60,6 @@ def build_tokenizer(metadata: Mapping[str, Any], rows: int | None = None) -> Tok
     return tokenizer
 
 
-def has_tokenizer(metadata: Mapping[str, Any]) -> bool:
-    """Whether a file has a tokenizer, of whatever kind; without one, prompts are token ids."""
-    return metadata.get(PREFIX + "model", LACKING[0]) not in LACKING
-
-
 def end_tokens(metadata: Mapping[str, Any], rows: int | None = None) -> tuple[int, ...]:
     """All ids that end a generation, sorted: those that the file names, and those that llama.cpp knows by their text.
 
