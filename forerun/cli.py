@@ -22,6 +22,7 @@ from forerun.check.cli import check
 from forerun.config import Config
 from forerun.errors import ForerunError, Interrupted, RequestError
 from forerun.flags import ENGINE, SAMPLING, with_flags
+from forerun.models_cli import models
 from forerun.sampling.grammar import Grammar
 from forerun.sampling.params import SamplingParams
 from forerun.server.cli import batch, serve
@@ -234,6 +235,7 @@ app.command(
 )(train)
 app.command(epilog="[dim]forerun tune Qwen/Qwen3-0.6B --drafts suffix,model:my-draft --prompts tasks.jsonl[/dim]")(tune)
 app.command(epilog="[dim]forerun serve Qwen/Qwen3-0.6B --draft suffix --port 8000[/dim]")(serve)
+app.command(epilog="[dim]forerun models        forerun models /data/gguf --json[/dim]")(models)
 app.command(epilog="[dim]forerun batch requests.jsonl answers.jsonl --model Qwen/Qwen3-0.6B[/dim]")(batch)
 
 
