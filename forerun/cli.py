@@ -19,6 +19,7 @@ import typer
 from forerun.bench.cli import app as bench
 from forerun.bench.cli_tune import tune
 from forerun.check.cli import check
+from forerun.completion import join_words
 from forerun.config import Config
 from forerun.errors import ForerunError, Interrupted, RequestError
 from forerun.flags import ENGINE, SAMPLING, with_flags
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from forerun.llm import LLM, Completion
 
 app = typer.Typer(
-    add_completion=False,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -258,6 +258,7 @@ def _root(
 
 def main() -> None:
     """Run the command line and exit. Every error on purpose is one line on stderr."""
+    join_words()
     if len(sys.argv) == 1:
         sys.argv.append("--help")
     if isinstance(sys.stdin, io.TextIOWrapper):

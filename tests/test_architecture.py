@@ -18,7 +18,7 @@ FLOORS = [
     {"native", "passes", "runner", "linear", "load"},
     {"draft"},
     {"engine"},
-    {"llm", "flags"},
+    {"completion", "flags", "llm"},
     {"bench", "check", "doctor", "models_cli", "server", "train"},
     {"cli", "__main__", "__init__"},
 ]

@@ -1,4 +1,4 @@
-"""What was downloaded from the Hub before: by huggingface_hub, or by llama.cpp, which had a cache of its own until 2026.
+"""What was downloaded from the Hub before: by huggingface_hub, or by llama.cpp, which once had a cache of its own.
 
 The layout of the first, which llama.cpp shares today, is `models--org--name/snapshots/<commit>/<file>`; the older one
 of llama.cpp is flat, `org_name_file.gguf` beside `manifest=org=name=tag.json`.

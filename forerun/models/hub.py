@@ -1,4 +1,4 @@
-"""Where a model is: a file or a directory here, what Ollama or LM Studio has, or a repository on the Hugging Face Hub."""
+"""Where a model is: a file or directory here, what Ollama or LM Studio has, or a repository on the Hub."""
 
 from __future__ import annotations
 
@@ -152,10 +152,13 @@ def _gguf(repository: str, tag: str | None) -> Path:
     parts = parts_of(file)
     missing = [part for part in parts if part not in sizes]
     if missing:
-        raise LoadError(f"{file} in {repository} has {len(parts)} parts, but {missing[0]} is not there: give another tag")
+        raise LoadError(
+            f"{file} in {repository} has {len(parts)} parts, but {missing[0]} is not there: give another tag"
+        )
     _tell(f"downloading {file} of {repository} from the Hub, {sum(sizes[part] for part in parts) / 1e9:.2f} GB")
     with _told(f"{file} of {repository} is not here"):
-        return [download_file(repository, part) for part in parts][0]
+        paths = [download_file(repository, part) for part in parts]
+    return paths[0]
 
 
 def files_of_hub(repository: str) -> dict[str, int]:

@@ -67,10 +67,11 @@ def choose(files: Iterable[str], tag: str | None) -> str | None:
     models = models_of(files)
     for wanted in [tag] if tag else PREFERRED:
         pattern = re.compile(rf"(?<![a-z0-9]){re.escape(wanted)}[.-]", re.IGNORECASE)
-        for part in (lambda file: file.rpartition("/")[2], lambda file: file):
-            for file in models:
-                if pattern.search(part(file)):
-                    return file
+        in_names = (file for file in models if pattern.search(file.rpartition("/")[2]))
+        in_paths = (file for file in models if pattern.search(file))
+        chosen = next(in_names, None) or next(in_paths, None)
+        if chosen:
+            return chosen
     return None if tag else next(iter(models), None)
 
 

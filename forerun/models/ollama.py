@@ -94,8 +94,8 @@ def installed() -> tuple[list[Manifest], list[str]]:
             found += [Manifest(root, *parts) for parts in _below(root / "manifests", 4)]
         except PermissionError:
             locked.append(
-                f"Ollama's models in {root} cannot be read: permission denied; ask for leave to read that folder, or set"
-                " OLLAMA_MODELS to one that can be read"
+                f"Ollama's models in {root} cannot be read: permission denied; ask for leave to read that"
+                " folder, or set OLLAMA_MODELS to one that can be read"
             )
     return found, locked
 
@@ -119,7 +119,9 @@ def find(name: str) -> Path:
         return match.blob()
     if not found:
         looked = listed(str(root) for root in roots())
-        raise LoadError(locked[0] if locked else f"no models of Ollama's are here: looked in {looked}; set OLLAMA_MODELS")
+        raise LoadError(
+            locked[0] if locked else f"no models of Ollama's are here: looked in {looked}; set OLLAMA_MODELS"
+        )
     near = sorted((f"ollama:{m.name}" for m in found), key=lambda other: -_likeness(other, f"ollama:{name}"))
     raise LoadError(f"Ollama has no model {name!r} here; it has {listed(near)}")
 

@@ -1,4 +1,4 @@
-"""What a model on disk is, from its headers alone: size, format, family, context, whether forerun runs it, who drafts."""
+"""What a model on disk is, from its headers alone: size, format, family, whether it runs here, who drafts for it."""
 
 from __future__ import annotations
 
@@ -185,6 +185,8 @@ def _method(settings: Any) -> str:
 
 
 def _why_no_directory(path: Path, raw: dict[str, Any]) -> str:
+    if "speculators_model_type" in raw or "medusa_num_heads" in raw:
+        return "is no model but a drafter for one, which --draft takes"
     if raw.get("model_type") not in FAMILIES:
         return f"family {raw.get('model_type') or 'without a name'} is not supported"
     settings = raw.get("quantization_config") or raw.get("quantization")
@@ -215,6 +217,8 @@ def _tensors(path: Path) -> list[dict[str, Any]]:
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
             raw = json.loads(file.read(length)) if length <= MOST_HEADER else None
+        if not isinstance(raw, dict):
+            raise ValueError(f"a header of {length} bytes")
         return [tensor for name, tensor in raw.items() if name != "__metadata__"]
     except (OSError, ValueError, AttributeError, struct.error) as error:
         raise LoadError(f"{path} is no safetensors file or not whole: {error}; download it again") from None
@@ -230,7 +234,7 @@ def _tokenizer(path: Path) -> str:
 
 def _draft(target: Survey, rows: Sequence[Survey]) -> str:
     """The smallest model with the target's vocabulary that is much smaller than the target, else suffix."""
-    size = target.parameters or 0
+    size = target.parameters or target.bytes
     fitting = [
         (row.parameters, row.bytes, row.name) for row in rows
         if row.runs and row.vocabulary and row.vocabulary == target.vocabulary
