@@ -19,7 +19,7 @@ import typer
 from forerun.bench.cli import app as bench
 from forerun.bench.cli_tune import tune
 from forerun.check.cli import check
-from forerun.completion import join_words
+from forerun.completion import words_of_bash
 from forerun.config import Config
 from forerun.errors import ForerunError, Interrupted, RequestError
 from forerun.flags import ENGINE, SAMPLING, with_flags
@@ -258,13 +258,13 @@ def _root(
 
 def main() -> None:
     """Run the command line and exit. Every error on purpose is one line on stderr."""
-    join_words()
     if len(sys.argv) == 1:
         sys.argv.append("--help")
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")  # bytes that are no text are then refused as a prompt
     try:
-        code = app(standalone_mode=False)
+        with words_of_bash():
+            code = app(standalone_mode=False)
         if code == 130:  # what typer makes of Ctrl-C
             code = _say("interrupted", 130)
     except Interrupted as error:

@@ -83,7 +83,7 @@ def _print(rows: list[dict[str, str]]) -> None:
     from rich.text import Text
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    folded = ("format", "draft", "runs here")  # a name in one piece can be copied
+    folded = ("format", "runs here")  # a name in one piece can be copied
     for name in rows[0]:
         table.add_column(Text(name), overflow="fold", no_wrap=name not in folded)
     for row in rows:

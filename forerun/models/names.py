@@ -43,7 +43,7 @@ def _is_later_part(file: str) -> bool:
 def parts_of(file: str) -> list[str]:
     """All files of a model by the name of one of them: itself, or every part of a split model."""
     match = SHARD.fullmatch(file)
-    if match is None:
+    if match is None or not int(match[3]):
         return [file]
     return [f"{match[1]}-{i + 1:05}-of-{match[3]}{match[4]}" for i in range(int(match[3]))]
 
@@ -54,8 +54,6 @@ def first_part(path: Path) -> Path:
     missing = [part.name for part in parts if not part.is_file()]
     if not missing:
         return parts[0]
-    if not parts:
-        raise LoadError(f"{path} says that it is a part of a model of no parts: rename it, or download it again")
     more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
     raise LoadError(
         f"{path} is one of {len(parts)} parts, but {missing[0]}{more} is not beside it; download it into the same place"

@@ -56,11 +56,10 @@ class Manifest:
         digest = DIGEST.fullmatch(str(layers[kinds.index("model")].get("digest")))
         if digest is None:
             raise LoadError(f"{path} names no valid digest for its model: ollama pull {self.name}")
-        for separator in "-:":  # the second in very old versions
-            blob = self.root / "blobs" / f"sha256{separator}{digest[1]}"
-            if blob.is_file():
-                return blob
-        raise LoadError(f"{self.name} of Ollama is not whole, there is no {blob}: ollama pull {self.name}")
+        blob, old = (self.root / "blobs" / f"sha256{separator}{digest[1]}" for separator in "-:")
+        if not blob.is_file() and not old.is_file():
+            raise LoadError(f"{self.name} of Ollama is not whole, there is no {blob}: ollama pull {self.name}")
+        return blob if blob.is_file() else old
 
     def _layers(self, path: Path) -> list[dict[str, object]]:
         try:

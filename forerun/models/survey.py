@@ -84,7 +84,7 @@ def _one(model: Found, free: int) -> Survey:
     try:
         row = _of_directory(model.path, row) if model.path.is_dir() else _of_gguf(model.path, row)
     except LoadError as error:
-        return replace(row, reason=str(error))
+        return replace(row, reason=str(error).removeprefix(str(model.path)).lstrip(" :/"))
     except Exception as error:  # whatever is wrong with one file, the others are still wanted
         return replace(row, reason=f"cannot be read: {(str(error).strip() or repr(error)).splitlines()[0]}")
     if not row.reason and row.bytes * ROOM > free:
