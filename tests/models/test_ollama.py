@@ -43,12 +43,12 @@ def test_the_usual_host_comes_first(home: Path) -> None:
 def test_what_is_there_is_named_nearest_first(home: Path) -> None:
     for place in ("library/aya/latest", "library/qwen3/0.6b", "library/smollm2/latest"):
         ollama_model(home, f"{HOST}/{place}")
-    with pytest.raises(LoadError, match="no model 'qwen3' here; it has ollama:qwen3:0.6b, "):
+    with pytest.raises(LoadError, match=r"no model 'qwen3' here; it has ollama:qwen3:0.6b, "):
         find_model("ollama:qwen3")  # latest is not there
-    with pytest.raises(LoadError, match="it has ollama:smollm2, "):
+    with pytest.raises(LoadError, match=r"it has ollama:smollm2, "):
         find_model("ollama:smollm")
     for odd in ("", ":", "a/b/c/d/e", "../../library/aya", "\0"):
-        with pytest.raises(LoadError, match="Ollama has no model"):
+        with pytest.raises(LoadError, match=r"Ollama has no model"):
             find_model(f"ollama:{odd}")
 
 
@@ -57,7 +57,7 @@ def test_a_digest_is_no_path(home: Path, digest: object) -> None:
     """A manifest may come from anywhere: what it says must not lead out of the blobs."""
     (home / "secret").write_bytes(b"GGUF")
     ollama_model(home, f"{HOST}/library/m/latest", digest=digest)  # type: ignore[arg-type]
-    with pytest.raises(LoadError, match="no valid digest"):
+    with pytest.raises(LoadError, match=r"no valid digest"):
         find_model("ollama:m")
 
 
@@ -78,7 +78,7 @@ def test_broken_trees_are_one_line(home: Path) -> None:
     manifest = home / f".ollama/models/manifests/{HOST}/library/m/latest"
     for text in ("not JSON", "[]", '{"layers": 3}', '{"layers": [3]}'):
         manifest.write_text(text)
-        with pytest.raises(LoadError, match="manifest"):
+        with pytest.raises(LoadError, match=r"manifest"):
             find_model("ollama:m")
 
 
@@ -91,7 +91,7 @@ def test_old_blobs_have_a_colon(home: Path) -> None:
 def test_the_variable_and_locked_folders(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """OLLAMA_MODELS alone counts where it is set; a service's folder that may not be read is said to be so."""
     blob = ollama_model(home / "elsewhere", f"{HOST}/library/m/latest")
-    with pytest.raises(LoadError, match="looked in"):
+    with pytest.raises(LoadError, match=r"looked in"):
         find_model("ollama:m")
     monkeypatch.setenv("OLLAMA_MODELS", str(home / "elsewhere/.ollama/models"))
     assert find_model("ollama:m") == blob
@@ -100,5 +100,5 @@ def test_the_variable_and_locked_folders(home: Path, monkeypatch: pytest.MonkeyP
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr(os, "listdir", locked)
-    with pytest.raises(LoadError, match="permission denied"):
+    with pytest.raises(LoadError, match=r"permission denied"):
         find_model("ollama:m")
