@@ -137,7 +137,7 @@ def test_broken_files_are_rows(home: Path) -> None:
     """At every length of a cut file, and whatever else is called .gguf; the others are still told of."""
     whole = little(home / "m.gguf")
     data = whole.read_bytes()
-    for length in range(0, len(data), 7):
+    for length in range(0, len(data) - 32, 7):  # the last tensor is padded to 32 bytes
         whole.write_bytes(data[:length])
         row = one(whole)
         assert not row.runs and row.reason and str(whole) not in row.reason, length
@@ -165,10 +165,7 @@ def test_a_directory_in_numbers(home: Path) -> None:
     assert "MLX" in one(safetensors(home / "mlx", quantization={"group_size": 64, "bits": 4})).reason
     assert "family bert is not" in one(safetensors(home / "bert", model_type="bert")).reason
     assert "a drafter for one" in one(safetensors(home / "head", speculators_model_type="eagle3")).reason
-    assert (
-        "hidden_size" in one(safetensors(home / "lacks", hidden_size=None)).reason
-        or "lacks" in one(home / "lacks").reason
-    )
+    assert "the llama configuration lacks" in one(safetensors(home / "lacks", hidden_size=None)).reason
 
 
 def test_too_large_for_the_memory(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
