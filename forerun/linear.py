@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.kernels import native
-from forerun.native import Packed
+from forerun.packed import Packed
 
 
 class Linear:

@@ -14,6 +14,8 @@ from forerun.kernels import native
 from forerun.memory import free_ram
 from forerun.models.config import load_config
 from forerun.models.decoder import Decoder, default_context, load_decoder, longest_context
+from forerun.models.gguf.container import open_gguf
+from forerun.models.gguf.vocabulary import LACKING
 from forerun.models.quantized import is_quantised
 from forerun.models.text import Tokenizer
 from forerun.native import NativeDecoder
@@ -108,7 +110,10 @@ def free_memory(device: torch.device) -> int:
 
 
 def load_tokenizer(directory: Path) -> Tokenizer | None:
-    """The directory's tokenizer; None where it has none at all (prompts are token ids then)."""
+    """The tokenizer of a directory or a GGUF file; None where it has none at all (prompts are token ids then)."""
+    if directory.is_file():
+        kind = open_gguf(directory).metadata.get("tokenizer.ggml.model")
+        return None if kind in (None, *LACKING) else Tokenizer(directory)
     names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
     return Tokenizer(directory) if any((directory / name).is_file() for name in names) else None
 

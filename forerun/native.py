@@ -6,11 +6,8 @@ float32 between operations; a product reads them as its format asks (float32, bf
 
 from __future__ import annotations
 
-import ctypes
-import hashlib
 from array import array
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -22,129 +19,51 @@ from torch import Tensor
 from forerun.cache.attention import Segment
 from forerun.cache.kv import KVCache
 from forerun.kernels import native
-from forerun.kernels.native import CChain, CMatrix, CNorm, COp, CProgram, address
-from forerun.kernels.native.layout import interleave, lay_out
+from forerun.kernels.native import CChain, CNorm, COp, CProgram, address
 from forerun.models.config import ModelConfig
-from forerun.models.packed_cache import Broken, Kept, PackedCache, open_cache
-from forerun.models.quantized import Exact, Stored, is_quantised
+from forerun.models.gguf.blocks import Blocks
+from forerun.models.packed_cache import PackedCache, open_cache
+from forerun.models.quantized import is_quantised
 from forerun.models.rope import rope_tables
 from forerun.models.weights import Layer, Norm, Source, load_weights
+from forerun.packed import Mixed, Packed, all_packed, embed_op, fingerprint, pack, pack_blocks, parts_of
 from forerun.passes import Link, Pass, Steps
 from forerun.types import Forward
 
-BLOCK = 32
 X, QKV, ATTENDED, HIDDEN, BRANCH, LOGITS = range(6)  # buffers
-AT_ONCE = 1 << 16  # floats of a block of rows that are converted together, or one block
-LARGE = 1 << 20  # bytes of a matrix whose temporaries are felt
 ROOM = 64  # tokens that buffers have room for at first; they grow
-
-
-class Packed:
-    """A linear layer in the kernels' layout, in memory of its own."""
-
-    _memory = 0
-
-    def __init__(self, weight: Tensor | Exact | Kept, bias: Tensor | None, form: str, gated: bool) -> None:
-        """weight [out, in]: floats, what `form` holds exactly, or a copy from the cache (may raise Broken). `gated`
-        interleaves gate and up by 16 rows, so that one block holds both."""
-        lib = native.loaded()
-        outputs, inputs = weight.shape
-        if gated:
-            outputs, bias = -(-outputs // 32) * 32, None if bias is None else interleave(bias.float())
-        padded = lib.forerun_padded_inputs(inputs)
-        rows = -(-outputs // BLOCK) * BLOCK
-        size = int(rows * padded * {"float32": 4, "bfloat16": 2, "int8": 1, "int4": 0.5}[form])
-        self._lib, self._memory = lib, native.allocate(size)
-        self.data = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(self._memory))
-        scales = {"int8": (rows, np.float32), "int4": (rows * padded // 32, np.uint16)}.get(form, (1, np.float32))
-        self.scale = np.zeros(*scales)
-        self.bias = np.zeros(rows, dtype=np.float32)
-        if bias is not None:
-            self.bias[:outputs] = bias.float().numpy()
-        if isinstance(weight, Kept):
-            weight.fill(self.data, self.scale)
-        elif isinstance(weight, Exact):
-            integers = (interleave(t) if gated else t for t in (weight.values, weight.scale))
-            data, scale = lay_out(form, rows, padded, *integers)
-            self.data[:], self.scale[:] = data.numpy(), scale.numpy().view(self.scale.dtype)
-        else:
-            self._pack(weight, form, gated, padded)
-        self.form, self.bytes = form, size + (self.scale.nbytes if form in ("int8", "int4") else 0)
-        self.matrix = CMatrix(
-            self._memory, self.scale.ctypes.data, self.bias.ctypes.data if bias is not None else None,
-            native.FORMATS[form], inputs, outputs, padded,
-        )  # fmt: skip
-        if size >= LARGE:
-            native.give_back()
-
-    def _pack(self, weight: Tensor, form: str, gated: bool, padded: int) -> None:
-        """Round and lay out floats, some rows at a time: a float32 copy of a large matrix would be felt."""
-        halves = weight.chunk(2) if gated else (weight,)
-        rows, step = len(halves[0]), max(AT_ONCE // (4 * padded), 1) * BLOCK
-        sizes = {"int8": 4, "int4": padded // 16}.get(form, 0)  # bytes of scales a row
-        for at in range(0, rows, step):
-            part = torch.cat([half[at : at + step] for half in halves]).float()
-            floats, first = (interleave(part) if gated else part).contiguous(), at * len(halves)
-            self._lib.forerun_pack(
-                native.FORMATS[form], floats.data_ptr(), len(floats), weight.shape[1],
-                self._memory + first * (len(self.data) // len(self.bias)), self.scale.ctypes.data + first * sizes,
-            )  # fmt: skip
-
-    def __del__(self) -> None:
-        if self._memory:
-            self._lib.forerun_release(self._memory)
-
-
-def _pack(source: Source, bias: Tensor | None, form: str, keep: bool, gated: bool, cache: PackedCache) -> Packed:
-    """A linear layer from the cache, or as it is stored where that is allowed and possible, or rounded to `form`."""
-    kept = cache.find(source.name, source.shape)
-    if kept is not None:
-        with suppress(Broken):
-            packed = Packed(kept, bias, kept.form, gated)
-            cache.keep(source.name, kept.form, source.shape, (packed.data, packed.scale), new=False)
-            return packed
-    held = source.read()
-    exact = held.exact() if isinstance(held, Stored) else None
-    chosen = "int8" if source.name == "head" and form == "int4" else form
-    if exact is not None and (keep or exact.form == form):
-        packed = Packed(exact, bias, exact.form, gated)
-    else:
-        packed = Packed(held.dequantise() if isinstance(held, Stored) else held, bias, chosen, gated)
-    if packed.form in ("int8", "int4"):
-        cache.keep(source.name, packed.form, source.shape, (packed.data, packed.scale))
-    return packed
-
-
-def _fingerprint() -> str:
-    """What the packing code makes of a fixed matrix: another layout or another rounding gives another one."""
-    probe = (torch.arange(90 * 200) * 7919 % 1009 - 504).view(90, 200) / 300
-    digest = hashlib.sha256()
-    for form in ("int8", "int4"):
-        packed = Packed(probe, None, form, gated=True)
-        digest.update(packed.data.tobytes() + packed.scale.tobytes())
-    return digest.hexdigest()
 
 
 class NativeDecoder:
     """A loaded model as a program of native operations. CPU only; float32, bfloat16, int8 or int4 weights."""
 
-    def __init__(self, config: ModelConfig, directory: Path, form: str, context: int, keep: bool = False) -> None:
+    def __init__(self, config: ModelConfig, path: Path, form: str, context: int, keep: bool = False) -> None:
         """`form` is float32, bfloat16, int8 or int4; in int4 the head stays int8. With `keep`, matrices that are stored
-        in numbers that int8 or int4 hold exactly stay what they are. `context`: positions to prepare."""
+        in numbers that a native format holds exactly stay what they are. `context`: positions to prepare."""
         self.config, self.context, self.form = config, context, form
         self.device = torch.device("cpu")
         self.dtype = torch.float32 if form == "float32" else torch.bfloat16  # of the embedding and the KV cache
         cache = PackedCache(None)
-        if form in ("int8", "int4") or (keep and is_quantised(config.raw)):
-            cache = open_cache(directory, (form, str(keep), native.instructions(), _fingerprint()))
+        if form in ("int8", "int4") or (keep and path.is_dir() and is_quantised(config.raw)):
+            cache = open_cache(path, (form, str(keep), native.instructions(), fingerprint()))
+        tables: list[Packed] = []  # an embedding in the numbers of its file, which may be the head too
 
-        def make(part: str, source: Source, bias: Tensor | None) -> Packed:
-            return _pack(source, bias, form, keep, gated=part == "up" and config.gated, cache=cache)
+        def make(part: str, source: Source, bias: Tensor | None) -> Packed | Mixed:
+            if part == "head" and config.tied and tables:
+                return tables[0]
+            return pack(source, bias, form, keep, gated=part == "up" and config.gated, cache=cache)
 
-        self.weights = load_weights(config, directory, self.dtype, self.device, make)
+        def table(source: Source) -> Tensor | Packed:
+            held = source.read()
+            if not (keep and isinstance(held, Blocks)):
+                return source.weight()
+            tables.extend(all_packed([pack_blocks(held, None, gated=False)]))
+            return tables[0]
+
+        self.weights = load_weights(config, path, self.dtype, self.device, make, table)
         cache.finish()
-        tables = [rope_tables(config, rope, context, torch.float32) for rope in config.ropes]
-        self.ropes = [(cos.contiguous(), sin.contiguous()) for cos, sin in tables]
+        rotations = [rope_tables(config, rope, context, torch.float32) for rope in config.ropes]
+        self.ropes = [(cos.contiguous(), sin.contiguous()) for cos, sin in rotations]
         self._keep: list[Any] = []  # what the program points to
         self._recorded: dict[tuple[int, ...], Recorded] = {}
 
@@ -159,9 +78,10 @@ class NativeDecoder:
         return f"{' and '.join(dict.fromkeys(m.form for m in self._matrices))}, native {native.instructions()}"
 
     @property
-    def _matrices(self) -> list[Any]:
+    def _matrices(self) -> list[Packed]:
         w = self.weights
-        return [*(m for layer in w.layers for m in (layer.qkv, layer.out, layer.up, layer.down)), w.head]
+        layers = [m for layer in w.layers for m in (layer.qkv, layer.out, layer.up, layer.down)]
+        return all_packed([*layers, w.head])  # type: ignore[list-item]
 
     def forward(self, segments: Sequence[Segment], cache: KVCache, boundaries: Sequence[int] = ()) -> Forward:
         """One pass over segments whose slots have room; logits [M, V] float32 of the positions they want, and hidden
@@ -193,41 +113,50 @@ class NativeDecoder:
         """The decoder, operation by operation; hidden states at `boundaries` are saved on the way."""
         c, w = self.config, self.weights
         saves = {b: COp(kind=native.SAVE, input=X, output=LOGITS + 1 + i) for i, b in enumerate(boundaries)}
-        table = self._own(w.embed)
-        ops = [
-            COp(
-                kind=native.EMBED, output=X, table=table, scale=c.embed_scale,
-                positions=self._own(w.positions.float()) if w.positions is not None else None,
-                matrix=CMatrix(inputs=c.hidden, format=0 if self.dtype == torch.float32 else 1),
-            )
-        ]  # fmt: skip
+        table = w.embed if isinstance(w.embed, Packed) else w.embed.contiguous()
+        self._keep.append(table)
+        positions = self._own(w.positions.float()) if w.positions is not None else None
+        ops = [embed_op(table, X, c.embed_scale, positions)]
         for i, layer in enumerate(w.layers):
             ops += [saves[i]] if i in saves else []
             ops += [
-                self._linear(layer.qkv, X, QKV, layer.attention_norm),
+                *self._linear(layer.qkv, X, QKV, layer.attention_norm),
                 self._rotate(i, layer),
                 COp(
                     kind=native.ATTEND, input=QKV, output=ATTENDED, layer=i, scale=c.attention_scale,
                     softcap=c.attention_softcap or 0, window=c.windows[i] or 0,
                 ),
-                self._branch(layer.out, ATTENDED, layer.attention_out_norm),
-                self._linear(
+                *self._branch(layer.out, ATTENDED, layer.attention_out_norm),
+                *self._linear(
                     layer.up, X, HIDDEN, layer.mlp_norm, gated=c.gated, activation=native.ACTIVATIONS[c.activation]
                 ),
-                self._branch(layer.down, HIDDEN, layer.mlp_out_norm),
+                *self._branch(layer.down, HIDDEN, layer.mlp_out_norm),
             ]  # fmt: skip
         ops += [saves[c.layers]] if c.layers in saves else []
-        ops.append(self._linear(w.head, X, LOGITS, w.norm, wanted=1, softcap=c.logit_softcap or 0))
+        ops += self._linear(w.head, X, LOGITS, w.norm, wanted=1, softcap=c.logit_softcap or 0)
         return Recorded(c, ops, np.array(self._widths() + [c.hidden] * len(boundaries), dtype=np.int32))
 
-    def _linear(self, packed: Any, source: int, to: int, norm: Norm | None, **options: Any) -> COp:
-        return COp(kind=native.LINEAR, input=source, output=to, norm=self._norm(norm), matrix=packed.matrix, **options)
+    def _linear(self, linear: Any, source: int, to: int, norm: Norm | None, **options: Any) -> list[COp]:
+        """A product, or one for each type that its rows are stored in. A gate of its own comes before what it lets
+        through."""
+        ops = []
+        for part in parts_of(linear):
+            own = dict(options)
+            if part.gate or part.gated:
+                own = {"activation": options["activation"]} if part.gate else {"combine": native.TIMES}
+            ops.append(
+                COp(
+                    kind=native.LINEAR, input=source, output=to, norm=self._norm(norm), matrix=part.packed.matrix,
+                    column=part.column, **own,
+                )
+            )  # fmt: skip
+        return ops
 
-    def _branch(self, packed: Any, source: int, after: Norm | None) -> COp:
+    def _branch(self, layer: Any, source: int, after: Norm | None) -> list[COp]:
         """The end of a branch: added to the residual stream, after a norm of its own where the family has one."""
         if after is None:
-            return self._linear(packed, source, X, None, residual=1)
-        return self._linear(packed, source, BRANCH, None, after=self._norm(after), layer=X)
+            return self._linear(layer, source, X, None, combine=native.ADD)
+        return self._linear(layer, source, BRANCH, None, after=self._norm(after), layer=X)
 
     def _rotate(self, i: int, layer: Layer) -> COp:
         op = COp(

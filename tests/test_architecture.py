@@ -15,7 +15,7 @@ FLOORS = [
     {"kernels", "sampling", "verify"},
     {"models"},
     {"cache"},
-    {"native", "passes", "runner", "linear", "load"},
+    {"native", "packed", "passes", "runner", "linear", "load"},
     {"draft"},
     {"engine"},
     {"completion", "flags", "llm"},

@@ -24,7 +24,8 @@ from forerun.draft.suffix import Suffix
 from forerun.engine.engine import Engine
 from forerun.kernels import native
 from forerun.models.config import load_config
-from forerun.native import NativeDecoder, Packed
+from forerun.native import NativeDecoder
+from forerun.packed import Packed
 from forerun.passes import _sights
 from forerun.runner import Runner
 from forerun.sampling.params import SamplingParams

@@ -16,7 +16,8 @@ import numpy as np
 import torch
 
 from forerun.models.decoder import Decoder
-from forerun.native import NativeDecoder, Packed
+from forerun.native import NativeDecoder
+from forerun.packed import Packed
 
 
 @dataclass(frozen=True, slots=True)

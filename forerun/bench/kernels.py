@@ -20,7 +20,7 @@ from forerun.bench.report import Tell, median, nothing
 from forerun.errors import ConfigError, nearest
 from forerun.kernels import native
 from forerun.kernels.native import CBatch, CMatrix, COp, CProgram
-from forerun.native import Packed
+from forerun.packed import Packed
 
 ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 32, 64)
 MOST_ROWS = 4096

@@ -17,6 +17,7 @@ from forerun.draft.view import TargetView
 from forerun.errors import LoadError
 from forerun.models.config import ModelConfig
 from forerun.models.decoder import Attend
+from forerun.packed import Packed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +121,7 @@ class EagleHead(PairHead):
         out: Tensor = self.embed_tokens(ids) if self.config.own_embedding else self.target.embed(ids)
         return out
 
-    def table(self) -> tuple[Tensor, float]:
+    def table(self) -> tuple[Tensor | Packed, float]:
         return (self.embed_tokens.weight.detach(), 1.0) if self.config.own_embedding else super().table()
 
     def fuse(self, features: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from forerun.kernels import reference as kernels
 from forerun.linear import Linear
 from forerun.models.config import ModelConfig, make_config
 from forerun.models.decoder import Attend
-from forerun.native import Packed
+from forerun.packed import Packed
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -16,8 +16,9 @@ from forerun.cache.attention import Segment
 from forerun.cache.kv import KVCache
 from forerun.draft.pair_head import PairHead
 from forerun.kernels import native
-from forerun.kernels.native import CMatrix, CNorm, COp
-from forerun.native import ATTENDED, HIDDEN, LOGITS, QKV, Packed, Recorded, X
+from forerun.kernels.native import CNorm, COp
+from forerun.native import ATTENDED, HIDDEN, LOGITS, QKV, Recorded, X
+from forerun.packed import Packed, embed_op
 from forerun.passes import Link, Pass
 
 EMBEDDED, STATE = LOGITS + 1, LOGITS + 2  # buffers that are filled before each pass
@@ -37,13 +38,13 @@ class NativeLayer:
         if parts.join is None:
             ops = [
                 self._product(qkv[:, : c.hidden], EMBEDDED, QKV, parts.embed_norm),
-                self._product(qkv[:, c.hidden :], STATE, QKV, parts.state_norm, residual=1),
+                self._product(qkv[:, c.hidden :], STATE, QKV, parts.state_norm, combine=native.ADD),
                 COp(kind=native.SAVE, input=STATE, output=X),
             ]
         else:
             ops = [
                 self._product(parts.join.weight[:, : c.hidden], EMBEDDED, X, parts.embed_norm),
-                self._product(parts.join.weight[:, c.hidden :], STATE, X, parts.state_norm, residual=1),
+                self._product(parts.join.weight[:, c.hidden :], STATE, X, parts.state_norm, combine=native.ADD),
                 self._product(qkv, X, QKV, parts.attention_norm),
             ]
         cosine, sine = rotation
@@ -56,12 +57,12 @@ class NativeLayer:
                 kind=native.ATTEND, input=QKV, output=ATTENDED, layer=0, scale=c.attention_scale,
                 window=c.windows[0] or 0,
             ),
-            self._product(parts.attention.o_proj.weight, ATTENDED, X, None, residual=1),
+            self._product(parts.attention.o_proj.weight, ATTENDED, X, None, combine=native.ADD),
             self._product(
                 torch.cat((parts.mlp.gate_proj.weight, parts.mlp.up_proj.weight)), X, HIDDEN, parts.mlp_norm,
                 gated=1, activation=native.ACTIVATIONS[c.activation],
             ),
-            self._product(parts.mlp.down_proj.weight, HIDDEN, X, None, residual=1),
+            self._product(parts.mlp.down_proj.weight, HIDDEN, X, None, combine=native.ADD),
         ]  # fmt: skip
         heads, inner = (c.heads + 2 * c.kv_heads) * c.head_dim, -(-c.intermediate // 16) * 16
         said = says.matrix.outputs if says else 1
@@ -90,12 +91,12 @@ class NativeLayer:
     def _ends(self, head: PairHead, ops: list[COp], says: Packed, softcap: float) -> list[COp]:
         """The layer with what comes before it, the embedding, and after it: logits, and the state for the next."""
         parts, (table, scale) = head.parts(), head.table()
-        table = (table if table.dtype in (torch.float32, torch.bfloat16) else table.float()).contiguous()
+        if isinstance(table, Tensor):
+            table = (table if table.dtype in (torch.float32, torch.bfloat16) else table.float()).contiguous()
         self._kept += [table, says]  # type: ignore[list-item]
-        stored = CMatrix(inputs=table.shape[1], format=0 if table.dtype == torch.float32 else 1)
         first, second = [*parts.carried, None, None][:2]
         return [
-            COp(kind=native.EMBED, output=EMBEDDED, table=table.data_ptr(), scale=scale, matrix=stored),
+            embed_op(table, EMBEDDED, scale),
             *ops,
             COp(
                 kind=native.LINEAR, input=X, output=LOGITS, norm=self._norm(parts.last_norm), matrix=says.matrix,
@@ -105,14 +106,14 @@ class NativeLayer:
         ]  # fmt: skip
 
     def _product(
-        self, weight: Tensor, source: int, to: int, norm: nn.Module | None, residual: int = 0, gated: int = 0,
+        self, weight: Tensor, source: int, to: int, norm: nn.Module | None, combine: int = 0, gated: int = 0,
         activation: int = 0,
     ) -> COp:  # fmt: skip
         packed = Packed(weight.detach().contiguous(), None, self._form, gated=bool(gated))
         self._kept.append(packed)  # type: ignore[arg-type]
         return COp(
             kind=native.LINEAR, input=source, output=to, norm=self._norm(norm), matrix=packed.matrix,
-            residual=residual, gated=gated, activation=activation,
+            combine=combine, gated=gated, activation=activation,
         )  # fmt: skip
 
     def _norm(self, norm: nn.Module | None) -> CNorm:

@@ -15,6 +15,7 @@ from forerun.draft.layers import Mlp, SelfAttention
 from forerun.draft.view import TargetView
 from forerun.models.config import ModelConfig
 from forerun.models.decoder import Attend
+from forerun.packed import Packed
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ class PairHead(nn.Module):
         """Whether its embedding has this token."""
         return True
 
-    def table(self) -> tuple[Tensor, float]:
+    def table(self) -> tuple[Tensor | Packed, float]:
         """Its embedding [.., Hd], and what rows are multiplied with."""
         return self.target.table, self.target.scale
 

@@ -12,7 +12,8 @@ from torch import Tensor
 from forerun.kernels import reference as kernels
 from forerun.linear import Linear
 from forerun.models.decoder import Decoder
-from forerun.native import NativeDecoder, Packed
+from forerun.native import NativeDecoder
+from forerun.packed import Packed
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +23,7 @@ class TargetView:
     Attributes:
         hidden, layers, vocab: its sizes.
         context: most tokens of one request.
-        table, scale: the embedding [V, H] as it is stored, and what its rows are multiplied with.
+        table, scale: the embedding [V, H] as it is stored, dense or packed, and what its rows are multiplied with.
         normalise: the norm before its head, [T, H] -> [T, H] in float32 at least.
         head: its head: states that are normalised, [T, H] -> logits [T, V] in float32 at least.
         packed, softcap: its head on the native kernels, None where they do not run, and what bounds its logits, or 0.
@@ -34,7 +35,7 @@ class TargetView:
     layers: int
     vocab: int
     context: int
-    table: Tensor
+    table: Tensor | Packed
     scale: float
     normalise: Callable[[Tensor], Tensor]
     head: Callable[[Tensor], Tensor]

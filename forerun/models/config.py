@@ -30,7 +30,7 @@ class ModelConfig:
 
     `windows[i]` is how many keys layer i sees (None: all); `rope_of[i]` is the index in `ropes` of its rotary
     embedding (None: none). `norm` is rms, rms_plus_one (Gemma's 1 + w) or layer; `sandwich` norms each branch's
-    output too. `layout` names the checkpoint's tensor names: llama, phi3 or gpt2.
+    output too. `layout` names the checkpoint's tensor names: llama, phi3, gpt2 or gguf.
     """
 
     family: str
@@ -66,7 +66,12 @@ class ModelConfig:
 
 
 def load_config(directory: Path) -> ModelConfig:
-    """Read `directory`/config.json. Raises LoadError when it is missing, broken or of an unknown family."""
+    """Read `directory`/config.json, or a GGUF file. Raises LoadError when it is missing, broken or of an unknown
+    family."""
+    if directory.is_file():
+        from forerun.models.gguf.config import load_gguf_config
+
+        return load_gguf_config(directory)
     path = directory / "config.json"
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from forerun.errors import LoadError
+from forerun.models.gguf.blocks import Blocks, stack_blocks
 
 SUPPORTED = "read are GPTQ (4 or 8 bits), AWQ (4 bits, gemm), compressed-tensors (int of 4 or 8 bits, fp8) and fp8"
 SAYS_SO = ("quantization_config", "compression_config")  # in config.json
@@ -109,11 +110,14 @@ def by_group(values: Tensor, numbers: Tensor, group: Tensor) -> tuple[Tensor, Te
     return values.reshape(-1, groups, size), numbers.unsqueeze(-1)
 
 
-def stack(parts: Sequence[Tensor | Stored]) -> Tensor | Stored:
+def stack(parts: Sequence[Tensor | Stored | Blocks]) -> Tensor | Stored | Blocks:
     """Matrices on top of each other: as they are stored where all are alike, else as floats."""
     first = parts[0]
     if len(parts) == 1:
         return first
+    blocks = [p for p in parts if isinstance(p, Blocks)]
+    if len(blocks) == len(parts):
+        return stack_blocks(blocks)
     stored = [p for p in parts if isinstance(p, Stored)]
     alike = len(stored) == len(parts) and all(
         torch.equal(p.group, stored[0].group)
@@ -122,7 +126,7 @@ def stack(parts: Sequence[Tensor | Stored]) -> Tensor | Stored:
         for p in stored
     )
     if not alike:
-        return torch.cat([p.dequantise() if isinstance(p, Stored) else p for p in parts])
+        return torch.cat([p if isinstance(p, Tensor) else p.dequantise() for p in parts])
     values, scale = torch.cat([p.values for p in stored]), torch.cat([p.scale.float() for p in stored])
     return Stored(values, scale, stored[0].group)
 

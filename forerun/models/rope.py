@@ -40,6 +40,8 @@ def _frequencies(config: ModelConfig, rope: Rope, context: int, positions: Tenso
         return _inverse(theta, rope.dim), 1.0
     if kind == "linear":
         return _inverse(theta, rope.dim) / rope.parameters["factor"], 1.0
+    if kind == "divided":  # as GGUF files have it: what a scaling makes of each frequency
+        return _inverse(theta, rope.dim) / torch.tensor(rope.parameters["divisors"], dtype=torch.float32), 1.0
     if kind == "dynamic":
         return _dynamic(config, rope, positions), 1.0
     return _published(config, rope, context)

@@ -7,20 +7,18 @@ the model itself. Linear layers are read when they are asked for, since a packed
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from forerun.errors import LoadError
+from forerun.models.checkpoint import Checkpoint
 from forerun.models.config import ModelConfig
-from forerun.models.quantized import PARTS, Scheme, Stored, scheme_of, stack
-from forerun.models.unpack import read_stored
+from forerun.models.gguf.blocks import Blocks
+from forerun.models.quantized import Stored, scheme_of, stack
 
 
 @dataclass(slots=True)
@@ -39,29 +37,33 @@ class Linear:
     bias: Tensor | None = None
 
 
+Matrix = Tensor | Stored | Blocks  # a linear layer's weight, or an embedding
+
+
 @dataclass(slots=True)
 class Source:
     """The weight of a linear layer as the checkpoint holds it.
 
-    `name` is its place in the model ("3.qkv", "head"), `shape` (out, in); `read` gives [out, in] floats of any
+    `name` is its place in the model ("3.qkv", "head", "embed"), `shape` (out, in); `read` gives [out, in] floats of any
     precision, or numbers with scales where it is stored quantised.
     """
 
     name: str
     shape: tuple[int, int]
-    read: Callable[[], Tensor | Stored]
+    read: Callable[[], Matrix]
     dtype: torch.dtype
     device: torch.device
 
     def weight(self) -> Tensor:
         """[out, in] in the decoder's dtype, on its device."""
         held = self.read()
-        floats = held.dequantise() if isinstance(held, Stored) else held
+        floats = held if isinstance(held, Tensor) else held.dequantise()
         return floats.to(device=self.device, dtype=self.dtype).contiguous()
 
 
 # (part, weight, bias [out] or None) -> a linear layer
 MakeLinear = Callable[[str, Source, Tensor | None], Any]
+MakeTable = Callable[[Source], Any]  # an embedding
 
 
 @dataclass(slots=True)
@@ -82,94 +84,14 @@ class Layer:
 
 @dataclass(slots=True)
 class Weights:
-    """All tensors of a decoder. `positions` [context, H] only where positions are learned."""
+    """All tensors of a decoder. `positions` [context, H] only where positions are learned; `embed` [V, H] is whatever
+    the decoder reads rows of."""
 
-    embed: Tensor
+    embed: Any
     layers: list[Layer]
     norm: Norm
     head: Linear
     positions: Tensor | None = None
-
-
-class Checkpoint:
-    """The safetensors files of a directory, read tensor by tensor; remembers what has been taken."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.taken: set[str] = set()
-        try:
-            files = {path: safe_open(path, framework="pt") for path in self._paths()}
-            self.where = {name: file for file in files.values() for name in file.keys()}  # type: ignore[no-untyped-call]  # noqa: SIM118
-            self.paths = {name: path for path, file in files.items() for name in file.keys()}  # type: ignore[no-untyped-call]  # noqa: SIM118
-        except (SafetensorError, OSError, ValueError, KeyError) as error:
-            raise LoadError(f"the weights in {directory} cannot be read: {error}") from None
-
-    def _paths(self) -> list[Path]:
-        index = self.directory / "model.safetensors.index.json"
-        if index.is_file():
-            content = json.loads(index.read_text(encoding="utf-8"))
-            files = content.get("weight_map") if isinstance(content, dict) else None
-            if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
-                raise LoadError(f"{index} has no weight_map of tensors to files; download it again")
-            names = sorted(set(files.values()))
-            paths = [self.directory / name for name in names]
-            missing = [path.name for path in paths if not path.is_file()]
-            if missing:
-                raise LoadError(f"{index} names files that are not there: {', '.join(missing)}; download them again")
-            return paths
-        paths = sorted(self.directory.glob("*.safetensors"))
-        if not paths:
-            pickled = any(self.directory.glob("*.bin"))
-            hint = "convert its .bin files to safetensors" if pickled else "give a Hugging Face model directory"
-            raise LoadError(f"{self.directory} has no *.safetensors weights; {hint}")
-        return paths
-
-    def claim(self, name: str, shape: tuple[int, ...] | None = None) -> None:
-        """Count a tensor as used, without reading it. Raises LoadError if it is absent or of another shape."""
-        if name not in self.where:
-            raise LoadError(f"{self.directory}: the checkpoint lacks the tensor {name}; it is incomplete")
-        held = self.where[name].get_slice(name).get_shape()  # type: ignore[no-untyped-call]
-        if shape is not None and tuple(held) != shape:
-            raise LoadError(f"{self.directory}: tensor {name} is {held}, but config.json asks for {list(shape)}")
-        self.taken.add(name)
-
-    def read(self, name: str) -> Tensor:
-        """A tensor as it is stored."""
-        try:  # a mapping of its own, which goes with the tensor: what was read does not stay in memory
-            with safe_open(self.paths[name], framework="pt") as file:
-                tensor: Tensor = file.get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise LoadError(f"{self.directory}: tensor {name} cannot be read: {error}") from None
-        return tensor
-
-    def floats(self, name: str) -> Tensor:
-        """A tensor that is not quantised."""
-        tensor = self.read(name)
-        if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
-            raise LoadError(
-                f"{self.directory}: tensor {name} is {tensor.dtype}, as in a quantised checkpoint, but nothing in"
-                " config.json or beside it says how to read it"
-            )
-        return tensor
-
-    def has(self, name: str) -> bool:
-        return name in self.where
-
-    def parts(self, layout: str, stem: str) -> list[str]:
-        """What there is of a quantised linear layer, without `stem`."""
-        return [part for part in sum(PARTS[layout], ()) if self.has(f"{stem}.{part}")]
-
-    def stored(self, scheme: Scheme, layout: str, stem: str, shape: tuple[int, int]) -> Stored:
-        """A quantised linear layer of `shape` (out, in). Raises LoadError."""
-        held = {part: self.read(f"{stem}.{part}") for part in self.parts(layout, stem)}
-        return read_stored(scheme, layout, held, shape, f"{self.directory}: {stem}")
-
-    def finish(self, ignored: tuple[str, ...]) -> None:
-        """Raise LoadError for tensors nobody took, but for those whose names end in one of `ignored`."""
-        left = sorted(n for n in self.where if n not in self.taken and not n.endswith(ignored))
-        if left:
-            shown = ", ".join(left[:4]) + (f" and {len(left) - 4} more" if len(left) > 4 else "")
-            raise LoadError(f"{self.directory}: {len(left)} tensors fit no part of this model: {shown}")
 
 
 Names = dict[str, str | list[str]]
@@ -186,6 +108,7 @@ LLAMA_NAMES: Names = {
     "mlp_norm": "post_attention_layernorm",
     "up": ["mlp.gate_proj", "mlp.up_proj"],
     "down": "mlp.down_proj",
+    "head": "lm_head",
 }
 NAMES: dict[str, Names] = {
     "llama": LLAMA_NAMES,
@@ -201,6 +124,7 @@ NAMES: dict[str, Names] = {
         "mlp_norm": "ln_2",
         "up": "mlp.c_fc",
         "down": "mlp.c_proj",
+        "head": "lm_head",
     },
 }
 SANDWICH: Names = {
@@ -211,19 +135,25 @@ SANDWICH: Names = {
 IGNORED = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")  # buffers that older versions saved
 
 
-class _Builder:
+class Builder:
     """Takes the decoder's tensors out of a checkpoint, in the engine's dtype and on its device."""
 
     def __init__(
-        self, config: ModelConfig, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, make: MakeLinear
-    ) -> None:
-        self.config, self.checkpoint, self.dtype, self.device, self.make = config, checkpoint, dtype, device, make
-        self.scheme = scheme_of(config.raw, str(checkpoint.directory / "config.json"))
-        self.names = NAMES[config.layout] | (SANDWICH if config.sandwich else {})
+        self, config: ModelConfig, path: Path, dtype: torch.dtype, device: torch.device, make: MakeLinear,
+        table: MakeTable,
+    ) -> None:  # fmt: skip
+        self.config, self.dtype, self.device, self.make, self.table = config, dtype, device, make, table
         keys = config.kv_heads * config.head_dim
         self.sizes = {"qkv": [config.heads * config.head_dim, keys, keys], "up": [config.intermediate] * 2}
+        self.open(path)
+
+    def open(self, path: Path) -> None:
+        """Find the files and the names of their tensors: here those of a Hugging Face directory."""
+        config, self.checkpoint = self.config, Checkpoint(path)
+        self.scheme = scheme_of(config.raw, str(path / "config.json"))
+        self.names = NAMES[config.layout] | (SANDWICH if config.sandwich else {})
         prefixes = ("model.", "transformer.", "")
-        self.prefix = next((p for p in prefixes if checkpoint.has(f"{p}{self.names['embed']}.weight")), "model.")
+        self.prefix = next((p for p in prefixes if self.checkpoint.has(f"{p}{self.names['embed']}.weight")), "model.")
 
     def stems(self, part: str, layer: int | None, rows: int) -> list[tuple[str, int]]:
         """The checkpoint's names for a part, with their rows: one, or those that are stacked."""
@@ -239,7 +169,7 @@ class _Builder:
         tensors = [self.checkpoint.floats(name) for name, _ in parts]
         return torch.cat(tensors) if len(tensors) > 1 else tensors[0]
 
-    def matrix(self, stem: str, shape: tuple[int, int], bias: bool, transposed: bool) -> Callable[[], Tensor | Stored]:
+    def matrix(self, stem: str, shape: tuple[int, int], bias: bool, transposed: bool) -> Callable[[], Matrix]:
         """A function that reads one linear layer's weight, whose tensors are claimed here."""
         checkpoint, scheme = self.checkpoint, self.scheme
         layout = scheme.layout(checkpoint.has, stem) if scheme else None
@@ -270,7 +200,7 @@ class _Builder:
         source = self.source(f"{layer}.{part}", (out, inner), lambda: stack([read() for read in readers]))
         return self.make(part, source, self.to(self.tensor(part, layer, "bias", (out,))) if bias else None)
 
-    def source(self, name: str, shape: tuple[int, int], read: Callable[[], Tensor | Stored]) -> Source:
+    def source(self, name: str, shape: tuple[int, int], read: Callable[[], Matrix]) -> Source:
         return Source(name, shape, read, self.dtype, self.device)
 
     def layer(self, i: int) -> Layer:
@@ -289,31 +219,49 @@ class _Builder:
             mlp_out_norm=self.norm("mlp_out_norm", i) if c.sandwich else None,
         )
 
+    def embedding(self) -> Callable[[], Matrix]:
+        """A function that reads the embedding [V, H]."""
+        return lambda: self.tensor("embed", None, "weight", (self.config.vocab, self.config.hidden))
+
+    def finish(self) -> None:
+        """Raise LoadError if there is more in the checkpoint than was taken."""
+        self.checkpoint.finish((*IGNORED, "lm_head.weight") if self.config.tied else IGNORED)
+
     def build(self) -> Weights:
+        """All of the model. Raises LoadError for what is missing, misshapen or left over."""
         c = self.config
-        embed = self.to(self.tensor("embed", None, "weight", (c.vocab, c.hidden)))
+        shape = (c.vocab, c.hidden)
+        read = self.embedding()
+        embed = self.table(self.source("embed", shape, read))
         positions = None
         if c.learned_positions:
             positions = self.to(self.tensor("positions", None, "weight", (c.context, c.hidden)))
         layers = [self.layer(i) for i in range(c.layers)]
         norm = self.norm("norm")
-        shape = (c.vocab, c.hidden)
-        read = (lambda: embed) if c.tied else self.matrix("lm_head", shape, bias=False, transposed=False)
-        self.checkpoint.finish((*IGNORED, "lm_head.weight") if c.tied else IGNORED)
+        if not c.tied:
+            read = self.matrix(str(self.names["head"]), shape, bias=False, transposed=False)
+        elif isinstance(embed, Tensor):
+            read = lambda: embed  # noqa: E731
+        self.finish()
         head = self.make("head", self.source("head", shape, read), None)
         return Weights(embed, layers, norm, head, positions)
 
 
 def load_weights(
     config: ModelConfig,
-    directory: Path,
+    path: Path,
     dtype: torch.dtype,
     device: torch.device,
     make: MakeLinear = lambda _, source, bias: Linear(source.weight(), bias),
+    table: MakeTable = lambda source: source.weight(),
 ) -> Weights:
-    """Read every tensor of the model. Raises LoadError for one missing, misshapen, left over or quantised in a way
-    that is not supported.
+    """Read every tensor of the model in a directory or a GGUF file. Raises LoadError for one missing, misshapen, left
+    over or quantised in a way that is not supported.
 
-    `make` turns each linear layer, named as in `Layer` or "head", into what the decoder multiplies with.
+    `make` turns each linear layer, named as in `Layer` or "head", into what the decoder multiplies with; `table` the
+    embedding into what it reads rows of.
     """
-    return _Builder(config, Checkpoint(directory), dtype, device, make).build()
+    from forerun.models.gguf.weights import GgufBuilder
+
+    builder = GgufBuilder if path.is_file() else Builder
+    return builder(config, path, dtype, device, make, table).build()

@@ -20,9 +20,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from forerun.errors import ConfigError, ForerunError, LoadError
+from forerun.models.checkpoint import Checkpoint
 from forerun.models.config import ModelConfig, load_config
 from forerun.models.quantized import SAYS_SO, Scheme, scheme_of
-from forerun.models.weights import Checkpoint
 
 BY_LAYER = ("layer_types", "no_rope_layers")  # lists in config.json with an entry for each layer
 COUNTS = ("num_hidden_layers", "n_layer")

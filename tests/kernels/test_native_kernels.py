@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from forerun.kernels import native
-from forerun.native import Packed
+from forerun.packed import Packed
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason=native.reason() or "compiled")
 

@@ -17,10 +17,11 @@ import torch
 from forerun.cache.attention import Segment
 from forerun.kernels import native
 from forerun.models import packed_cache
+from forerun.models.checkpoint import Checkpoint
 from forerun.models.config import load_config
 from forerun.models.packed_cache import cache_folder, model_digest
-from forerun.models.weights import Checkpoint
-from forerun.native import NativeDecoder, Packed
+from forerun.native import NativeDecoder
+from forerun.packed import Packed
 from forerun.runner import Runner
 from tests import quantise, tiny
 

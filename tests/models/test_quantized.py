@@ -28,7 +28,8 @@ from forerun.load import make_runner
 from forerun.models.config import load_config
 from forerun.models.decoder import Decoder, load_decoder
 from forerun.models.quantized import Exact, Stored
-from forerun.native import NativeDecoder, Packed
+from forerun.native import NativeDecoder
+from forerun.packed import Packed
 from forerun.runner import Runner
 from tests import quantise, tiny
 from tests.engine import build

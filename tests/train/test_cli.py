@@ -205,7 +205,7 @@ def test_no_step_at_all_writes_the_layers_as_they_are(train: Verb, tmp_path: Pat
     code, text, _ = train("--out", str(tmp_path / "d"), "--steps", "0", "--json", "--on-policy", "0")
     report = json.loads(text)
     assert code == 0 and report["losses"] == [] and [e["step"] for e in report["evaluations"]] == [0]
-    from forerun.models.weights import Checkpoint
+    from forerun.models.checkpoint import Checkpoint
 
     mine, theirs = Checkpoint(tmp_path / "d"), Checkpoint(tiny.worded())
     assert mine.where and all(torch.equal(mine.read(name), theirs.read(name)) for name in mine.where)

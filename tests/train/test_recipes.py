@@ -7,9 +7,9 @@ import torch
 
 from forerun import ForerunError
 from forerun.cache.attention import Segment
+from forerun.models.checkpoint import Checkpoint
 from forerun.models.config import load_config
 from forerun.models.decoder import load_decoder
-from forerun.models.weights import Checkpoint
 from forerun.runner import Runner
 from forerun.train.capture import Target
 from forerun.train.data import Corpus, Example

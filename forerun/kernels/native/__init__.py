@@ -17,7 +17,14 @@ from pathlib import Path
 from forerun.errors import CapacityError
 
 BLOCK = 32  # outputs packed side by side
-FORMATS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3}
+# by their numbers in common.h; from float16 on those of GGUF, the numbers of a file as they are
+FORMATS = {
+    name: number
+    for number, name in enumerate(
+        ("float32", "bfloat16", "int8", "int4", "float16", "q8_0", "q4_1", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k")
+    )
+}
+REPLACE, ADD, TIMES = range(3)
 EMBED, LINEAR, ROTATE, ATTEND, READ, SAVE = range(6)
 NORMS = {"rms": 1, "rms_plus_one": 1, "layer": 2}
 ACTIVATIONS = {"silu": 1, "gelu_tanh": 2, "gelu": 3}
@@ -38,9 +45,10 @@ class COp(Structure):
     _fields_ = [
         ("kind", c_int32), ("input", c_int32), ("output", c_int32), ("layer", c_int32),
         ("norm", CNorm), ("key_norm", CNorm), ("after", CNorm), ("matrix", CMatrix),
-        ("activation", c_int32), ("gated", c_int32), ("residual", c_int32), ("wanted", c_int32),
+        ("activation", c_int32), ("gated", c_int32), ("combine", c_int32), ("wanted", c_int32),
         ("cosine", c_void_p), ("sine", c_void_p), ("rotary", c_int32), ("window", c_int32),
         ("scale", c_float), ("softcap", c_float), ("table", c_void_p), ("positions", c_void_p),
+        ("column", c_int32), ("pad", c_int32),
     ]  # fmt: skip
 
 
@@ -97,6 +105,11 @@ def _declare(lib: ctypes.CDLL) -> None:
     lib.forerun_say.argtypes, lib.forerun_say.restype = [*[c_void_p] * 3, c_int32, c_int32, c_void_p], c_int32
     lib.forerun_padded_inputs.argtypes, lib.forerun_padded_inputs.restype = [c_int32], c_int64
     lib.forerun_scratch_row_bytes.argtypes, lib.forerun_scratch_row_bytes.restype = [c_int32], c_int64
+    for name in ("forerun_bytes", "forerun_scales"):
+        getattr(lib, name).argtypes, getattr(lib, name).restype = [c_int32, c_int64, c_int32], c_int64
+    lib.forerun_repack.argtypes = [c_int32, c_int32, c_void_p, c_int32, c_int32, c_void_p, c_void_p]
+    lib.forerun_repack.restype = ctypes.c_bool
+    lib.forerun_unpack.argtypes, lib.forerun_unpack.restype = [c_void_p, c_void_p, c_int32, c_void_p], None
     lib.forerun_allocate.argtypes, lib.forerun_allocate.restype = [c_int64], c_void_p
     lib.forerun_release.argtypes, lib.forerun_release.restype = [c_void_p], None
 
@@ -119,7 +132,7 @@ def loaded() -> ctypes.CDLL:
     return lib
 
 
-_instructions = ""
+_instructions, _threads = "", 1
 
 
 def instructions() -> str:
@@ -127,14 +140,19 @@ def instructions() -> str:
     return _instructions
 
 
+def threads() -> int:
+    """The threads of the pool."""
+    return _threads
+
+
 def start(threads: int = 0, instructions: str = "") -> str:
     """Start the thread pool (0: one for each core) with an instruction set ("" for the best); returns its name."""
-    global _instructions
-    lib = loaded()
-    name = lib.forerun_start(instructions.encode(), threads or len(os.sched_getaffinity(0)))
+    global _instructions, _threads
+    lib, count = loaded(), threads or len(os.sched_getaffinity(0))
+    name = lib.forerun_start(instructions.encode(), count)
     if name is None:
         raise ValueError(f"this processor has no {instructions}")
-    _instructions = str(name.decode())
+    _instructions, _threads = str(name.decode()), count
     return _instructions
 
 

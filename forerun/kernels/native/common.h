@@ -8,15 +8,21 @@ constexpr int BLOCK = 32;        // outputs packed side by side
 constexpr int GROUP8 = 64;       // activations that share a scale
 constexpr int GROUP4 = 32;       // 4-bit weights that share a scale
 
-enum Format : int32_t { F32 = 0, BF16 = 1, INT8 = 2, INT4 = 3 };
+// From F16 on they are GGUF's: the numbers of a file as they are, see formats.h. INT4 is Q4_0.
+enum Format : int32_t { F32, BF16, INT8, INT4, F16, Q8_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K, FORMATS };
+enum FileType : int32_t {  // GGUF's numbers of the types that are repacked
+  GGML_Q4_0 = 2, GGML_Q4_1 = 3, GGML_Q5_0 = 6, GGML_Q5_1 = 7, GGML_Q8_0 = 8, GGML_Q3_K = 11, GGML_Q4_K = 12, GGML_Q5_K = 13,
+  GGML_Q6_K = 14, GGML_IQ4_NL = 20,
+};
 enum Kind : int32_t { EMBED = 0, LINEAR = 1, ROTATE = 2, ATTEND = 3, READ = 4, SAVE = 5 };  // READ measures memory, SAVE copies rows, normed by `norm` and `after`
 enum NormKind : int32_t { NO_NORM = 0, RMS = 1, LAYER = 2 };
+enum Combine : int32_t { REPLACE = 0, ADD = 1, TIMES = 2 };
 enum Activation : int32_t { NONE = 0, SILU = 1, GELU_TANH = 2, GELU = 3 };
 
 // A linear layer. `weight` is packed in blocks of 32 outputs; inputs are padded to a multiple of 64, outputs of 32.
 struct Matrix {
   const void *weight;
-  const void *scale;        // INT8: float [outputs]; INT4: fp16 [blocks][K / 32][32]
+  const void *scale;        // INT8: float [outputs]; formats in groups: bytes, see formats.h
   const float *bias;        // float [outputs] or null
   int32_t format, inputs, outputs, padded;
 };
@@ -33,12 +39,13 @@ struct Op {
   Norm norm, key_norm, after;    // LINEAR: before the product, and on its result (sandwich). ROTATE: query and key norms
   Matrix matrix;
   int32_t activation, gated;     // LINEAR: activation of the result; gated: gate and up interleaved by 16
-  int32_t residual, wanted;      // LINEAR: add to out; take only the wanted rows
+  int32_t combine, wanted;       // LINEAR: what is done with what stands in `out`; take only the wanted rows
   const float *cosine, *sine;    // ROTATE: [context][rotary / 2] or null
   int32_t rotary, window;
   float scale, softcap;          // ATTEND; LINEAR uses softcap on its result (logits)
-  const void *table;             // EMBED: [vocab][hidden] in `format`
+  const void *table;             // EMBED: [vocab][hidden] in `format`, or null: rows of `matrix`, which is packed
   const float *positions;        // EMBED: learned positions or null
+  int32_t column, pad;           // LINEAR: where in a row of `out` the outputs begin
 };
 
 struct Program {
@@ -87,6 +94,8 @@ struct Variant {
   const char *name;
   void (*op)(const Program *, const Op *, const Batch *, int item, int items, int phase);
   void (*pack)(int format, const float *source, int outputs, int inputs, void *weight, void *scale);
+  bool (*repack)(int type, int format, const uint8_t *const *rows, int outputs, int inputs, void *weight, void *scale);
+  void (*unpack)(const Matrix &a, int64_t output, float *to);
   int64_t (*draw)(const float *scores, int vocab, uint64_t key);
   int64_t (*say)(const float *logits, int vocab, float temperature, uint64_t key);
 };

@@ -16,7 +16,7 @@
 #include <pthread.h>
 #include <sys/mman.h>
 
-#include "common.h"
+#include "formats.h"
 
 int64_t padded_inputs(int inputs) { return (inputs + GROUP8 - 1) / GROUP8 * GROUP8; }
 
@@ -284,6 +284,22 @@ void forerun_chain(const Program *program, const Batch *batch, const Chain *chai
 
 void forerun_pack(int format, const float *source, int outputs, int inputs, void *weight, void *scale) {
   active->pack(format, source, outputs, inputs, weight, scale);
+}
+
+// Rows of a file's blocks, one for each output, to packed ones; whether all scales are finite.
+bool forerun_repack(int type, int format, const uint8_t *const *rows, int outputs, int inputs, void *weight, void *scale) {
+  return active->repack(type, format, rows, outputs, inputs, weight, scale);
+}
+
+// Bytes of the weights and of the scales of a packed matrix; outputs and inputs are padded.
+int64_t forerun_bytes(int format, int64_t outputs, int padded) { return outputs * padded * layout(format).bits / 8; }
+int64_t forerun_scales(int format, int64_t outputs, int padded) {
+  return format == INT8 ? outputs * sizeof(float) : outputs / BLOCK * scale_bytes(format, padded);
+}
+
+// Rows of a packed matrix as floats [count][inputs].
+void forerun_unpack(const Matrix *matrix, const int64_t *outputs, int count, float *to) {
+  for (int i = 0; i < count; i++) active->unpack(*matrix, outputs[i], to + (int64_t)i * matrix->inputs);
 }
 
 // One draw for each row of scores [rows][vocab], with its own stream of noise.

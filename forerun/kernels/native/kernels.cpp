@@ -57,19 +57,21 @@ template <typename T> void quantise(const float *x, int format, Quantised<T> &to
     most = largest(most, largest(a, -a));
   }
   float amax = top(most), inverse = amax > 0 ? 127.0f / amax : 0.0f;
-  int32_t sums[2];
-  for (int half_ = 0; half_ < 2; half_++) {
-    vi total{};
-    for (int i = half_ * GROUP4; i < (half_ + 1) * GROUP4; i += W) {
-      vi q = nearest(load(x + i) * inverse);
-      total = total + q;
-      to_integers(to.x + i, q);
-    }
-    sums[half_] = sum(total);
+  int32_t sums[GROUP8 / W];
+  for (int i = 0; i < GROUP8; i += W) {
+    vi q = nearest(load(x + i) * inverse);
+    sums[i / W] = sum(q);
+    to_integers(to.x + i, q);
   }
   to.scale = amax / 127.0f;
-  to.start[0] = format == INT8 ? -128 * (sums[0] + sums[1]) : -8 * sums[0];
-  to.start[1] = -8 * sums[1];
+  Layout l = layout(format);
+  int per = format == INT8 ? GROUP8 / W : l.group / W;  // sums of a group
+  for (int i = 0; i < GROUP8 / W; i += per) {
+    int32_t total = 0;
+    for (int j = i; j < i + per; j++) total += sums[j];
+    if (l.minimum) to.sum[i / per] = (float)total;
+    else to.start[i / per] = -l.offset * total;
+  }
 }
 
 void convert(const float *x, int n, int format, Row row) {  // x is padded with zeros to row.padded
@@ -80,10 +82,11 @@ void convert(const float *x, int n, int format, Row row) {  // x is padded with 
 #else
   if (format == BF16) format = F32;  // without products of bfloat16, activations are not rounded to it either
 #endif
+  if (format == F16) format = F32;
   if (format == F32) memcpy(row.f32(), x, sizeof(float) * row.padded);
   for (int g = 0; g < row.padded / GROUP8; g++) {
-    if (format == INT8) quantise(x + g * GROUP8, format, row.int8()[g]);
-    if (format == INT4) quantise(x + g * GROUP8, format, row.int4()[g]);
+    if (bytes_as_they_are(format)) quantise(x + g * GROUP8, format, row.int8()[g]);
+    else if (grouped(format)) quantise(x + g * GROUP8, format, row.grouped()[g]);
   }
 }
 
@@ -91,20 +94,16 @@ void convert(const float *x, int n, int format, Row row) {  // x is padded with 
 
 void embed(const Program *p, const Op *op, const Batch *b, int item, int items) {
   Share s = share(b->tokens, item, items);
-  int hidden = op->matrix.inputs;
+  const Matrix &a = op->matrix;
+  int hidden = a.inputs;
   for (int t = s.from; t < s.to; t++) {
     float *out = at(p, b, op->out, t);
     int64_t from = b->ids[t] * hidden;
-    for (int i = 0; i < hidden; i++) {
-      float v;
-      if (op->matrix.format == BF16) {
-        uint32_t bits = (uint32_t)((const uint16_t *)op->table)[from + i] << 16;
-        memcpy(&v, &bits, 4);
-      } else {
-        v = ((const float *)op->table)[from + i];
-      }
-      out[i] = v * op->scale + (op->positions ? op->positions[b->positions[t] * hidden + i] : 0.0f);
-    }
+    if (!op->table) unpack_row(a, b->ids[t], out);
+    else if (a.format == BF16) for (int i = 0; i < hidden; i++) out[i] = from_bf16(((const uint16_t *)op->table)[from + i]);
+    else memcpy(out, (const float *)op->table + from, sizeof(float) * hidden);
+    for (int i = 0; i < hidden; i++)
+      out[i] = out[i] * op->scale + (op->positions ? op->positions[b->positions[t] * hidden + i] : 0.0f);
   }
 }
 
@@ -138,17 +137,20 @@ void finish_tile(const Program *p, const Op *op, const Batch *b, int block, int 
       else for (int i = 0; i < count / 2; i++) out[i] = v[0][i];
       continue;
     }
-    float *out = at(p, b, op->out, first + m) + block * BLOCK;
+    float *out = at(p, b, op->out, first + m) + op->column + block * BLOCK;
     for (int c = 0; c < 2; c++) {
       if (op->activation) v[c] = activate(v[c], op->activation);
       if (op->softcap > 0) v[c] = vtanh(v[c] / op->softcap) * op->softcap;
+      auto combine = [&](auto there, auto new_) {
+        return op->combine == ADD ? there + new_ : op->combine == TIMES ? there * new_ : new_;
+      };
       if (count == BLOCK) {
-        store(out + c * W, op->residual ? load(out + c * W) + v[c] : v[c]);
+        store(out + c * W, op->combine ? combine(load(out + c * W), v[c]) : v[c]);
         continue;
       }
       for (int i = 0; i < W; i++) {
         int j = c * W + i;
-        if (j < count) out[j] = op->residual ? out[j] + v[c][i] : v[c][i];
+        if (j < count) out[j] = combine(out[j], v[c][i]);
       }
     }
   }
@@ -280,6 +282,8 @@ void pack(int format, const float *source, int outputs, int inputs, void *weight
       int64_t base = (int64_t)block * BLOCK * padded;
       if (format == F32)
         for (int k = 0; k < padded; k++) ((float *)weight)[base + (int64_t)k * BLOCK + o] = rows[k];
+      if (format == F16)  // what a file holds in half precision: nothing is rounded
+        for (int k = 0; k < padded; k++) ((uint16_t *)weight)[base + (int64_t)k * BLOCK + o] = to_half(rows[k]);
       if (format == BF16)
         for (int k = 0; k < padded; k++)
           ((uint16_t *)weight)[base + (int64_t)(k / 2) * 2 * BLOCK + o * 2 + k % 2] = to_bf16(rows[k]);
@@ -293,6 +297,7 @@ void pack(int format, const float *source, int outputs, int inputs, void *weight
           ((uint8_t *)weight)[base + (int64_t)(k / 4) * 4 * BLOCK + o * 4 + k % 4] = (uint8_t)(q + 128);
         }
       }
+      if (format == INT4 && o == 0) memset((uint8_t *)weight + base / 2, 0, BLOCK * padded / 2);
       if (format == INT4)
         for (int g = 0; g < padded / GROUP4; g++) {
           float s = scale_of_group(rows + g * GROUP4, GROUP4);
@@ -300,14 +305,13 @@ void pack(int format, const float *source, int outputs, int inputs, void *weight
           for (int i = 0; i < GROUP4; i++) {
             int k = g * GROUP4 + i, q = s != 0 ? (int)rintf(rows[k] / s) : 0;
             q = (q < -8 ? -8 : q > 7 ? 7 : q) + 8;
-            uint8_t *to = (uint8_t *)weight + base / 2 + (int64_t)(k / 8) * 4 * BLOCK + (o / W) * 64 + (o % W) * 4 + k % 4;
-            *to = k % 8 < 4 ? (uint8_t)((*to & 0xf0) | q) : (uint8_t)((*to & 0x0f) | q << 4);
+            put(4, (uint8_t *)weight + base / 2, k, o, q);
           }
         }
     }
 }
 
-const Variant variant = {NAME, run, pack, draw, say};
+const Variant variant = {NAME, run, pack, repack, unpack_row, draw, say};
 
 }  // namespace
 

@@ -3,7 +3,7 @@
 // Each output accumulates over its inputs in one fixed order, whatever the number of rows, so rows may be taken in tiles
 // of any height. The weights of a block lie in the order in which they are read.
 #pragma once
-#include "vector.h"
+#include "repack.h"
 
 namespace {
 
@@ -11,15 +11,17 @@ namespace {
 template <typename T> struct Quantised {
   T x[GROUP8];
   float scale;
-  int32_t start[2];  // where integer sums begin, as weights are stored plus 8 or 128: INT4 each half, INT8 the first
-  int32_t pad;
+  union {
+    int32_t start[4];  // where the integer sum of each group begins, as weights are stored plus an offset
+    float sum[4];      // where groups have minima, the sum of x that those are multiplied with
+  };
 };
 #if defined(__AVX2__) && !defined(__AVX512F__) && !defined(__AVXVNNI__)
 typedef Quantised<int16_t> Int8Group;  // without products of bytes that fit
 #else
 typedef Quantised<int8_t> Int8Group;
 #endif
-typedef Quantised<int8_t> Int4Group;
+typedef Quantised<int8_t> GroupedRow;
 
 // A row of activations as the product wants it, in scratch.
 struct Row {
@@ -28,12 +30,12 @@ struct Row {
   float *f32() const { return (float *)base; }
   uint16_t *bf16() const { return (uint16_t *)base; }
   Int8Group *int8() const { return (Int8Group *)base; }
-  Int4Group *int4() const { return (Int4Group *)base; }
+  GroupedRow *grouped() const { return (GroupedRow *)base; }
 };
 
 inline int64_t row_bytes(int format, int padded) {
-  if (format == INT8) return padded / GROUP8 * sizeof(Int8Group);
-  if (format == INT4) return padded / GROUP8 * sizeof(Int4Group);
+  if (bytes_as_they_are(format)) return padded / GROUP8 * sizeof(Int8Group);
+  if (grouped(format)) return padded / GROUP8 * sizeof(GroupedRow);
 #if defined(__AVX512BF16__)
   if (format == BF16) return padded * 2;
 #endif
@@ -41,11 +43,6 @@ inline int64_t row_bytes(int format, int padded) {
 }
 
 constexpr int MOST = 48;  // rows of one call
-
-inline int64_t block_bytes(const Matrix &a) {  // of weights, without scales
-  int64_t weights = (int64_t)BLOCK * a.padded;
-  return a.format == INT4 ? weights / 2 : a.format == INT8 ? weights : a.format == BF16 ? 2 * weights : 4 * weights;
-}
 
 inline void scale_outputs(const Matrix &a, int block, int count, float (*out)[BLOCK]) {  // INT8: one scale an output
   for (int c = 0; c < BLOCK; c += W) {

@@ -19,12 +19,15 @@ struct Ahead {
   }
 };
 
-template <int M> inline Tile<M> product_f32(const float *w, const Row *rows, int padded, Ahead ahead) {
+inline vf wide(const float *p) { return load(p); }
+inline vf wide(const uint16_t *p) { return half16(p); }
+
+template <int M, typename T> inline Tile<M> product_floats(const T *w, const Row *rows, int padded, Ahead ahead) {  // or halves
   Tile<M> t;
   for (int m = 0; m < M; m++) t.v[m][0] = t.v[m][1] = vf{};
   for (int k = 0; k < padded; k++, w += BLOCK) {
-    vf w0 = load(w), w1 = load(w + W);
-    ahead.step();
+    vf w0 = wide(w), w1 = wide(w + W);
+    if (sizeof(T) == 4 || k % 2 == 0) ahead.step();
     for (int m = 0; m < M; m++) {
       vf x = set1(rows[m].f32()[k]);
       t.v[m][0] = fma(w0, x, t.v[m][0]);
@@ -91,16 +94,26 @@ inline vi bytes(const void *p) {
   memcpy(&v, p, 64);
   return v;
 }
-inline vi low_nibbles(vi v) { return v & 0x0f0f0f0f; }
-inline vi high_nibbles(vi v) {  // an arithmetic shift brings in sign bits, which the mask takes off
+// Shifts of bytes by way of whole lanes: what comes in from neighbours is masked off by whoever calls.
+template <int N> inline vi shifted(vi v) {  // to the left, or right where N is negative
 #if defined(__AVX512F__)
-  return (v >> 4) & 0x0f0f0f0f;
+  return N >= 0 ? v << (N & 31) : v >> (-N & 31);
 #else
-  return each<vi>([&](int i) { return (v.p[i] >> 4) & 0x0f0f0f0f; });
+  return each<vi>([&](int i) { return N >= 0 ? v.p[i] << (N & 31) : v.p[i] >> (-N & 31); });
 #endif
 }
 
-// INT8 weights are stored plus 128, INT4 plus 8: the sum of the activations takes that off again, exactly.
+// Four inputs, the T-th four of 32, of 16 outputs: a byte each, not negative. `w` are the weights of those outputs.
+template <int BITS, int T> INLINE inline vi weights(const uint8_t *w) {
+  if constexpr (BITS == 8) return bytes(w + T * 128);
+  vi v = bytes(w + T / 2 * 128);
+  v = (T % 2 ? shifted<-4>(v) : v) & 0x0f0f0f0f;
+  if constexpr (BITS == 5) v = v | (shifted<4 - T>(bytes(w + 512)) & 0x10101010);
+  if constexpr (BITS == 6) v = v | (shifted<4 - T % 4 * 2>(bytes(w + 512 + T / 4 * 128)) & 0x30303030);
+  return v;
+}
+
+// Weights are stored plus an offset that makes them unsigned: the sum of the activations takes that off again, exactly.
 template <int M> inline Tile<M> product_int8(const uint8_t *w, const Row *rows, int padded, Ahead ahead) {
   const Int8Group *group[M];
   Tile<M> t;
@@ -127,71 +140,125 @@ template <int M> inline Tile<M> product_int8(const uint8_t *w, const Row *rows, 
   return t;
 }
 
-// Two groups of weights, each with its scales, then the scale of the activations that both were multiplied by.
-template <int M> inline Tile<M> product_int4(const uint8_t *w, const uint16_t *scale, const Row *rows, int padded, Ahead ahead) {
-  const Int4Group *group[M];
+// Scales and minima of the groups among 32 inputs of a block.
+template <int F> struct Scales {
+  static constexpr Layout L = layout(F);
+  static constexpr int GROUPS = 32 / (L.group ? L.group : 32);
+  const uint8_t *p, *header = nullptr;
+  int next;  // bytes to the next block, whose scales are fetched on the way
+  vf scale[GROUPS][2], minimum[2];
+
+  INLINE void read(int g) {  // of the g-th 32 inputs
+    if (L.two_level && g % (SUPER / 32) == 0) header = forward(header_bytes(F));
+    const uint8_t *own = forward(L.two_level ? 2 * BLOCK : header_bytes(F));
+    for (int c = 0; c < 2; c++)
+      if constexpr (L.two_level) {
+        vf upper = half16((const uint16_t *)header + c * W);
+        if constexpr (L.group == 16) {
+          for (int i = 0; i < 2; i++) scale[i][c] = to_float(from_int8((const int8_t *)own + i * BLOCK + c * W)) * upper;
+        } else {
+          scale[0][c] = to_float(from_uint8(own + c * W)) * upper;
+          minimum[c] = to_float(from_uint8(own + BLOCK + c * W)) * half16((const uint16_t *)(header + LEVEL) + c * W);
+        }
+      } else {
+        scale[0][c] = half16((const uint16_t *)own + c * W);
+        if constexpr (L.minimum) minimum[c] = half16((const uint16_t *)(own + LEVEL) + c * W);
+      }
+  }
+  INLINE const uint8_t *forward(int count) {
+    for (int i = 0; i < count; i += 64) _mm_prefetch(p + next + i, _MM_HINT_T1);
+    p += count;
+    return p - count;
+  }
+};
+
+template <int F> INLINE inline auto grouped_row(const Row &row) {
+  if constexpr (bytes_as_they_are(F)) return row.int8();
+  else return row.grouped();
+}
+
+// Two times 32 inputs, each with its scales, then the scale of the activations that both were multiplied by.
+template <int M, int F> inline Tile<M> product_groups(const uint8_t *w, const uint8_t *scale, const Row *rows, int padded, Ahead ahead) {
+  constexpr Layout L = layout(F);
+  constexpr int FOURS = L.group / 4;  // of inputs in a group
+  decltype(grouped_row<F>(*rows)) group[M];
   Tile<M> t;
   for (int m = 0; m < M; m++) {
-    group[m] = rows[m].int4();
+    group[m] = grouped_row<F>(rows[m]);
     t.v[m][0] = t.v[m][1] = vf{};
   }
+  Scales<F> scales{scale, nullptr, scale_bytes(F, padded), {}, {}};
   for (int g = 0; g < padded / GROUP8; g++) {
     Tile<M> pair;
-    for (int half_ = 0; half_ < 2; half_++, scale += BLOCK) {
-      _mm_prefetch(scale + padded, _MM_HINT_T1);  // of the next block
+    times<2>([&](auto half_) INLINE {
+      const uint8_t *start = w;
+      w += chunk_bytes(F);
       vi acc[M][2];
-      for (int m = 0; m < M; m++) acc[m][0] = acc[m][1] = set1i(group[m][g].start[half_]);
-      for (int k = half_ * GROUP4, end = k + GROUP4; k < end; k += 8, w += 4 * BLOCK) {
-        ahead.step();
-        for (int c = 0; c < 2; c++) {
-          vi both = bytes(w + 64 * c), low = low_nibbles(both), high = high_nibbles(both);
-          for (int m = 0; m < M; m++) {
-            acc[m][c] = dot4(acc[m][c], low, group[m][g].x + k);
-            acc[m][c] = dot4(acc[m][c], high, group[m][g].x + k + 4);
+      times<32 / L.group>([&](auto i) INLINE {
+        constexpr int G = decltype(half_)::value * (32 / L.group) + decltype(i)::value;
+        for (int m = 0; m < M; m++) acc[m][0] = acc[m][1] = L.minimum ? vi{} : set1i(group[m][g].start[G]);
+        times<FOURS>([&](auto j) INLINE {
+          constexpr int T = decltype(i)::value * FOURS + decltype(j)::value;
+          if (L.bits == 8 || T % 2 == 0) ahead.step();
+          if (L.bits < 8 && T % 2 && T / 2 < L.bits - 4) ahead.step();
+          for (int c = 0; c < 2; c++) {
+            vi v = weights<L.bits, T>(start + 64 * c);
+            for (int m = 0; m < M; m++) acc[m][c] = dot4(acc[m][c], v, group[m][g].x + half_ * 32 + 4 * T);
           }
-        }
-      }
-      vf s[2] = {half16(scale), half16(scale + W)};
-      for (int m = 0; m < M; m++)
-        for (int c = 0; c < 2; c++) {
-          vf x = to_float(acc[m][c]);
-          pair.v[m][c] = half_ ? fma(x, s[c], pair.v[m][c]) : x * s[c];
-        }
-    }
+        });
+        if (i == 0) scales.read(2 * g + half_);
+        for (int m = 0; m < M; m++)
+          for (int c = 0; c < 2; c++) {
+            vf x = to_float(acc[m][c]);
+            pair.v[m][c] = G ? fma(x, scales.scale[i][c], pair.v[m][c]) : x * scales.scale[i][c];
+          }
+      });
+      if constexpr (L.minimum)
+        for (int m = 0; m < M; m++)
+          for (int c = 0; c < 2; c++) pair.v[m][c] = fma(set1(group[m][g].sum[half_]), scales.minimum[c], pair.v[m][c]);
+    });
     for (int m = 0; m < M; m++)
       for (int c = 0; c < 2; c++) t.v[m][c] = fma(pair.v[m][c], set1(group[m][g].scale), t.v[m][c]);
   }
   return t;
 }
 
-template <int M> void product(const Matrix &a, int block, const Row *rows, Ahead ahead, float (*out)[BLOCK]) {
-  const char *w = (const char *)a.weight + block * block_bytes(a);
-  const uint16_t *scale = (const uint16_t *)a.scale + (int64_t)block * (a.padded / GROUP4) * BLOCK;  // of INT4
-  Tile<M> t = a.format == INT4   ? product_int4<M>((const uint8_t *)w, scale, rows, a.padded, ahead)
-              : a.format == INT8 ? product_int8<M>((const uint8_t *)w, rows, a.padded, ahead)
-              : a.format == BF16 ? product_bf16<M>((const uint16_t *)w, rows, a.padded, ahead)
-                                 : product_f32<M>((const float *)w, rows, a.padded, ahead);
+template <int M, int F> void product(const Matrix &a, int block, const Row *rows, Ahead ahead, float (*out)[BLOCK]) {
+  const void *w = (const char *)a.weight + block * block_bytes(a);
+  const uint8_t *scale = (const uint8_t *)a.scale + (int64_t)block * scale_bytes(F, a.padded);  // of formats in groups
+  Tile<M> t;
+  if constexpr (F == F32) t = product_floats<M>((const float *)w, rows, a.padded, ahead);
+  else if constexpr (F == F16) t = product_floats<M>((const uint16_t *)w, rows, a.padded, ahead);
+  else if constexpr (F == BF16) t = product_bf16<M>((const uint16_t *)w, rows, a.padded, ahead);
+  else if constexpr (F == INT8) t = product_int8<M>((const uint8_t *)w, rows, a.padded, ahead);
+  else t = product_groups<M, F>((const uint8_t *)w, scale, rows, a.padded, ahead);
   for (int m = 0; m < M; m++)
     for (int c = 0; c < 2; c++) store(out[m] + c * W, t.v[m][c]);
-  if (a.format == INT8) scale_outputs(a, block, M, out);
+  if (F == INT8) scale_outputs(a, block, M, out);
 }
 
 using Product = void (*)(const Matrix &, int, const Row *, Ahead, float (*)[BLOCK]);
-constexpr int TALLEST = 8, TALLEST4 = 5;  // rows whose sums fit into registers
-constexpr int FEW = 5;                    // rows from which the processor does not look far enough ahead
-constexpr int NEAR = 8192;                // bytes ahead, enough for one tile
-const Product tiles_of[TALLEST + 1] = {nullptr,    product<1>, product<2>, product<3>, product<4>,
-                                       product<5>, product<6>, product<7>, product<8>};
+constexpr int TALLEST = 8, TALLEST_GROUPED = 5;  // rows whose sums fit into registers
+constexpr int FEW = 5;                           // rows from which the processor does not look far enough ahead
+constexpr int NEAR = 8192;                       // bytes ahead, enough for one tile
+#define TILES(F) {nullptr, product<1, F>, product<2, F>, product<3, F>, product<4, F>, product<5, F>
+#define TALL(F) TILES(F), product<6, F>, product<7, F>, product<8, F>}
+#define LOW(F) TILES(F)}
+const Product tiles_of[FORMATS][TALLEST + 1] = {TALL(F32), TALL(BF16), TALL(INT8), LOW(INT4), TALL(F16), LOW(Q8_0),
+                                                LOW(Q4_1), LOW(Q5_0), LOW(Q5_1), LOW(Q4_K), LOW(Q5_K), LOW(Q6_K)};
+#undef TILES
+#undef TALL
+#undef LOW
 
 void products(const Matrix &a, int block, const Row *rows, int count, float (*out)[BLOCK]) {
-  int tallest = a.format == INT4 ? TALLEST4 : TALLEST, tiles = (count + tallest - 1) / tallest;
+  int tallest = grouped(a.format) ? TALLEST_GROUPED : TALLEST, tiles = (count + tallest - 1) / tallest;
   int64_t size = block_bytes(a);
   const char *first = (const char *)a.weight + block * size + (tiles == 1 ? NEAR : size);
-  bool few = count < FEW && a.format != INT4;
+  bool few = count < FEW && !grouped(a.format);
   for (int i = 0; i < tiles; i++) {
     Share tile = share(count, i, tiles);
     Ahead ahead = few ? Ahead{(const char *)rows, 0} : Ahead{first + size * i / tiles, 128 / tiles};
-    tiles_of[tile.to - tile.from](a, block, rows + tile.from, ahead, out + tile.from);
+    tiles_of[a.format][tile.to - tile.from](a, block, rows + tile.from, ahead, out + tile.from);
   }
 }
 

@@ -152,6 +152,30 @@ inline vf half16(const uint16_t *p) {
 
 #endif
 
+// Sixteen bytes as lanes of 32 bits.
+inline vi from_uint8(const uint8_t *p) {
+#if defined(__AVX512F__)
+  return (vi)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p));
+#elif defined(__AVX2__)
+  return each<vi>([&](int i) { return (pi)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(p + i * PART))); });
+#else
+  vi r;
+  for (int i = 0; i < W; i++) r[i] = p[i];
+  return r;
+#endif
+}
+inline vi from_int8(const int8_t *p) {
+#if defined(__AVX512F__)
+  return (vi)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p));
+#elif defined(__AVX2__)
+  return each<vi>([&](int i) { return (pi)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(p + i * PART))); });
+#else
+  vi r;
+  for (int i = 0; i < W; i++) r[i] = p[i];
+  return r;
+#endif
+}
+
 inline bool any(vi mask) {
 #if defined(__AVX512F__)
   return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask);
@@ -237,6 +261,12 @@ inline uint16_t to_half(float f) {
   return (uint16_t)(sign | (rest > 0x7bff ? 0x7bff : rest));
 }
 
+inline float from_bf16(uint16_t h) {
+  uint32_t bits = (uint32_t)h << 16;
+  float f;
+  memcpy(&f, &bits, 4);
+  return f;
+}
 inline uint16_t to_bf16(float f) {  // to nearest, ties to even
   uint32_t x;
   memcpy(&x, &f, 4);

@@ -1,0 +1,94 @@
+"""The safetensors files of a Hugging Face directory, read tensor by tensor."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from forerun.errors import LoadError
+from forerun.models.quantized import PARTS, Scheme, Stored
+from forerun.models.unpack import read_stored
+
+
+class Checkpoint:
+    """The safetensors files of a directory, read tensor by tensor; remembers what has been taken."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.taken: set[str] = set()
+        try:
+            files = {path: safe_open(path, framework="pt") for path in self._paths()}
+            self.where = {name: file for file in files.values() for name in file.keys()}  # type: ignore[no-untyped-call]  # noqa: SIM118
+            self.paths = {name: path for path, file in files.items() for name in file.keys()}  # type: ignore[no-untyped-call]  # noqa: SIM118
+        except (SafetensorError, OSError, ValueError, KeyError) as error:
+            raise LoadError(f"the weights in {directory} cannot be read: {error}") from None
+
+    def _paths(self) -> list[Path]:
+        index = self.directory / "model.safetensors.index.json"
+        if index.is_file():
+            content = json.loads(index.read_text(encoding="utf-8"))
+            files = content.get("weight_map") if isinstance(content, dict) else None
+            if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
+                raise LoadError(f"{index} has no weight_map of tensors to files; download it again")
+            names = sorted(set(files.values()))
+            paths = [self.directory / name for name in names]
+            missing = [path.name for path in paths if not path.is_file()]
+            if missing:
+                raise LoadError(f"{index} names files that are not there: {', '.join(missing)}; download them again")
+            return paths
+        paths = sorted(self.directory.glob("*.safetensors"))
+        if not paths:
+            pickled = any(self.directory.glob("*.bin"))
+            hint = "convert its .bin files to safetensors" if pickled else "give a Hugging Face model directory"
+            raise LoadError(f"{self.directory} has no *.safetensors weights; {hint}")
+        return paths
+
+    def claim(self, name: str, shape: tuple[int, ...] | None = None) -> None:
+        """Count a tensor as used, without reading it. Raises LoadError if it is absent or of another shape."""
+        if name not in self.where:
+            raise LoadError(f"{self.directory}: the checkpoint lacks the tensor {name}; it is incomplete")
+        held = self.where[name].get_slice(name).get_shape()  # type: ignore[no-untyped-call]
+        if shape is not None and tuple(held) != shape:
+            raise LoadError(f"{self.directory}: tensor {name} is {held}, but config.json asks for {list(shape)}")
+        self.taken.add(name)
+
+    def read(self, name: str) -> Tensor:
+        """A tensor as it is stored."""
+        try:  # a mapping of its own, which goes with the tensor: what was read does not stay in memory
+            with safe_open(self.paths[name], framework="pt") as file:
+                tensor: Tensor = file.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise LoadError(f"{self.directory}: tensor {name} cannot be read: {error}") from None
+        return tensor
+
+    def floats(self, name: str) -> Tensor:
+        """A tensor that is not quantised."""
+        tensor = self.read(name)
+        if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
+            raise LoadError(
+                f"{self.directory}: tensor {name} is {tensor.dtype}, as in a quantised checkpoint, but nothing in"
+                " config.json or beside it says how to read it"
+            )
+        return tensor
+
+    def has(self, name: str) -> bool:
+        return name in self.where
+
+    def parts(self, layout: str, stem: str) -> list[str]:
+        """What there is of a quantised linear layer, without `stem`."""
+        return [part for part in sum(PARTS[layout], ()) if self.has(f"{stem}.{part}")]
+
+    def stored(self, scheme: Scheme, layout: str, stem: str, shape: tuple[int, int]) -> Stored:
+        """A quantised linear layer of `shape` (out, in). Raises LoadError."""
+        held = {part: self.read(f"{stem}.{part}") for part in self.parts(layout, stem)}
+        return read_stored(scheme, layout, held, shape, f"{self.directory}: {stem}")
+
+    def finish(self, ignored: tuple[str, ...]) -> None:
+        """Raise LoadError for tensors nobody took, but for those whose names end in one of `ignored`."""
+        left = sorted(n for n in self.where if n not in self.taken and not n.endswith(ignored))
+        if left:
+            shown = ", ".join(left[:4]) + (f" and {len(left) - 4} more" if len(left) > 4 else "")
+            raise LoadError(f"{self.directory}: {len(left)} tensors fit no part of this model: {shown}")

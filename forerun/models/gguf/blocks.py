@@ -1,0 +1,139 @@
+"""Matrices as a GGUF file holds them: rows of blocks, in the order in which a model wants them.
+
+Nothing is read before it is asked for. Floats come from the `gguf` package, which is also the twin that the native
+repacking is tested against.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from forerun.errors import LoadError
+from forerun.models.gguf.container import TYPES, Entry
+
+Rows = np.ndarray[Any, np.dtype[np.uint8]]
+
+# types to the native format that holds their numbers as they are
+FORMS = {
+    "F32": "float32", "F16": "float16", "BF16": "bfloat16", "Q4_0": "int4", "Q8_0": "q8_0", "IQ4_NL": "q8_0",
+    "Q4_1": "q4_1", "Q5_0": "q5_0", "Q5_1": "q5_1", "Q4_K": "q4_k", "Q5_K": "q5_k", "Q6_K": "q6_k", "Q3_K": "q6_k",
+}  # fmt: skip
+FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+TYPE_IDS = {name: kind for kind, (name, _, _) in TYPES.items()}
+PART = 1 << 23  # bytes of a file that are turned into floats together
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Rows of one tensor; `order` [rows] are their numbers where they stand in another order there."""
+
+    entry: Entry
+    order: np.ndarray[Any, np.dtype[np.int64]] | None = None
+
+    def __len__(self) -> int:
+        return self.entry.shape[0]
+
+    def read(self, first: int, count: int) -> Rows:
+        """Rows as they are stored, uint8 [count, row bytes]. Raises LoadError."""
+        if self.order is None:
+            return self.entry.read(first, count)
+        return self.entry.read()[self.order[first : first + count]]
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """A matrix [out, in]: pieces on top of each other."""
+
+    pieces: tuple[Piece, ...]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out, in)."""
+        return sum(map(len, self.pieces)), self.pieces[0].entry.shape[1]
+
+    @property
+    def kind(self) -> str:
+        """The type of the first piece."""
+        return self.pieces[0].entry.kind
+
+    @property
+    def form(self) -> str | None:
+        """The native format that holds the numbers of the first piece; None if there is none."""
+        return FORMS.get(self.kind)
+
+    def alike(self) -> list[Blocks]:
+        """Runs of pieces of the same type."""
+        return [Blocks(tuple(run)) for _, run in groupby(self.pieces, key=lambda piece: piece.entry.kind)]
+
+    def read(self, first: int, count: int) -> Rows:
+        """Rows as they are stored, uint8 [count, row bytes]; the pieces must be of one type. Raises LoadError."""
+        found = []
+        for piece in self.pieces:
+            if count > 0 and first < len(piece):
+                found.append(piece.read(first, min(count, len(piece) - first)))
+                count -= len(found[-1])
+            first = max(first - len(piece), 0)
+        return np.concatenate(found) if len(found) > 1 else found[0]
+
+    def parts(self) -> Iterator[tuple[int, str, Rows]]:
+        """(first output, type, rows as they are stored), a few megabytes at a time."""
+        first = 0
+        for piece in self.pieces:
+            step = max(PART // piece.entry.row_bytes, 1) if piece.order is None else len(piece)
+            for at in range(0, len(piece), step):
+                yield first + at, piece.entry.kind, piece.read(at, min(step, len(piece) - at))
+            first += len(piece)
+
+    def dequantise(self) -> Tensor:
+        """[out, in] float32."""
+        out = torch.empty(self.shape)
+        for first, kind, rows in self.parts():
+            out[first : first + len(rows)] = floats(kind, rows)
+        return out
+
+    def dense(self) -> Tensor:
+        """[out, in] in the type of the file where that is one of floats, else float32."""
+        kinds = {piece.entry.kind for piece in self.pieces}
+        if len(kinds) > 1 or self.kind not in FLOATS:
+            return self.dequantise()
+        parts = [torch.from_numpy(rows).view(FLOATS[kind]) for _, kind, rows in self.parts()]
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+
+def stack_blocks(parts: Sequence[Blocks]) -> Blocks:
+    """Matrices on top of each other."""
+    return Blocks(tuple(piece for part in parts for piece in part.pieces))
+
+
+def floats(kind: str, rows: Rows) -> Tensor:
+    """Rows of a file as float32 [rows, in]. Raises LoadError for a type whose numbers cannot be had."""
+    if kind in FLOATS:
+        return torch.from_numpy(rows).view(FLOATS[kind]).float()
+    from gguf import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    try:
+        made = dequantize(rows, GGMLQuantizationType(TYPE_IDS[kind]))
+    except (ValueError, NotImplementedError, KeyError):
+        raise LoadError(f"weights of the type {kind} cannot be read: use another file, such as one of Q4_K_M") from None
+    return torch.from_numpy(np.ascontiguousarray(made, dtype=np.float32))
+
+
+def rotated(rows: int, heads: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """The rows of a file whose queries or keys rotate neighbouring channels, in the order of the halves that rotate
+    together elsewhere. [rows]"""
+    half = rows // heads // 2
+    return np.arange(rows).reshape(heads, half, 2).swapaxes(1, 2).ravel()
+
+
+def permuted(blocks: Blocks, heads: int) -> Blocks:
+    """The same matrix with the rows of each head in the order of `rotated`."""
+    (piece,) = blocks.pieces
+    return Blocks((replace(piece, order=rotated(len(piece), heads)),))

@@ -1,0 +1,239 @@
+"""What a GGUF file says of a model, in the words of Hugging Face's config.json, which the families are read from.
+
+Much is not written in files: it follows from the architecture or from which tensors there are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from forerun.errors import LoadError, nearest
+from forerun.models.config import Json, ModelConfig, make_config
+from forerun.models.gguf.blocks import FLOATS, Blocks, Piece
+from forerun.models.gguf.container import Gguf, open_gguf
+from forerun.models.gguf.tokenizer import end_tokens
+
+OTHER_KINDS = {
+    "adapter": "an adapter (LoRA)", "mmproj": "a projector of images", "imatrix": "an importance matrix",
+    "clip": "a projector of images",
+}  # fmt: skip
+# what a file may hold that the models read here do not have
+REFUSED = {
+    "expert_count": "a mixture of experts", "attention.temperature_scale": "scaled attention temperatures",
+    "attention.q_lora_rank": "latent attention", "ssm.state_size": "a recurrent state",
+    "logit_scale": "scaled logits", "residual_scale": "scaled residuals", "embedding_scale": "scaled embeddings",
+    "shortconv.l_cache": "short convolutions", "router_logit_softcapping": "a mixture of experts",
+}  # fmt: skip
+ROTATED = ("llama", "mistral3", "smollm3")  # architectures whose queries and keys rotate neighbouring channels
+
+
+def load_gguf_config(path: Path) -> ModelConfig:
+    """The ModelConfig of a file. Raises LoadError for what is no model, or one that is not supported."""
+    gguf = open_gguf(path)
+    other = OTHER_KINDS.get(str(gguf.metadata.get("general.type"))) or OTHER_KINDS.get(gguf.architecture)
+    if other:
+        raise LoadError(f"{path} is {other}, not a model; give the model's own file")
+    if gguf.architecture not in ARCHITECTURES:
+        hint = nearest(gguf.architecture, ARCHITECTURES)
+        raise LoadError(f"{path}: models of the architecture {gguf.architecture!r} are not supported; {hint}")
+    if not gguf.tensors:
+        raise LoadError(f"{path} holds a vocabulary but no weights; give the model's own file")
+    try:
+        raw = _Metadata(gguf).hugging_face()
+    except (LookupError, TypeError, ValueError, ArithmeticError) as error:
+        raise LoadError(f"{path}: its metadata lacks or misstates {error}") from None
+    if any(entry.kind != "F32" for entry in gguf.tensors.values() if len(entry.shape) > 1):
+        raw["quantization_config"] = {"quant_method": "gguf"}  # its own numbers are to be kept
+    config = make_config(raw, path, lambda: end_tokens(gguf.metadata))
+    has = gguf.tensors.__contains__
+    return replace(
+        config,
+        norm="rms" if config.norm == "rms_plus_one" else config.norm,  # files hold 1 + w
+        layout="gguf",
+        qkv_bias=has("blk.0.attn_q.bias") or has("blk.0.attn_qkv.bias"),
+        out_bias=has("blk.0.attn_output.bias"),
+        mlp_bias=has("blk.0.ffn_down.bias"),
+        tied=not has("output.weight"),
+    )
+
+
+def hugging_face_config(config: ModelConfig) -> Json:
+    """The config.json of a model that was read from a file."""
+    raw = {name: value for name, value in config.raw.items() if name != "quantization_config"}
+    return raw | {"tie_word_embeddings": config.tied}
+
+
+class _Metadata:
+    """The keys of one file, without the name of its architecture."""
+
+    def __init__(self, gguf: Gguf) -> None:
+        self.gguf, self.prefix = gguf, f"{gguf.architecture}."
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self.gguf.metadata.get(self.prefix + key, default)
+
+    def need(self, *keys: str) -> Any:
+        """The value of the first of these keys that is there. LookupError without any."""
+        found = [self.get(key) for key in keys if self.get(key) is not None]
+        if not found:
+            raise LookupError(self.prefix + keys[0])
+        return found[0]
+
+    def number(self, *keys: str, default: float | None = None) -> float:
+        """A float as it was before it was rounded to 32 bits: 9.999999747378752e-06 was 1e-05."""
+        value = self.need(*keys) if default is None else self.get(keys[0], default)
+        return float(str(np.float32(value)))
+
+    def same(self, *keys: str) -> int:
+        """A whole number, or an array that says the same of each layer."""
+        value = self.need(*keys)
+        if isinstance(value, np.ndarray):
+            if not len(value) or (value != value[0]).any():
+                raise ValueError(f"{self.prefix}{keys[0]}, which differs between layers")
+            value = value[0].item()
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise TypeError(f"{self.prefix}{keys[0]} ({value!r})")
+        return value
+
+    def vector(self, name: str) -> list[float]:
+        """A tensor of one dimension."""
+        entry = self.gguf.tensors[name]
+        if entry.kind not in FLOATS or len(entry.shape) != 1:
+            raise ValueError(f"the tensor {name}")
+        return [float(v) for v in Blocks((Piece(replace(entry, shape=(1, *entry.shape))),)).dequantise()[0]]
+
+    def hugging_face(self) -> Json:
+        for key, what in REFUSED.items():
+            if self.get(key) not in (None, 0, 0.0, 1.0):
+                raise ValueError(f"what forerun has ({what}, {self.prefix}{key}, is not supported)")
+        layers = self.same("block_count") - int(self.get("nextn_predict_layers", 0))
+        hidden, heads = self.same("embedding_length"), self.same("attention.head_count")
+        head_dim = self.same("attention.key_length") if self.get("attention.key_length") else hidden // heads
+        if self.get("attention.value_length", head_dim) != head_dim:
+            raise ValueError(f"{self.prefix}attention.value_length, which differs from the keys'")
+        embedding = self.gguf.tensors.get("token_embd.weight")
+        if embedding is None or len(embedding.shape) != 2:
+            raise LookupError("the tensor token_embd.weight")
+        common = dict(
+            vocab_size=embedding.shape[0], hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads,
+            num_key_value_heads=self.same("attention.head_count_kv", "attention.head_count"), head_dim=head_dim,
+            intermediate_size=self.same("feed_forward_length"), max_position_embeddings=self.same("context_length"),
+            bos_token_id=self.gguf.metadata.get("tokenizer.ggml.bos_token_id"),
+            eos_token_id=self.gguf.metadata.get("tokenizer.ggml.eos_token_id"),
+        )  # fmt: skip
+        return common | ARCHITECTURES[self.gguf.architecture](self, common)
+
+    def rope(self, head_dim: int) -> Json:
+        """rope_parameters: scalings are in keys, in a tensor of divisors (Llama 3), or in two tensors (longrope)."""
+        rope: Json = {"rope_type": "default", "rope_theta": self.number("rope.freq_base", default=10000.0)}
+        turns = int(self.get("rope.dimension_count") or head_dim)
+        if turns != head_dim:
+            rope["partial_rotary_factor"] = turns / head_dim
+        kind = self.get("rope.scaling.type", "linear")
+        factor = float(self.get("rope.scaling.factor", self.get("rope.scale_linear", 1.0)))
+        original = self.get("rope.scaling.original_context_length")
+        tensors = self.gguf.tensors
+        if "rope_freqs.weight" in tensors:
+            return rope | {"rope_type": "divided", "divisors": self.vector("rope_freqs.weight")}
+        if "rope_factors_long.weight" in tensors:
+            factors = {f"{n}_factor": self.vector(f"rope_factors_{n}.weight") for n in ("long", "short")}
+            own = self.get("rope.scaling.attn_factor")
+            attention = {} if own is None else {"attention_factor": float(own)}
+            return rope | factors | attention | {"rope_type": "longrope", "original_max_position_embeddings": original}
+        if kind == "yarn":
+            scaled = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
+            return rope | {
+                "rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original,
+                "attention_factor": scaled * float(self.get("rope.scaling.attn_factor", 1.0)),
+                "beta_fast": float(self.get("rope.scaling.yarn_beta_fast", 32.0)),
+                "beta_slow": float(self.get("rope.scaling.yarn_beta_slow", 1.0)),
+            }  # fmt: skip
+        if kind not in ("none", "linear"):
+            raise ValueError(f"{self.prefix}rope.scaling.type ({kind!r})")
+        return rope | ({"rope_type": "linear", "factor": factor} if kind == "linear" and factor != 1.0 else {})
+
+    def windowed(self, layers: int, period: int) -> list[str]:
+        """layer_types: the last of each `period` sees all, or what the file says of each layer."""
+        pattern = self.get("attention.sliding_window_pattern", period)
+        if isinstance(pattern, np.ndarray):
+            seen = [bool(p) for p in pattern[:layers]]
+        else:
+            seen = [i % pattern < pattern - 1 for i in range(layers)]
+        return ["sliding_attention" if w else "full_attention" for w in seen]
+
+
+def _rms(m: _Metadata) -> float:
+    return m.number("attention.layer_norm_rms_epsilon", default=1e-6)
+
+
+def _llama(m: _Metadata, c: Json) -> Json:
+    return dict(model_type="llama", rms_norm_eps=_rms(m), rope_parameters=m.rope(c["head_dim"]))
+
+
+def _qwen2(m: _Metadata, c: Json) -> Json:
+    return _llama(m, c) | dict(model_type="qwen2")
+
+
+def _qwen3(m: _Metadata, c: Json) -> Json:
+    return _llama(m, c) | dict(model_type="qwen3")
+
+
+def _smollm3(m: _Metadata, c: Json) -> Json:
+    return _llama(m, c) | dict(model_type="smollm3", no_rope_layer_interval=4)
+
+
+def _phi3(m: _Metadata, c: Json) -> Json:
+    rope = m.rope(c["head_dim"])
+    window = m.get("attention.sliding_window") or None
+    original = rope.get("original_max_position_embeddings")
+    return dict(
+        model_type="phi3", rms_norm_eps=_rms(m), rope_parameters=rope, sliding_window=window, pad_token_id=None,
+        partial_rotary_factor=rope.get("partial_rotary_factor", 1.0),
+        **({"original_max_position_embeddings": original} if original else {}),
+    )  # fmt: skip
+
+
+def _gemma2(m: _Metadata, c: Json) -> Json:
+    wide = c["num_hidden_layers"] == 46  # 27B
+    return dict(
+        model_type="gemma2", rms_norm_eps=_rms(m), rope_parameters=m.rope(c["head_dim"]),
+        query_pre_attn_scalar=c["hidden_size"] / c["num_attention_heads"] if wide else c["head_dim"],
+        attn_logit_softcapping=m.number("attn_logit_softcapping", default=50.0),
+        final_logit_softcapping=m.number("final_logit_softcapping", default=30.0),
+        sliding_window=m.get("attention.sliding_window", 4096), layer_types=m.windowed(c["num_hidden_layers"], 2),
+    )  # fmt: skip
+
+
+def _gemma3(m: _Metadata, c: Json) -> Json:
+    wide = c["num_hidden_layers"] == 62  # 27B
+    full = m.rope(c["head_dim"])
+    full["rope_theta"] = m.number("rope.global.freq_base", default=m.number("rope.freq_base", default=1e6))
+    local = m.number("rope.local.freq_base", default=m.number("rope.freq_base_swa", default=10000.0))
+    return dict(
+        model_type="gemma3_text", rms_norm_eps=_rms(m),
+        query_pre_attn_scalar=c["hidden_size"] / c["num_attention_heads"] if wide else c["head_dim"],
+        sliding_window=m.get("attention.sliding_window", 4096), layer_types=m.windowed(c["num_hidden_layers"], 6),
+        rope_parameters={
+            "full_attention": full, "sliding_attention": {"rope_type": "default", "rope_theta": local},
+        },
+    )  # fmt: skip
+
+
+def _gpt2(m: _Metadata, c: Json) -> Json:
+    return dict(
+        model_type="gpt2", n_embd=c["hidden_size"], n_head=c["num_attention_heads"], n_layer=c["num_hidden_layers"],
+        n_positions=c["max_position_embeddings"], n_inner=c["intermediate_size"],
+        layer_norm_epsilon=m.number("attention.layer_norm_epsilon", default=1e-5),
+    )  # fmt: skip
+
+
+ARCHITECTURES: Mapping[str, Callable[[_Metadata, Json], Json]] = {
+    "llama": _llama, "mistral3": _llama, "qwen2": _qwen2, "qwen3": _qwen3, "smollm3": _smollm3, "phi3": _phi3,
+    "gemma2": _gemma2, "gemma3": _gemma3, "gpt2": _gpt2,
+}  # fmt: skip

@@ -1,0 +1,100 @@
+"""The decoder's tensors out of a GGUF file, with what its converter did to them undone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from forerun.errors import LoadError
+from forerun.models.gguf.blocks import Blocks, Piece, floats, permuted
+from forerun.models.gguf.config import ROTATED
+from forerun.models.gguf.container import Entry, open_gguf
+from forerun.models.weights import Builder, Matrix, Names
+
+NAMES: Names = {
+    "embed": "token_embd", "positions": "position_embd", "norm": "output_norm", "head": "output", "layer": "blk.{i}.",
+    "attention_norm": "attn_norm", "q_norm": "attn_q_norm", "k_norm": "attn_k_norm", "out": "attn_output",
+    "attention_out_norm": "post_attention_norm", "mlp_norm": "ffn_norm", "mlp_out_norm": "post_ffw_norm",
+    "down": "ffn_down",
+}  # fmt: skip
+# frequencies, which are read with the configuration; projectors of images and sound in the same file
+IGNORED = re.compile(r"rope_freqs\.weight|rope_factors_(long|short)\.weight|(v|mm|a|s|mtp)\..*")
+
+
+class GgufBuilder(Builder):
+    """`Builder` for a GGUF file."""
+
+    def open(self, path: Path) -> None:
+        """Find the names of the tensors: queries, keys and values, gate and up may be fused."""
+        self.gguf, self.taken, self.prefix = open_gguf(path), set[str](), ""
+        fused = "blk.0.attn_qkv.weight" in self.gguf.tensors
+        gated = "blk.0.ffn_gate.weight" in self.gguf.tensors
+        self.names = NAMES | {
+            "qkv": "attn_qkv" if fused else ["attn_q", "attn_k", "attn_v"],
+            "up": ["ffn_gate", "ffn_up"] if gated else "ffn_up",
+        }
+
+    def claim(self, name: str, shape: tuple[int, ...]) -> Entry:
+        """A tensor, counted as used. Raises LoadError if it is absent or of another shape."""
+        entry = self.gguf.tensors.get(name)
+        if entry is None:
+            raise LoadError(f"{self.gguf.path}: the file lacks the tensor {name}; it is incomplete")
+        if entry.shape != shape:
+            raise LoadError(
+                f"{self.gguf.path}: tensor {name} is {list(entry.shape)}, but its metadata asks for {list(shape)}"
+            )
+        self.taken.add(name)
+        return entry
+
+    def heads(self, name: str) -> int:
+        """In how many heads the rows of a tensor are rotated pair by pair; 0 for all others."""
+        rotated = self.gguf.architecture in ROTATED
+        if rotated and ".attn_q." in name:
+            return self.config.heads
+        return self.config.kv_heads if rotated and ".attn_k." in name else 0
+
+    def blocks(self, name: str, shape: tuple[int, int]) -> Blocks:
+        """A matrix, its rows in the order of Hugging Face's."""
+        held, heads = Blocks((Piece(self.claim(name, shape)),)), self.heads(name)
+        return permuted(held, heads) if heads else held
+
+    def tensor(self, part: str, layer: int | None, suffix: str, shape: tuple[int, ...]) -> Tensor:
+        """A norm, a bias or learned positions, as floats."""
+        found = []
+        for stem, size in self.stems(part, layer, shape[0]):
+            name = f"{stem}.{suffix}"
+            entry, heads = self.claim(name, (size, *shape[1:])), self.heads(name)
+            rows = entry.read().reshape(size if len(shape) > 1 else 1, -1)
+            values = floats(entry.kind, rows).reshape(size, *shape[1:])
+            found.append(values.view(heads, -1, 2).transpose(1, 2).reshape(-1) if heads else values)
+        return torch.cat(found) if len(found) > 1 else found[0]
+
+    def matrix(self, stem: str, shape: tuple[int, int], bias: bool, transposed: bool) -> Callable[[], Matrix]:
+        """A function that reads one linear layer's weight, which is claimed here."""
+        held = self.blocks(f"{stem}.weight", shape)
+        return lambda: held
+
+    def embedding(self) -> Callable[[], Matrix]:
+        """A function that reads the embedding [V, H]."""
+        return self.matrix(str(self.names["embed"]), (self.config.vocab, self.config.hidden), False, False)
+
+    def finish(self) -> None:
+        """Raise LoadError for tensors that fit no part of the model; modules that draft are left alone."""
+        layers = self.config.layers
+        left = [
+            name for name in self.gguf.tensors.keys() - self.taken
+            if not IGNORED.fullmatch(name) and not _beyond(name, layers)
+        ]  # fmt: skip
+        if left:
+            shown = ", ".join(sorted(left)[:4]) + (f" and {len(left) - 4} more" if len(left) > 4 else "")
+            raise LoadError(f"{self.gguf.path}: {len(left)} tensors fit no part of this model: {shown}")
+
+
+def _beyond(name: str, layers: int) -> bool:
+    """Whether a tensor belongs to a block behind the model's layers: a module that predicts further tokens."""
+    block = re.match(r"blk\.(\d+)\.", name)
+    return block is not None and int(block[1]) >= layers
