@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from forerun.models.quantized import is_quantised
 from forerun.models.text import Tokenizer
 from forerun.native import NativeDecoder
 from forerun.runner import Runner
+
+PADDING = re.compile(r"\[PAD\d+\]")  # tokens that only fill up the rows of an embedding
 
 
 def pick_device(name: str) -> torch.device:
@@ -118,6 +121,11 @@ def load_tokenizer(directory: Path) -> Tokenizer | None:
     return Tokenizer(directory) if any((directory / name).is_file() for name in names) else None
 
 
+def _said(tokenizer: Tokenizer) -> dict[str, int]:
+    """Tokens and ids, without the padding in GGUF files: sizes of one family differ in it."""
+    return {text: i for text, i in tokenizer.vocabulary().items() if not PADDING.fullmatch(text)}
+
+
 def check_vocabulary(tokenizer: Tokenizer | None, drafter: Path, vocab: int) -> None:
     """Raise ConfigError unless the drafter's token ids mean what the target's mean."""
     theirs = load_tokenizer(drafter)
@@ -127,5 +135,5 @@ def check_vocabulary(tokenizer: Tokenizer | None, drafter: Path, vocab: int) -> 
             raise ConfigError(
                 f"the draft model in {drafter} has {size} tokens, the target {vocab}: they must be the same"
             )
-    elif tokenizer.vocabulary() != theirs.vocabulary():
+    elif _said(tokenizer) != _said(theirs):
         raise ConfigError(f"the draft model in {drafter} has another vocabulary than the target: use one of its family")

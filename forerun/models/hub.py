@@ -52,7 +52,7 @@ def find_model(name: str | None, pickled: bool = False) -> Path:
         return find_model(None)
     match = REPOSITORY.fullmatch(name)
     if match is None or name.startswith((".", "/", "~")):
-        raise LoadError(f"there is no directory or file {name}: {_of_ollama(name) or FORMS}")
+        raise LoadError(f"there is no directory {name}, nor such a file: {_of_ollama(name) or FORMS}")
     return _of_hub(match[1], match[2], pickled)
 
 

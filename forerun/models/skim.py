@@ -7,6 +7,7 @@ are stepped over, and the tokens become one digest, so that vocabularies can be 
 from __future__ import annotations
 
 import hashlib
+import re
 import struct
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,9 @@ from forerun.models.gguf.container import Gguf, Reader, mapped
 from forerun.models.names import parts_of
 
 TOKENS = "tokenizer.ggml.tokens"
-PADDING = b"[PAD"  # tokens that only fill up the rows of an embedding, which differ between sizes of one family
+PADDING = re.compile(
+    rb"\[PAD\d+\]"
+)  # tokens that only fill up the rows of an embedding, which differ between sizes of one family
 
 
 class _Skimmer(Reader):
@@ -38,7 +41,7 @@ class _Skimmer(Reader):
         start, self.at = self.at, at
         if key != TOKENS:
             return []
-        while begins and data[begins[-1] + 8 : begins[-1] + 12] == PADDING:
+        while begins and PADDING.fullmatch(data, begins[-1] + 8, at):
             at = begins.pop()
         return [hashlib.sha256(data[start:at]).hexdigest()]
 

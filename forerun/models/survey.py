@@ -14,7 +14,7 @@ from typing import Any
 from forerun.errors import LoadError
 from forerun.memory import free_ram
 from forerun.models.config import FAMILIES, load_config
-from forerun.models.gguf.container import Gguf
+from forerun.models.gguf.kinds import why_not
 from forerun.models.places import Found
 from forerun.models.skim import skim, token_digest
 
@@ -26,8 +26,6 @@ FILE_TYPES = {
     29: "IQ2_M", 30: "IQ4_XS", 31: "IQ1_M", 32: "BF16", 36: "TQ1_0", 37: "TQ2_0", 38: "MXFP4_MOE", 39: "NVFP4",
     40: "Q1_0",
 }  # fmt: skip
-# GGUF files call Mistral models llama, and Gemma 3's text model without its ending.
-ARCHITECTURES = {family.removesuffix("_text") for family in FAMILIES} - {"mistral"}
 DTYPES = {  # of safetensors: their names elsewhere, and bits
     "F64": ("float64", 64), "F32": ("float32", 32), "F16": ("float16", 16), "BF16": ("bfloat16", 16),
     "F8_E4M3": ("fp8", 8), "F8_E5M2": ("fp8", 8), "I8": ("int8", 8), "U8": ("uint8", 8), "I32": ("int32", 32),
@@ -105,7 +103,7 @@ def _of_gguf(path: Path, row: Survey) -> Survey:
         family=file.architecture,
         parameters=sum(_product(tensor.shape) for tensor in file.tensors.values()),
         context=context if isinstance(context, int) else None,
-        reason=_why_not(file),
+        reason=why_not(file),
         vocabulary=token_digest(file.metadata),
     )
 
@@ -129,20 +127,6 @@ def _format(label: str, counts: Counter[str]) -> str:
     if not label or label == kind:
         return kind
     return label if label.startswith(kind) else f"{label}, {most / counts.total():.0%} {kind}"
-
-
-def _why_not(file: Gguf) -> str:
-    """Why a GGUF file is no model that runs; empty if it may be."""
-    kind, architecture = str(file.metadata.get("general.type", "model")), file.architecture
-    if kind != "model" or architecture == "clip":
-        return f"is no language model but {'a projector of images' if architecture == 'clip' else kind}"
-    if not file.tensors:
-        return "holds no weights, only a vocabulary"
-    if architecture not in ARCHITECTURES:
-        return f"family {architecture or 'without a name'} is not supported"
-    if _whole(file.metadata.get(f"{architecture}.expert_count")) > 0:
-        return "mixtures of experts are not supported"
-    return ""
 
 
 def _of_directory(path: Path, row: Survey) -> Survey:

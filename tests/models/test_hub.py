@@ -85,7 +85,7 @@ ODD = [
 
 @pytest.mark.parametrize("name", ODD)
 def test_odd_names_are_one_line(home: Path, name: str) -> None:
-    with pytest.raises(LoadError, match=r"there is no directory or file .*ollama:NAME"):
+    with pytest.raises(LoadError, match=r"there is no directory .*, nor such a file: .*ollama:NAME"):
         find_model(name)
 
 

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from forerun.models import survey as surveys
+from forerun.models.gguf.config import ARCHITECTURES
+from forerun.models.gguf.kinds import READ
 from forerun.models.hub import find_model
 from forerun.models.places import Found, everything, names
 from forerun.models.skim import skim, token_digest
@@ -122,15 +124,22 @@ def test_shards_count_together(home: Path) -> None:
     [
         ({"general__architecture": "mamba"}, "family mamba is not supported"),
         ({"general__architecture": None}, "family without a name"),
-        ({"general__type": "adapter"}, "no language model but adapter"),
+        ({"general__type": "adapter"}, "is an adapter (LoRA), not a model"),
         ({"general__architecture": "clip"}, "a projector of images"),
-        ({"llama__expert_count": 8}, "mixtures of experts"),
-        ({"tensors": {}}, "no weights, only a vocabulary"),
+        ({"llama__expert_count": 8}, "a mixture of experts"),
+        ({"tokenizer__ggml__pre": "new-one"}, "the pre-tokenizer 'new-one' is not known"),
+        ({"tokenizer__ggml__model": "t5"}, "tokenizer is a 't5'"),
+        ({"tensors": {}}, "a vocabulary but no weights"),
     ],
 )
 def test_why_a_gguf_file_does_not_run(home: Path, metadata: dict[str, object], says: str) -> None:
     row = one(little(home / "m.gguf", **metadata))  # type: ignore[arg-type]
     assert not row.runs and says in row.reason and not row.draft
+
+
+def test_what_is_said_to_run_is_what_is_read() -> None:
+    """The names are kept apart from the functions that read them, which need torch."""
+    assert set(READ) == set(ARCHITECTURES)
 
 
 def test_broken_files_are_rows(home: Path) -> None:

@@ -1,0 +1,33 @@
+"""What a draft model must share with its target."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from forerun import load
+from forerun.errors import ConfigError
+
+
+def tokenizer(*texts: str) -> Any:
+    return SimpleNamespace(vocabulary=lambda: {text: i for i, text in enumerate(texts)})
+
+
+def test_padding_is_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GGUF files of one family are padded to different sizes; anything else that differs changes what ids mean."""
+    target = tokenizer("a", "b", "[PAD2]", "[PAD3]")
+    for theirs, fits in (
+        (tokenizer("a", "b"), True),
+        (tokenizer("a", "b", "[PAD2]"), True),
+        (tokenizer("a", "c", "[PAD2]", "[PAD3]"), False),
+        (tokenizer("a", "b", "[PAD]"), False),
+    ):
+        monkeypatch.setattr(load, "load_tokenizer", lambda path, theirs=theirs: theirs)
+        if fits:
+            load.check_vocabulary(target, Path("m"), 4)
+        else:
+            with pytest.raises(ConfigError, match="another vocabulary"):
+                load.check_vocabulary(target, Path("m"), 4)
