@@ -12,6 +12,9 @@ from typing import Any
 import tokenizers
 
 from forerun.errors import LoadError, RequestError
+from forerun.models.chat import ChatTemplate, directory_template
+from forerun.models.gguf.container import open_gguf
+from forerun.models.gguf.tokenizer import SPACE, build_tokenizer, chat_templates, special_tokens
 
 Message = dict[str, Any]
 
@@ -26,46 +29,78 @@ _LEVEL = {chr(b): b for b in _PRINTED} | {chr(256 + i): b for i, b in enumerate(
 
 
 class Tokenizer:
-    """A model's tokenizer, whichever way the model's authors stored it."""
+    """A model's tokenizer, whichever way the model's authors stored it: `path` is a directory or a GGUF file."""
 
-    def __init__(self, directory: Path) -> None:
-        """Raises LoadError when the directory has no usable tokenizer."""
-        self.directory = directory
+    def __init__(self, path: Path) -> None:
+        """Raises LoadError when there is no usable tokenizer."""
+        self.path = path
         self._backend = self._load()
-        self._backend.no_truncation()  # what was set for training says nothing about prompts
-        self._backend.no_padding()
 
     def _load(self) -> tokenizers.Tokenizer:
-        plain, settings = self.directory / "tokenizer.json", self.directory / "tokenizer_config.json"
+        backend = self._from_gguf() if self.path.is_file() else self._from_directory()
+        backend.no_truncation()  # what was set for training says nothing about prompts
+        backend.no_padding()
+        return backend
+
+    def _from_gguf(self) -> tokenizers.Tokenizer:
+        file = open_gguf(self.path)
+        embedding = file.tensors.get("token_embd.weight")
         try:
-            kind = (
-                json.loads(settings.read_text(encoding="utf-8")).get("tokenizer_class") if settings.is_file() else None
-            )
-            if plain.is_file() and kind in PLAIN_CLASSES:
-                return tokenizers.Tokenizer.from_file(str(plain))
+            backend = build_tokenizer(file.metadata, embedding.shape[0] if embedding else None)
+        except LoadError as error:
+            raise LoadError(f"the tokenizer in {self.path} cannot be read: {error}") from None
+        if backend is None:
+            raise LoadError(f"{self.path} has no tokenizer: its prompts are token ids")
+        return backend
+
+    def _from_directory(self) -> tokenizers.Tokenizer:
+        try:
+            if self._plain:
+                return tokenizers.Tokenizer.from_file(str(self.path / "tokenizer.json"))
             backend: tokenizers.Tokenizer | None = getattr(self._slow, "backend_tokenizer", None)
         except LoadError:
             raise
         except Exception as error:  # the tokenizers library raises bare Exception
-            raise LoadError(f"the tokenizer in {self.directory} cannot be read: {_line(error)}") from None
+            raise LoadError(f"the tokenizer in {self.path} cannot be read: {_line(error)}") from None
         if backend is None:
-            raise LoadError(f"the tokenizer in {self.directory} has no tokenizer.json form, which forerun needs")
+            raise LoadError(f"the tokenizer in {self.path} has no tokenizer.json form, which forerun needs")
         return backend
 
     @cached_property
+    def _plain(self) -> bool:
+        """Whether the directory's files say everything."""
+        settings = self.path / "tokenizer_config.json"
+        kind = json.loads(settings.read_text(encoding="utf-8")).get("tokenizer_class") if settings.is_file() else None
+        return kind in PLAIN_CLASSES and (self.path / "tokenizer.json").is_file()
+
+    @cached_property
     def _slow(self) -> Any:
-        """transformers' tokenizer: it knows every way of storing one, and chat templates."""
+        """transformers' tokenizer, where its class adds something to the files."""
         from transformers import AutoTokenizer
 
         try:
-            return AutoTokenizer.from_pretrained(self.directory)
+            return AutoTokenizer.from_pretrained(self.path)
         except (OSError, ValueError, KeyError, ImportError) as error:
-            raise LoadError(f"the tokenizer in {self.directory} cannot be read: {_line(error)}") from None
+            raise LoadError(f"the tokenizer in {self.path} cannot be read: {_line(error)}") from None
 
-    def encode(self, text: str, special: bool = True) -> list[int]:
-        """Token ids of a text; `special` adds what the model expects around a text (often a first token)."""
+    @cached_property
+    def _literal(self) -> tokenizers.Tokenizer:
+        """The tokenizer once more, to which special tokens are text: threads share the one that finds them."""
+        backend = self._load()
+        backend.encode_special_tokens = True
+        return backend
+
+    def encode(self, text: str, special: bool = True, parse: bool = True) -> list[int]:
+        """Token ids of a text.
+
+        Args:
+            text: any text.
+            special: add what the model expects around a text (often a first token).
+            parse: take special tokens that are spelled out in the text for what they are; else they are text.
+        """
+        backend = self._backend if parse else self._literal
         try:
-            ids: list[int] = self._backend.encode(text, add_special_tokens=special).ids
+            ids: list[int] = backend.encode(text, add_special_tokens=special).ids
         except TypeError:  # lone surrogates, as bytes that are no UTF-8 come in on the command line
             raise RequestError("the prompt is not valid Unicode text: give UTF-8") from None
         return ids
@@ -78,11 +113,17 @@ class Tokenizer:
     def spell(self, token: int) -> str:
         """One token as text, special ones too; bytes that are no character show as a replacement character."""
         text: str = self._backend.decode([token], skip_special_tokens=False)
+        if not text.startswith(" ") and self.piece(token).startswith(SPACE):
+            return " " + text  # stripped as if a text began here
         return text
+
+    def piece(self, token: int) -> str:
+        """One token as the tokenizer writes it."""
+        return self._backend.id_to_token(token) or ""
 
     def spelling(self, token: int) -> bytes:
         """The bytes of one token, those of parts of characters too."""
-        text, piece = self.spell(token), self._backend.id_to_token(token) or ""
+        text, piece = self.spell(token), self.piece(token)
         if BROKEN not in text:
             return text.encode()
         if re.fullmatch("<0x[0-9A-F]{2}>", piece):
@@ -123,20 +164,34 @@ class Tokenizer:
         if not self.has_chat_template:
             return self.encode(_plain_layout(messages, tools))
         try:
-            text = self._slow.apply_chat_template(
-                list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=True, **options
-            )
+            text = self._render(messages, tools, options)
         except Exception as error:  # templates raise what they like
             raise RequestError(f"the model's chat template refuses this conversation: {_line(error)}") from None
         return self.encode(text, special=False)
 
-    @cached_property
+    def _render(self, messages: Sequence[Message], tools: Sequence[Message], options: dict[str, Any]) -> str:
+        if self._template is not None and (self.path.is_file() or self._plain):
+            return self._template.render(messages, tools, options)
+        text: str = self._slow.apply_chat_template(
+            list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=True, **options
+        )
+        return text
+
+    @property
     def has_chat_template(self) -> bool:
         """Whether the model says how a conversation is written."""
-        if (self.directory / "chat_template.jinja").is_file():
-            return True
-        settings = self.directory / "tokenizer_config.json"
-        return settings.is_file() and bool(json.loads(settings.read_text(encoding="utf-8")).get("chat_template"))
+        return self._template is not None
+
+    @cached_property
+    def _template(self) -> ChatTemplate | None:
+        if self.path.is_file():
+            metadata = open_gguf(self.path).metadata
+            templates = chat_templates(metadata)
+            return ChatTemplate(templates, special_tokens(metadata)) if templates else None
+        try:
+            return directory_template(self.path)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise LoadError(f"the chat template in {self.path} cannot be read: {_line(error)}") from None
 
 
 class Decoding:

@@ -66,7 +66,7 @@ class Twin:
     """What a grammar allows after some tokens, from a fresh matcher each time."""
 
     def __init__(self, grammar: Grammar, tokenizer: Tokenizer) -> None:
-        text = (tokenizer.directory / "tokenizer.json").read_text()
+        text = (tokenizer.path / "tokenizer.json").read_text()
         self.tokens = llguidance.LLTokenizer(text, n_vocab=VOCAB, eos_token=END)
         self.source = grammar.source()
 

@@ -134,7 +134,7 @@ def _kinds(metadata: Mapping[str, Any]) -> Array | None:
 
 
 def _ids(metadata: Mapping[str, Any], model: str, count: int, whole: int) -> dict[str, int]:
-    """Ids that the file names; those out of range, which occur for padding, count as none where nothing needs them."""
+    """Ids that the file names; those out of range, which do occur for padding, count as none."""
     parts = ("bos", "eos", "eot", "eom", "unknown", "seperator", "padding", "mask", *FILL_IN)
     ids = dict(DEFAULTS.get(model, {}))
     for part in parts:

