@@ -29,21 +29,28 @@ class _Skimmer(Reader):
     def texts(self, count: int, key: str) -> list[str]:
         if count * 8 > self.size - self.at:
             self.fail(f"has {count} strings in {key}, more than fit in it")
-        data, at, size, length_at = self.data, self.at, self.size, struct.Struct("<Q").unpack_from
-        begins = []
-        for _ in range(count):
-            if at + 8 > size:
-                self.fail(f"ends within {key}")
-            begins.append(at)
-            at += 8 + length_at(data, at)[0]
-        if at > size:
+        data, at, length_at = self.data, self.at, struct.Struct("<Q").unpack_from
+        try:
+            for _ in range(count):
+                at += 8 + length_at(data, at)[0]
+        except (struct.error, OverflowError):  # a length that leads out of the file
+            self.fail(f"ends within {key}")
+        if at > self.size:
             self.fail(f"ends within {key}")
         start, self.at = self.at, at
-        if key != TOKENS:
-            return []
+        return [hashlib.sha256(data[start : self.unpadded(start, count)]).hexdigest()] if key == TOKENS else []
+
+    def unpadded(self, start: int, count: int) -> int:
+        """Where `count` tokens that begin at `start` and end here end without padding."""
+        data, at, length_at, begins = self.data, start, struct.Struct("<Q").unpack_from, []
+        if data[self.at - 1 : self.at] != b"]":
+            return self.at
+        for _ in range(count):
+            begins.append(at)
+            at += 8 + length_at(data, at)[0]
         while begins and PADDING.fullmatch(data, begins[-1] + 8, at):
             at = begins.pop()
-        return [hashlib.sha256(data[start:at]).hexdigest()]
+        return at
 
 
 def skim(path: Path) -> Gguf:
