@@ -11,15 +11,15 @@ PACKAGE = Path(forerun.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 # Each floor may import from itself and from those below it.
 FLOORS = [
-    {"errors", "types", "rng", "config"},
+    {"errors", "types", "rng", "config", "memory"},
     {"kernels", "sampling", "verify"},
     {"models"},
     {"cache"},
     {"native", "packed", "passes", "runner", "linear", "load"},
     {"draft"},
     {"engine"},
-    {"llm", "flags"},
-    {"bench", "check", "doctor", "server", "train"},
+    {"completion", "flags", "llm"},
+    {"bench", "check", "doctor", "models_cli", "server", "train"},
     {"cli", "__main__", "__init__"},
 ]
 FLOOR = {name: i for i, names in enumerate(FLOORS) for name in names}

@@ -9,6 +9,7 @@ import typer
 
 from forerun.bench.cli_decode import DECODED, Categories, Prompts
 from forerun.bench.lists import plural
+from forerun.completion import model_names
 from forerun.config import Config, parse_depth
 from forerun.errors import ConfigError
 from forerun.flags import ENGINE, with_flags
@@ -21,7 +22,10 @@ ROUNDS, BATCHES = 5, 3
 @with_flags(ENGINE.without("model", "rule"), DECODED)
 def tune(
     model: Annotated[
-        str | None, typer.Argument(help="A Hugging Face model directory or Hub id; without it, the bundled model.")
+        str | None,
+        typer.Argument(
+            help="A Hugging Face model directory or Hub id; without it, the bundled model.", autocompletion=model_names
+        ),
     ] = None,
     drafts: Annotated[
         str | None,
