@@ -17,6 +17,7 @@ import pytest
 from forerun import LLM
 from forerun.engine.costs import SETTLED, Curve
 from forerun.engine.depth import Auto
+from tests import tiny
 from tests.server.fake_playground import COSTS, CSP, HTML, INFO, FakeServer
 from tests.server.serving import serving
 
@@ -46,8 +47,8 @@ def fake() -> Iterator[FakeServer]:
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[tuple[str, LLM]]:
-    """A real server with the bundled model."""
-    llm = LLM(kv_tokens=8192)
+    """A real server with a tiny model."""
+    llm = LLM(tiny.spoken(), context=2048, kv_tokens=8192)
     with serving(llm) as running:
         yield running.url, llm
 
@@ -333,7 +334,7 @@ def test_why_covers_every_case(open_page, page_url) -> None:
 
 def test_a_tree_is_drawn_as_one(open_page, fake) -> None:
     page = open_page(fake.url)
-    rounds = traces(run(page, beside=False, draft="model:bundled", rule="tree", depth=3)[0])
+    rounds = traces(run(page, beside=False, draft="model:tiny", rule="tree", depth=3)[0])
     page.click("#round-first")
     page.click("#round-next")
     assert_shows(page, rounds, 1)
@@ -597,7 +598,7 @@ def test_keyboard_alone_will_do(open_page, page_url) -> None:
 @pytest.mark.parametrize("width", [320, 375, 1280])
 def test_no_width_scrolls_sideways(open_page, fake, width: int) -> None:
     page = open_page(fake.url, width)
-    run(page, "#fake: differ\n" + "x" * 300, draft="model:bundled", depth=6, rule="tree")
+    run(page, "#fake: differ\n" + "x" * 300, draft="model:tiny", depth=6, rule="tree")
     page.check("#ghosts")
     page.click("#round-next")
     assert page.evaluate("document.documentElement.scrollWidth") <= width
