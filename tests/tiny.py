@@ -222,7 +222,7 @@ def worded(noise: float = 0.0) -> Path:
 
 @functools.cache
 def spoken(noise: float = 0.0) -> Path:
-    """A tiny Llama called "tiny", with that tokenizer and a context of SPOKEN, whose text is printable ASCII and repeats itself.
+    """A tiny Llama called "tiny", with that tokenizer and a context of SPOKEN: it says ASCII and repeats itself.
 
     Most tokens have one favourite to follow them, in rings of eight: greedy it ends in a loop, and sampled it leaves
     a ring every few tokens, so that drafts are accepted in part. `noise` as in `worded`.
