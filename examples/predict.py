@@ -1,7 +1,7 @@
 """Editing a file with its old version as the prediction: how many tokens a pass of the target gives.
 
-The default model writes a file. Some lines of it are then changed and the result is the prediction when the same file is
-written again: to the engine, an old version of a file that it is to write anew with a few lines edited.
+The default model writes a file. Some lines of it are then changed and the result is the prediction when the same file
+is written again: to the engine, an old version of a file that it is to write anew with a few lines edited.
 
     python examples/predict.py [--changed 5] [--depth auto]
 """
