@@ -32,7 +32,7 @@ def part(module: str) -> str:
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_imports_go_down(path: Path) -> None:
     mine = path.relative_to(PACKAGE).with_suffix("").parts[0]
-    if mine in ("__init__", "bundled"):
+    if mine == "__init__":
         return
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("forerun."):

@@ -19,7 +19,8 @@ def check(
     model: Annotated[
         str | None,
         typer.Argument(
-            help="A Hugging Face model directory or Hub id; without it, the bundled model.", autocompletion=model_names
+            help="A GGUF file, a directory, ollama:NAME, lmstudio:NAME or a Hub id (:QUANT); else the default model.",
+            autocompletion=model_names,
         ),
     ] = None,
     texts: Annotated[int, typer.Option(help="Prompts, each continued at temperature 0 and 0.8.")] = 6,
@@ -44,8 +45,6 @@ def check(
     rules = (config["rule"],) if "rule" in config else LOSSLESS
     named = config.get("draft")
     scope = Scope(rules, (), texts, tokens, samples, seconds, inject)
-    if model is None and named is None:
-        config["draft"] = "model:bundled"
     if ":" in config.get("draft", "") and config.get("rule") not in ("token", "block"):
         config.setdefault("width", 2)  # trees for the rules that take them
     from forerun.bench.report import print_json, progress

@@ -13,7 +13,6 @@ from forerun.errors import LoadError
 from forerun.models import caches, lmstudio, ollama
 from forerun.models.names import choose, first_part, is_gguf, listed, models_of, parts_of, tag_of
 
-BUNDLED = Path(__file__).parent.parent / "bundled"
 WANTED = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "tokenizer.model", "*.txt"]
 UNWANTED = ["original/*", "onnx/*"]
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt")

@@ -22,7 +22,10 @@ FILE = Annotated[Path | None, typer.Option("--config", help="A TOML file with an
 def serve(
     model: Annotated[
         str | None,
-        typer.Argument(help="A Hub id or a directory; the bundled model by default.", autocompletion=model_names),
+        typer.Argument(
+            help="A GGUF file, a directory, ollama:NAME, lmstudio:NAME or a Hub id (:QUANT); else the default model.",
+            autocompletion=model_names,
+        ),
     ] = None,
     file: FILE = None,
     verbose: Annotated[bool, typer.Option("--verbose", help="Log every request.")] = False,
