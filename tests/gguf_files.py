@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import math
-import struct
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -81,7 +80,9 @@ def random_rows(kind: str, rows: int, inputs: int, rms: float, seed: int) -> Row
     if kind == "MXFP4":
         blocks[:, 0] = np.clip(round(128 + math.log2(rms / 6)) + rng.integers(-1, 2, len(blocks)), 0, 254)
         return blocks.reshape(rows, -1)
-    scale = rng.uniform(0.5, 1.5, len(blocks)) * rng.choice([1, 1, 1, -1], len(blocks)) * (rng.random(len(blocks)) > 0.03)
+    scale = (
+        rng.uniform(0.5, 1.5, len(blocks)) * rng.choice([1, 1, 1, -1], len(blocks)) * (rng.random(len(blocks)) > 0.03)
+    )
     for factor in (1.0, rms / _rms(kind, _with_scales(kind, blocks, scale))):
         made = _with_scales(kind, blocks, scale * factor)
     return made.reshape(rows, -1)
@@ -146,6 +147,9 @@ def sizes(name: str, kinds: Kinds) -> dict[str, Any]:
 def written(name: str, kinds: Kinds, gain: float = 1.0, tokenizer: str = "none") -> Written:
     """The file of a family or variant with matrices of `kinds`; made once a test run."""
     model = tiny.hf_model(name, **sizes(name, kinds)).double()
+    for part in model.modules():
+        if hasattr(part, "embed_scale"):  # which transformers rounds to float32
+            part.embed_scale = torch.tensor(model.config.hidden_size**0.5, dtype=torch.float64)
     path = new_path(name)
     write(path, model, kinds, gain, tokenizer=tokenizer)
     return Written(path, model)
@@ -302,6 +306,14 @@ def _rope_tensors(config: Any) -> Iterator[tuple[str, np.ndarray, str]]:
             smooth = (old / wavelength - low) / (high - low)
             found.append(1 / ((1 - smooth) / factor + smooth))
     yield "rope_freqs.weight", np.array(found, np.float32), "F32"
+
+
+def tensors_of(path: Path) -> dict[str, tuple[int, int, int]]:
+    """Where each tensor of a file begins, its bytes, and those of a block of it, as the `gguf` package reads it."""
+    return {
+        t.name: (int(t.data_offset), int(t.n_bytes), gguf.GGML_QUANT_SIZES[t.tensor_type][1])
+        for t in gguf.GGUFReader(path).tensors
+    }  # fmt: skip
 
 
 # ---------------------------------------------------------------- tokenizers

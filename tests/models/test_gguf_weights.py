@@ -8,7 +8,6 @@ rope scalings in keys and in tensors, windows; the order of bits of every type; 
 from __future__ import annotations
 
 import functools
-import re
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from forerun.kernels import native
 from forerun.load import make_runner
 from forerun.models.config import load_config
 from forerun.models.decoder import Decoder, load_decoder
-from forerun.models.gguf.blocks import FORMS, Blocks, permuted
+from forerun.models.gguf.blocks import FORMS, permuted
 from forerun.models.weights import Linear
 from forerun.native import NativeDecoder
 from forerun.packed import Packed
@@ -35,6 +34,12 @@ from tests import gguf_files, tiny
 CPU = torch.device("cpu")
 KERNELS = pytest.mark.skipif(native.library() is None, reason=native.reason() or "compiled")
 GROUPED = tuple(kind for kind, form in FORMS.items() if form not in ("float32", "float16", "bfloat16"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def threads() -> None:
+    if native.library() is not None:
+        native.start(2)
 
 
 class Double(TorchFunctionMode):
@@ -94,7 +99,9 @@ def test_sizes_that_no_block_of_256_fits(name: str) -> None:
     agrees(name, gguf_files.SIMPLE)
 
 
-@pytest.mark.parametrize("name, mix", [("qwen2", "q4_k_m"), ("llama", "q4_k_m"), ("qwen3", "q5_k"), ("gemma3", "gemma")])
+@pytest.mark.parametrize(
+    "name, mix", [("qwen2", "q4_k_m"), ("llama", "q4_k_m"), ("qwen3", "q5_k"), ("gemma3", "gemma")]
+)
 def test_mixes_as_real_files_have_them(name: str, mix: str) -> None:
     """Queries and values of different types, gate and up too; a quantised embedding that is the head as well."""
     agrees(name, mix)
@@ -155,11 +162,10 @@ def test_native_formats_take_the_bytes_of_the_file(kind: str) -> None:
 
 @KERNELS
 def test_weight_bytes_are_those_of_the_matrices() -> None:
-    native.start(2)
     path = gguf_files.written("qwen2", "q4_k_m").path
     decoder = NativeDecoder(load_config(path), path, "bfloat16", 64, keep=True)
     assert decoder.precision.startswith("q4_k and q6_k, native")
-    assert 1.0 <= decoder.weight_bytes / path.stat().st_size < 1.1
+    assert 0.95 < decoder.weight_bytes / path.stat().st_size < 1.05  # the file has norms and a header too
 
 
 # ---------------------------------------------------------------- what the native kernels say
@@ -178,7 +184,6 @@ class Rounded(Decoder):
 
 @functools.cache
 def kept(path: Path) -> NativeDecoder:
-    native.start(2)
     return NativeDecoder(load_config(path), path, "float32", 128, keep=True)
 
 
@@ -190,10 +195,87 @@ NATIVE += [("qwen2", "q4_k_m"), ("smollm3", "q5_k"), ("gemma3", "gemma"), ("llam
 @pytest.mark.parametrize("name, kinds", NATIVE, ids=str)
 def test_native_kernels_round_activations_and_nothing_else(name: str, kinds: gguf_files.Kinds) -> None:
     """Measured: the root mean square of the difference, relative to the logits'. Where an activation lies between two
-    integers, float32 and float64 may choose either, which shows here as about a hundredth of that rounding itself."""
-    path, text = gguf_files.written(name, kinds).path, ids(20)
-    rounded = logits(Rounded(load_config(path), path, torch.float64, CPU, 128), text)
-    found = logits(kept(path), text)
-    plain = logits(load_decoder(path, torch.float64, CPU, 128), text)
-    print("ROUND", name, off(found, rounded), off(plain, rounded))
-    assert off(found, rounded) < 0.3 * off(plain, rounded)
+    integers, float32 and float64 may choose either: seldom in one token, somewhere in a text of twenty."""
+    path = gguf_files.written(name, kinds).path
+    rounded, found = Rounded(load_config(path), path, torch.float64, CPU, 128), kept(path)
+    each = [off(logits(found, [token]), logits(rounded, [token])) for token in ids(9)]
+    assert sorted(each)[4] < 1e-6
+    text = ids(20)
+    expected, plain = logits(rounded, text), logits(load_decoder(path, torch.float64, CPU, 128), text)
+    assert off(logits(found, text), expected) < off(plain, expected)
+
+
+@KERNELS
+@pytest.mark.parametrize("kind, most", [("F32", 1e-5), ("F16", 1e-5), ("BF16", 0.05)])
+def test_native_kernels_on_floats(kind: str, most: float) -> None:
+    """Activations stay as they are; with bfloat16 some processors round them to it."""
+    path, text = gguf_files.written("llama", kind).path, ids(20)
+    assert off(logits(kept(path), text), truth(gguf_files.written("llama", kind).model, text)) < most
+
+
+@KERNELS
+@pytest.mark.parametrize("kind", [kind for kind in gguf_files.TYPES if kind not in FORMS])
+def test_types_without_a_native_format_become_bfloat16(kind: str) -> None:
+    path, text = gguf_files.written("llama", kind).path, ids(20)
+    assert set(kept(path).precision.split(",")[0].split(" and ")) == {"bfloat16"}
+    assert off(logits(kept(path), text), truth(gguf_files.written("llama", kind).model, text)) < 0.05
+
+
+# ---------------------------------------------------------------- options, and numbers that are none
+
+
+@KERNELS
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(quantization="int8"),
+        dict(quantization="int4"),
+        dict(dtype="float32"),
+        dict(dtype="bfloat16"),
+        dict(dtype="float64"),
+        dict(kernels="torch"),
+        {},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name, kinds", [("qwen2", "q4_k_m"), ("gemma3", "gemma"), ("llama", "Q4_0")])
+def test_every_precision_can_be_asked_for(name: str, kinds: str, options: dict[str, Any]) -> None:
+    """The text's logits stay near, and the precision is the one asked for."""
+    written, text = gguf_files.written(name, kinds), ids(12)
+    runner = make_runner(Config.of(kv_tokens=128, context=64, **options), written.path, CPU)
+    forms = runner.decoder.precision.split(",")[0].split(" and ")
+    asked = options.get("quantization") or options.get("dtype")
+    if asked == "int4":
+        assert set(forms) == {"int4", "int8"}
+    elif asked:
+        assert forms == [asked]
+    elif not options:
+        assert "bfloat16" not in forms and "int8" not in forms
+    runner.cache.pages.grow(0, len(text))
+    found = runner.forward([Segment(0, text, list(range(-1, 11)), list(range(12)))]).logits
+    assert off(found, truth(written.model, text)) < {"int4": 1.2, "float32": 1e-5, "float64": 1e-9}.get(asked, 0.3)
+
+
+def broken_scales(kind: str, bits: int, path: Path) -> Path:
+    """A file of a tiny Llama with one half-precision number of one matrix replaced."""
+    source = gguf_files.written("llama", kind).path
+    data, place = bytearray(source.read_bytes()), gguf_files.HALVES[kind][-1]
+    start, _, block = gguf_files.tensors_of(source)["blk.1.ffn_down.weight"]
+    at = start + 7 * block + place
+    data[at : at + 2] = bits.to_bytes(2, "little")
+    path.write_bytes(data)
+    return path
+
+
+@KERNELS
+@pytest.mark.parametrize("bits", [0x7C00, 0xFC00, 0x7E00, 0xFFFF], ids=hex)
+@pytest.mark.parametrize("kind", gguf_files.HALVES)
+def test_scales_that_are_no_numbers_are_refused(kind: str, bits: int, tmp_path: Path) -> None:
+    path = broken_scales(kind, bits, tmp_path / "broken.gguf")
+    for load in (lambda: NativeDecoder(load_config(path), path, "bfloat16", 64, keep=True),
+                 lambda: load_decoder(path, torch.float32, CPU, 64)):  # fmt: skip
+        with pytest.raises(
+            LoadError, match=r"tensor blk\.1\.ffn_down\.weight has scales that are no numbers"
+        ) as caught:
+            load()
+        assert "\n" not in str(caught.value)
