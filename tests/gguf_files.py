@@ -88,6 +88,18 @@ def random_rows(kind: str, rows: int, inputs: int, rms: float, seed: int) -> Row
     return made.reshape(rows, -1)
 
 
+def extreme_rows(kind: str, rows: int, inputs: int) -> Rows:
+    """Random rows among which all bits are set, none is, and scales are the largest and the smallest there are."""
+    made = random_rows(kind, rows, inputs, 0.1, seed=5)
+    if kind in HALVES:
+        blocks = made.reshape(-1, gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][1])
+        blocks[1:2], blocks[2:3] = 0xFF, 0
+        for number, scale in enumerate((-3.0, 0.0, 65504.0, -65504.0, 6e-8, -0.0), 1):
+            for place in HALVES[kind]:
+                blocks[number : number + 1, place : place + 2] = np.array([scale], "<f2").view(np.uint8)
+    return made
+
+
 def _with_scales(kind: str, blocks: Rows, scale: np.ndarray) -> Rows:
     blocks = blocks.copy()
     for place, factor in zip(HALVES[kind], (1.0, MINIMUM.get(kind, 0.0)), strict=False):

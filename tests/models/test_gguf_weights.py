@@ -118,26 +118,12 @@ def test_divisors_of_llama3_are_its_scaling() -> None:
 # ---------------------------------------------------------------- what the native kernels hold
 
 
-def extremes(kind: str, rows: int, inputs: int) -> np.ndarray:
-    """Random rows among which all bits are set, none is, and the scales are the largest and smallest there are."""
-    made = gguf_files.random_rows(kind, rows, inputs, 0.1, seed=5)
-    if kind not in gguf_files.HALVES:
-        return made
-    size = gguf_files.gguf.GGML_QUANT_SIZES[gguf_files.gguf.GGMLQuantizationType[kind]][1]
-    blocks = made.reshape(-1, size)
-    blocks[1], blocks[2] = 0xFF, 0
-    for number, scale in enumerate((-3.0, 0.0, 65504.0, -65504.0, 6e-8, -0.0), 1):
-        for place in gguf_files.HALVES[kind]:
-            blocks[number, place : place + 2] = np.array([scale], "<f2").view(np.uint8)
-    return made
-
-
 @KERNELS
 @pytest.mark.parametrize("kind", FORMS)
 def test_native_formats_hold_the_numbers_of_each_type(kind: str) -> None:
     """Also with the rows of each head in another order, and rows of two tensors on top of each other."""
     inputs = 512 if kind in gguf_files.SUPER else 416
-    rows, more = extremes(kind, 72, inputs), gguf_files.random_rows(kind, 40, inputs, 1.0, seed=6)
+    rows, more = gguf_files.extreme_rows(kind, 72, inputs), gguf_files.random_rows(kind, 40, inputs, 1.0, seed=6)
     values, others = (torch.from_numpy(gguf_files.values_of(kind, r)) for r in (rows, more))
     one, two = gguf_files.blocks_of([(kind, rows)]), gguf_files.blocks_of([(kind, rows), (kind, more)])
     turned = values.view(6, 6, 2, inputs).transpose(1, 2).reshape(72, inputs)
