@@ -158,21 +158,21 @@ def sizes(name: str, kinds: Kinds) -> dict[str, Any]:
 @functools.cache
 def written(name: str, kinds: Kinds, gain: float = 1.0, tokenizer: str = "none") -> Written:
     """The file of a family or variant with matrices of `kinds`; made once a test run."""
-    model = tiny.hf_model(name, **sizes(name, kinds)).double()
+    model = tiny.hf_model(name, **sizes(name, kinds))
+    path = new_path(name)
+    write(path, model, kinds, gain, tokenizer=tokenizer)
     for part in model.modules():
         if hasattr(part, "embed_scale"):  # which transformers rounds to float32
             part.embed_scale = torch.tensor(model.config.hidden_size**0.5, dtype=torch.float64)
-    path = new_path(name)
-    write(path, model, kinds, gain, tokenizer=tokenizer)
     return Written(path, model)
 
 
 def write(
     path: Path, model: Any, kinds: Kinds, gain: float = 1.0, tokenizer: str = "none", changes: Mapping[str, Any] = {}
 ) -> None:
-    """Write a model's file with random matrices, which are put into the model. `changes` are made to the metadata;
-    `...` leaves a key out."""
-    config = model.config
+    """Write a model's file with random matrices, which are put into the model, in float64. `changes` are made to the
+    metadata; `...` leaves a key out."""
+    config = model.double().config
     architecture = ARCHITECTURES.get(config.model_type, config.model_type)
     writer = gguf.GGUFWriter(path, architecture)
     said = {f"{architecture}.{key}": value for key, value in metadata(config).items()} | tokens(tokenizer)

@@ -69,7 +69,7 @@ def test_chunks_and_trees_give_the_bits_of_one_token_passes(
 
 
 def activations(rows: int, inputs: int) -> torch.Tensor:
-    """Numbers that int8 in groups of 64 holds exactly: whole ones up to 127, which each group has, times powers of 2."""
+    """Numbers that int8 in groups of 64 holds exactly: whole ones up to 127, which each group has, times a power."""
     generator = torch.Generator().manual_seed(inputs)
     whole = torch.randint(-127, 128, (rows, -(-inputs // 64), 64), generator=generator).float()
     whole[..., 5] = 127
