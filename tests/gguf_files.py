@@ -38,7 +38,10 @@ HALVES: dict[str, tuple[int, ...]] = {
 MINIMUM = {"Q4_1": -7.5, "Q5_1": -15.5, "Q2_K": 1.5, "Q4_K": 7.5, "Q5_K": 15.5}
 # types of tensors by a part of their name, as mixes of llama-quantize have them
 MIXES: dict[str, dict[str, str]] = {
-    "q4_k_m": {"attn_v": "Q6_K", "ffn_down": "Q6_K", "token_embd": "Q6_K", "output.weight": "Q6_K", "": "Q4_K"},
+    "q4_k_m": {
+        "attn_v": "Q6_K", "ffn_down": "Q6_K", "ffn_gate": "Q5_K", "token_embd": "Q6_K", "output.weight": "Q6_K",
+        "": "Q4_K",
+    },
     "q5_k": {"token_embd": "Q5_K", "ffn_gate": "Q6_K", "": "Q5_K"},
     "q4_1": {"token_embd": "Q8_0", "": "Q4_1"},
     "gemma": {"token_embd": "Q8_0", "attn_v": "Q8_0", "ffn_down": "Q8_0", "ffn_up": "Q5_1", "": "Q5_0"},
