@@ -32,7 +32,7 @@ def engine(
     dtype: torch.dtype = torch.float64,
     device: str = "cpu",
 ) -> Engine:
-    """A target (of a GGUF file on native kernels), and proposers: ngram, suffix, model (chains), tree (of width 3) often
+    """A target (a GGUF file on native kernels), and proposers: ngram, suffix, model (chains), tree (of width 3) often
     agree with it, medusa, eagle, mtp and block (of width 2) now and then; both is ngram before an EAGLE-3 head."""
     paths = tiny.family(family), tiny.drafter(family)
     if paths[0].is_file():
