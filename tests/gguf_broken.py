@@ -126,6 +126,7 @@ def spoiled(data: bytes, count: int, seed: int = 0) -> Iterator[tuple[str, bytes
         lambda: _cut(data, chance.randrange(len(data))),
         lambda: _renumbered(data, chance.choice(walk.numbers), chance),
         lambda: _flipped(data, walk.at, chance),
+        lambda: _flipped(data, len(data), chance),
         lambda: _other_value(parts, chance),
         lambda: _other_value(parts, chance, "tokenizer."),
         lambda: _other_tensor(parts, chance),

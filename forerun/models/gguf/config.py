@@ -91,7 +91,8 @@ class _Metadata:
     def number(self, *keys: str, default: float | None = None) -> float:
         """A float as it was before it was rounded to 32 bits: 9.999999747378752e-06 was 1e-05."""
         value = self.need(*keys) if default is None else self.get(keys[0], default)
-        return float(str(np.float32(value)))
+        with np.errstate(over="ignore"):
+            return float(str(np.float32(value)))
 
     def same(self, *keys: str) -> int:
         """A whole number, or an array that says the same of each layer."""
