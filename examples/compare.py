@@ -31,8 +31,8 @@ def decoding_speed(completion: Completion) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="a model directory or Hub id; the bundled model if left out")
-    parser.add_argument("--draft", default="auto", help="off, auto, ngram, suffix, model:DIR or model:bundled")
+    parser.add_argument("--model", help="a model directory or Hub id; SmolLM2-135M-Instruct if left out")
+    parser.add_argument("--draft", default="auto", help="off, auto, ngram, suffix or model:DIR")
     parser.add_argument("--prompt", default=PROMPT)
     parser.add_argument("--max-tokens", type=int, default=160)
     parser.add_argument("--temperature", type=float, default=0.5)

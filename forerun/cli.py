@@ -19,9 +19,11 @@ import typer
 from forerun.bench.cli import app as bench
 from forerun.bench.cli_tune import tune
 from forerun.check.cli import check
+from forerun.completion import words_of_bash
 from forerun.config import Config
 from forerun.errors import ForerunError, Interrupted, RequestError
 from forerun.flags import ENGINE, SAMPLING, with_flags
+from forerun.models_cli import models
 from forerun.sampling.grammar import Grammar
 from forerun.sampling.params import SamplingParams
 from forerun.server.cli import batch, serve
@@ -31,7 +33,6 @@ if TYPE_CHECKING:
     from forerun.llm import LLM, Completion
 
 app = typer.Typer(
-    add_completion=False,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -234,6 +235,7 @@ app.command(
 )(train)
 app.command(epilog="[dim]forerun tune Qwen/Qwen3-0.6B --drafts suffix,model:my-draft --prompts tasks.jsonl[/dim]")(tune)
 app.command(epilog="[dim]forerun serve Qwen/Qwen3-0.6B --draft suffix --port 8000[/dim]")(serve)
+app.command(epilog="[dim]forerun models        forerun models /data/gguf --json[/dim]")(models)
 app.command(epilog="[dim]forerun batch requests.jsonl answers.jsonl --model Qwen/Qwen3-0.6B[/dim]")(batch)
 
 
@@ -261,7 +263,8 @@ def main() -> None:
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")  # bytes that are no text are then refused as a prompt
     try:
-        code = app(standalone_mode=False)
+        with words_of_bash():
+            code = app(standalone_mode=False)
         if code == 130:  # what typer makes of Ctrl-C
             code = _say("interrupted", 130)
     except Interrupted as error:

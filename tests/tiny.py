@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import random
 import tempfile
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,6 +32,7 @@ M = TypeVar("M", bound=torch.nn.Module)
 
 VOCAB = 64
 WORDED = 328  # logits of `worded` models: more than their tokenizer has tokens, as in real models
+SPOKEN = 8192  # positions of `spoken` models
 _BASE: dict[str, Any] = dict(
     vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
     num_key_value_heads=2, max_position_embeddings=256, bos_token_id=1, eos_token_id=2, pad_token_id=0,
@@ -226,12 +228,52 @@ def _filled(module: M) -> M:
 def worded(noise: float = 0.0) -> Path:
     """A tiny Llama with a byte-level tokenizer that knows some JSON; `noise` makes it one that often agrees with it."""
     directory = _new_directory("worded-")
-    model = hf_model("llama", gain=0.7, vocab_size=WORDED)
+    _write(hf_model("llama", gain=0.7, vocab_size=WORDED), noise, directory)
+    return directory
+
+
+@functools.cache
+def spoken(noise: float = 0.0) -> Path:
+    """A tiny Llama called "tiny", with that tokenizer and a context of SPOKEN: it says ASCII and repeats itself.
+
+    Most tokens have one favourite to follow them, in rings of eight: greedy it ends in a loop, and sampled it leaves
+    a ring every few tokens, so that drafts are accepted in part. `noise` as in `worded`.
+    """
+    directory, tokenizer = _new_directory("spoken-") / "tiny", _tokenizer()
+    model = hf_model("llama", gain=0.7, vocab_size=WORDED, max_position_embeddings=SPOKEN)
+    texts = [tokenizer.decode([token]) for token in range(WORDED)]
+    said = [i for i, text in enumerate(texts) if text and text.isascii() and (text.isprintable() or text == "\n")]
+    random.Random(0).shuffle(said)  # neighbours that a tokenizer would join are rare then
+    rings = [said[at : at + 8] for at in range(0, len(said), 8)]
+    with torch.no_grad():
+        embedding, head = model.model.embed_tokens.weight, model.lm_head.weight
+        embedding.mul_(2.0)[:, 0] = 2.0  # a channel that stays as it is: what the head reads there is a bias
+        for layer in model.model.layers:  # context matters, but less than the last token
+            for weight in (layer.self_attn.o_proj.weight, layer.mlp.down_proj.weight):
+                weight.mul_(0.05)[0] = 0.0
+        model.model.norm.weight.fill_(1.0)
+        head.zero_()[:, 0] = -30.0
+        for ring in rings:
+            head[[*ring[1:], ring[0]]] = 0.35 * embedding[ring]
+        head[said, 0] = 0.0
+    _write(model, noise, directory)
+    return directory
+
+
+def _write(model: Any, noise: float, directory: Path) -> None:
+    """A model, disturbed, and the tokenizer."""
     torch.manual_seed(1)
     with torch.no_grad():
         for value in model.parameters():
             value.add_(torch.randn_like(value) * noise * value.std().clamp(min=1e-3))
     model.save_pretrained(directory)
+    _tokenizer().save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+
+
+@functools.cache
+def _tokenizer() -> Tokenizer:
+    """Byte-level, and some words of JSON."""
     tokenizer = Tokenizer(tokenizer_models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -244,9 +286,7 @@ def worded(noise: float = 0.0) -> Path:
         vocab_size=312, initial_alphabet=alphabet, special_tokens=special, show_progress=False
     )
     tokenizer.train_from_iterator(texts * 20, trainer)
-    tokenizer.save(str(directory / "tokenizer.json"))
-    (directory / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
-    return directory
+    return tokenizer
 
 
 @functools.cache

@@ -105,7 +105,7 @@ app.command(
     " --quantizations none,int8[/dim]"
 )(decode)
 app.command(
-    epilog="[dim]forerun bench sweep --drafts suffix,model:bundled --depths 1,2,4,8,auto --temperatures 0,0.8"
+    epilog="[dim]forerun bench sweep --drafts suffix,ngram --depths 1,2,4,8,auto --temperatures 0,0.8"
     " --requests 1,4 --out sweep.html[/dim]"
 )(sweep)
 app.command(epilog="[dim]forerun bench energy --model Qwen/Qwen3-0.6B --drafts suffix --price 0.4[/dim]")(energy)

@@ -9,6 +9,7 @@ import typer
 
 from forerun.bench.cli_decode import DECODED, Categories, Prompts
 from forerun.bench.lists import plural
+from forerun.completion import model_names
 from forerun.config import Config, parse_depth
 from forerun.errors import ConfigError
 from forerun.flags import ENGINE, with_flags
@@ -21,7 +22,11 @@ ROUNDS, BATCHES = 5, 3
 @with_flags(ENGINE.without("model", "rule"), DECODED)
 def tune(
     model: Annotated[
-        str | None, typer.Argument(help="A Hugging Face model directory or Hub id; without it, the bundled model.")
+        str | None,
+        typer.Argument(
+            help="A GGUF file, a directory, ollama:NAME, lmstudio:NAME or a Hub id (:QUANT); else the default model.",
+            autocompletion=model_names,
+        ),
     ] = None,
     drafts: Annotated[
         str | None,
@@ -53,10 +58,10 @@ def tune(
     from forerun.bench.choice import choose_tasks
     from forerun.bench.decode import Plan
     from forerun.bench.report import print_columns, print_json, progress
-    from forerun.bench.tune import at_hand, write_choice
+    from forerun.bench.tune import AT_HAND, write_choice
     from forerun.bench.tune import tune as measure
 
-    names = plural(drafts, named, "draft", ",".join(at_hand(model)))
+    names = plural(drafts, named, "draft", ",".join(AT_HAND))
     plan = Plan(
         params, names, [parse_depth(depth) for depth in tried], temperatures=[sampling.get("temperature", 0.0)],
         requests=[requests], quantizations=[weights or "none"], repeats=ROUNDS, batches=BATCHES, settle=seconds,

@@ -17,6 +17,7 @@ from forerun.draft.registry import parse_draft
 from forerun.engine.drafting import OFF
 from forerun.errors import ConfigError, RequestError, nearest
 from forerun.llm import LLM
+from forerun.models.hub import DEFAULT
 from forerun.sampling.params import SamplingParams
 
 
@@ -141,7 +142,7 @@ def measure_decoding(
         del llm
     config = Config.of(**options)
     return DecodeReport(
-        kind, config.model or "bundled", plan.params.max_tokens, most_rounds, machine(config.threads), meter.method,
+        kind, config.model or DEFAULT, plan.params.max_tokens, most_rounds, machine(config.threads), meter.method,
         results, list(limits.values()),
     )  # fmt: skip
 

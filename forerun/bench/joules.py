@@ -19,6 +19,7 @@ from forerun.bench.run import PLAIN, Arm, timed_run
 from forerun.bench.workloads import Task
 from forerun.errors import ConfigError, ForerunError
 from forerun.llm import LLM
+from forerun.models.hub import DEFAULT
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +96,7 @@ def measure_energy(
         results += [_consumption(arm, windows, plan.price) for arm in windows]
         del llm
     return EnergyReport(
-        "energy", options.get("model") or "bundled", seconds, plan.repeats, machine(options.get("threads", 0)),
+        "energy", options.get("model") or DEFAULT, seconds, plan.repeats, machine(options.get("threads", 0)),
         meter.method, meter.idle_watts, results,
     )  # fmt: skip
 

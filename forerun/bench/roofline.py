@@ -29,7 +29,7 @@ from forerun.kernels import native
 from forerun.llm import LLM
 from forerun.models.config import load_config
 from forerun.models.decoder import Decoder, longest_context
-from forerun.models.hub import find_model
+from forerun.models.hub import DEFAULT, find_model
 from forerun.native import NativeDecoder
 from forerun.runner import Runner
 
@@ -137,7 +137,7 @@ def measure_roofline(
             times[count].append(_seconds(runner, count))
     rounds = _Rounds(bandwidths, peaks, times)
     return RooflineReport(
-        model=llm.config.model or "bundled",
+        model=llm.config.model or DEFAULT,
         device=str(decoder.device),
         kernels=native.instructions() if isinstance(decoder, NativeDecoder) else "torch",
         context=context,

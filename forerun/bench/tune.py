@@ -13,10 +13,10 @@ from forerun.bench.report import Tell, machine, nothing
 from forerun.bench.rounds import Result
 from forerun.bench.whole import write_whole
 from forerun.bench.workloads import Task
-from forerun.draft.registry import bundled
 from forerun.engine.drafting import OFF
 from forerun.errors import ConfigError
 
+AT_HAND = ("suffix", "ngram")  # the drafts that need nothing but the model
 CLOSE = 0.9  # of the best of the short look: worth a long one
 FINALISTS = 4
 SHORT = 2  # rounds of the short look
@@ -107,11 +107,6 @@ def interval(result: Result) -> tuple[float, float]:
 def named(result: Result) -> str:
     """How its flags are written."""
     return f"--draft {result.draft} --depth {result.depth}"
-
-
-def at_hand(model: str | None) -> list[str]:
-    """The drafts that need nothing but the model: copies, and what comes with the bundled one."""
-    return ["suffix", "ngram", *(bundled() if model is None else [])]
 
 
 def write_choice(path: Path, options: dict[str, Any], quantization: str | None, tuned: Tuned) -> None:

@@ -52,7 +52,7 @@ class Task:
 
 
 def builtin() -> list[Task]:
-    """Our own set: eight categories of four tasks, prompts of up to 350 tokens of the bundled model."""
+    """Our own set: eight categories of four tasks, prompts of up to 1,000 characters."""
     return read_tasks(TASKS)
 
 

@@ -7,12 +7,15 @@ rollback is.
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from forerun.cache.pages import Pages
+from forerun.errors import CapacityError
 from forerun.models.config import ModelConfig
 
 LANES = 16  # rows of a block of keys, see kernels/native/attention.h
@@ -41,7 +44,7 @@ class KVCache:
         layers, heads, width = config.layers, config.kv_heads, config.head_dim
         blocks = -(-self.pages.count * page // LANES) + 1  # vector loads of the last row may reach past it
         # zeros, not empty: a masked key of NaN would still poison the sum
-        self.data = torch.zeros((2, layers, blocks * LANES, heads, width), dtype=dtype, device=device)
+        self.data = _zeros((2, layers, blocks * LANES, heads, width), dtype, device)
         self.keys, self.values = self.data
         if native:
             self.keys = self.keys.view(layers, heads, blocks, width, LANES)
@@ -83,3 +86,14 @@ class KVCache:
             self.values[:, :, target] = self.values[:, :, source]
         else:
             self.data[:, :, target] = self.data[:, :, source]
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros; on CPU memory that the system gives page by page when it is written to, since most of it never is."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    try:
+        memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
+    except OSError as error:
+        raise CapacityError(f"there is no memory for a KV cache of this size ({error}): set kv_tokens") from None
+    return torch.frombuffer(memory, dtype=dtype).view(shape)

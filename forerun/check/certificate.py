@@ -17,6 +17,7 @@ from forerun.check.subject import Ask, Subject, random_prompts
 from forerun.check.texts import check_texts
 from forerun.errors import ConfigError, nearest
 from forerun.llm import LLM
+from forerun.models.hub import DEFAULT
 from forerun.native import NativeDecoder
 from forerun.sampling.params import SamplingParams
 from forerun.verify import RULES
@@ -98,7 +99,7 @@ def certify(llm: LLM, scope: Scope, report: Callable[[Finding], None], tell: Tel
     for finding in _findings(Subject(llm), scope, started, tell):
         findings.append(finding)
         report(finding)
-    return Certificate(llm.config.model or "bundled", llm.decoder.precision, findings, time.monotonic() - started)
+    return Certificate(llm.config.model or DEFAULT, llm.decoder.precision, findings, time.monotonic() - started)
 
 
 def _findings(subject: Subject, scope: Scope, started: float, tell: Tell) -> Iterator[Finding]:

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from forerun.completion import model_names
 from forerun.flags import ENGINE, with_flags
 
 SIGNS = {True: ("ok", "green"), False: ("FAILED", "bold red"), None: ("untested", "yellow")}
@@ -16,7 +17,11 @@ SIGNS = {True: ("ok", "green"), False: ("FAILED", "bold red"), None: ("untested"
 @with_flags(ENGINE.without("model", "depth"))
 def check(
     model: Annotated[
-        str | None, typer.Argument(help="A Hugging Face model directory or Hub id; without it, the bundled model.")
+        str | None,
+        typer.Argument(
+            help="A GGUF file, a directory, ollama:NAME, lmstudio:NAME or a Hub id (:QUANT); else the default model.",
+            autocompletion=model_names,
+        ),
     ] = None,
     texts: Annotated[int, typer.Option(help="Prompts, each continued at temperature 0 and 0.8.")] = 6,
     tokens: Annotated[int, typer.Option(help="Tokens of each text.")] = 64,
@@ -40,8 +45,6 @@ def check(
     rules = (config["rule"],) if "rule" in config else LOSSLESS
     named = config.get("draft")
     scope = Scope(rules, (), texts, tokens, samples, seconds, inject)
-    if model is None and named is None:
-        config["draft"] = "model:bundled"
     if ":" in config.get("draft", "") and config.get("rule") not in ("token", "block"):
         config.setdefault("width", 2)  # trees for the rules that take them
     from forerun.bench.report import print_json, progress

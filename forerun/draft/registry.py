@@ -1,6 +1,5 @@
-"""Draft names to proposers: off, auto, ngram, suffix, KIND:DIR_OR_HUB_ID for those with weights (KIND:bundled for what
-comes with the bundled model), and suffix+KIND:DIR_OR_HUB_ID for both: what the text repeats is copied, the rest is
-drafted with weights."""
+"""Draft names to proposers: off, auto, ngram, suffix, KIND:DIR_OR_HUB_ID for those with weights, and
+suffix+KIND:DIR_OR_HUB_ID for both: what the text repeats is copied, the rest is drafted with weights."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ from forerun.draft.reference import References
 from forerun.draft.suffix import Suffix
 from forerun.draft.view import TargetView
 from forerun.errors import ConfigError, nearest
-from forerun.models.hub import BUNDLED, find_model
+from forerun.models.hub import find_model
 from forerun.runner import Runner
 
 COPYING = ("ngram", "suffix")
@@ -47,29 +46,12 @@ def parse_draft(spec: str) -> tuple[str, str]:
     if name in LOADED:
         if not argument:
             raise ConfigError(f"draft {name!r} needs to be told where it is: write {name}:DIRECTORY or {name}:HUB_ID")
-        return name, _bundled(name) if argument == "bundled" else argument
+        return name, argument
     if name not in SIMPLE:
         raise ConfigError(f"there is no draft {spec!r}: {nearest(name, [*SIMPLE, *(f'{n}:...' for n in LOADED)])}")
     if argument:
         raise ConfigError(f"draft {name!r} takes no argument, but was given {argument!r}")
     return name, argument
-
-
-def _bundled(name: str) -> str:
-    """The directory of a bundled drafter. Raises ConfigError where there is none of this kind."""
-    if f"{name}:bundled" not in bundled():
-        known = ", ".join(bundled()) or "none"
-        raise ConfigError(f"there is no {name}:bundled; bundled are: {known}")
-    return str(_place(name))
-
-
-def bundled() -> list[str]:
-    """The drafts that come with the bundled model."""
-    return [f"{kind}:bundled" for kind in LOADED if (_place(kind) / "config.json").is_file()]
-
-
-def _place(kind: str) -> Path:
-    return BUNDLED / ("draft" if kind == "model" else kind)
 
 
 def kind_of(directory: Path) -> str:

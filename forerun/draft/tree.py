@@ -22,7 +22,7 @@ from forerun.passes import Link
 from forerun.sampling.filters import shape_logits
 from forerun.types import Draft, Law
 
-# How trees branch under `tree`. Accepted lengths with the bundled draft hardly depend on them.
+# How trees branch under `tree`. Accepted lengths with a small draft model hardly depend on them.
 SAMPLED = 0.65  # chance assumed of a sampled token that it stands
 AMONG_REST = 0.85  # of one that was sampled beside given ones, if the target says none of these
 BESIDE = 0.45  # what a given token adds beside a sampled one, as a share of its chance

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from forerun.completion import model_names
 from forerun.config import Config
 from forerun.errors import ConfigError
 from forerun.flags import ENGINE, Group, with_flags
@@ -19,7 +20,13 @@ FILE = Annotated[Path | None, typer.Option("--config", help="A TOML file with an
 
 @with_flags(ENGINE.without("model"), SERVER)
 def serve(
-    model: Annotated[str | None, typer.Argument(help="A Hub id or a directory; the bundled model by default.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help="A GGUF file, a directory, ollama:NAME, lmstudio:NAME or a Hub id (:QUANT); else the default model.",
+            autocompletion=model_names,
+        ),
+    ] = None,
     file: FILE = None,
     verbose: Annotated[bool, typer.Option("--verbose", help="Log every request.")] = False,
     *,

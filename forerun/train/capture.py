@@ -92,7 +92,7 @@ class Target:
 
     def __init__(self, model: str | None, settings: Training) -> None:
         """Load it for texts of up to `settings.tokens` tokens. Raises ConfigError where that cannot be."""
-        self.name = model  # None is the bundled one
+        self.name = model  # None is the default model
         self.tokens, self.top, tokens = settings.tokens, settings.top, settings.tokens
         self.directory: Path = find_model(model)
         config = load_config(self.directory)

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from forerun import __version__
+from forerun.models.hub import DEFAULT
 from forerun.train.evaluate import Evaluation, Measured
-from forerun.train.report import BUNDLED, Facts, Report
+from forerun.train.report import Facts, Report
 from forerun.train.settings import Training, depths_up_to
 from forerun.train.speed import Speed
 
@@ -25,7 +26,7 @@ def card(report: Report) -> str:
     facts, best, first = report.facts, report.record.best, report.record.evaluations[0]
     settings = facts.settings
     lines = [
-        f"# Drafter for {facts.target or BUNDLED}",
+        f"# Drafter for {facts.target or DEFAULT}",
         "",
         f"{report.parameters:,} parameters, made by `forerun train --recipe {facts.recipe['name']}` (forerun"
         f" {__version__}). Use it with `forerun generate --draft {report.draft}:DIRECTORY`: it changes how soon the"

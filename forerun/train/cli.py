@@ -43,7 +43,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 @with_flags(*RECIPES, LOSSES, TRAINING)
 def train(
     target: Annotated[
-        str | None, typer.Option(help="The model to draft for, a directory or Hub id; without it, the bundled one.")
+        str | None, typer.Option(help="The model to draft for, a directory or Hub id; without it, the default model.")
     ] = None,
     recipe: Annotated[str | None, typer.Option(help=f"What to train: {' or '.join(OPTIONS)}.")] = None,
     data: Annotated[

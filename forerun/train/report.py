@@ -7,12 +7,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from forerun import __version__
+from forerun.models.hub import DEFAULT
 from forerun.train.data import Source
 from forerun.train.findings import Findings
 from forerun.train.loop import Record
 from forerun.train.settings import Training
-
-BUNDLED = "the bundled model"
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +19,7 @@ class Facts:
     """What a card says of a run besides its results.
 
     Attributes:
-        target: the model drafted for; None is the bundled one.
+        target: the model drafted for; None is the default model.
         data: the paths of the data, as they were given.
         recipe: its name and options.
         settings: of the run.
@@ -53,7 +52,7 @@ class Report:
         best = self.record.best
         return {
             "forerun": __version__,
-            "target": self.facts.target or BUNDLED,
+            "target": self.facts.target or DEFAULT,
             "recipe": self.facts.recipe,
             "training": asdict(self.facts.settings),
             "data": {

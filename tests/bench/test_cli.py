@@ -10,7 +10,8 @@ import pytest
 
 from forerun.bench.pair import Pair
 from forerun.bench.report import progress
-from tests.test_cli import CONTEXT, run
+from tests import tiny
+from tests.test_cli import MODEL, run
 
 
 @pytest.fixture
@@ -34,7 +35,7 @@ BAD = {
     "decode with no model": (["decode", "--model", "./nowhere"], "no directory ./nowhere"),
     "decode with no prompts": (["decode", "--prompts", "./nowhere.json"], "nowhere.json cannot be read"),
     "decode with no requests": (["decode", "--requests", "0"], "requests=0"),
-    "decode over the context": (["decode", "--tokens", str(5 * CONTEXT)], f"context of {CONTEXT}"),
+    "decode over the context": (["decode", "--tokens", str(5 * tiny.SPOKEN)], f"context of {tiny.SPOKEN}"),
     "sweep of no temperature": (["sweep", "--temperatures", "0,warm"], "'warm' is not a number"),
     "sweep of bad counts": (["sweep", "--requests", "1,many"], "'many' is not a whole number"),
     "sweep with both": (["sweep", "--depth", "2", "--depths", "1,2"], "--depth and --depths"),
@@ -51,7 +52,8 @@ BAD = {
 @pytest.mark.parametrize("args", BAD.values(), ids=BAD.keys())
 def test_bad_input(bench, args: tuple[list[str], str]) -> None:
     given, says = args
-    code, out, err = bench(*given)
+    model = MODEL if given[0] in ("decode", "sweep") and "--model" not in given else []
+    code, out, err = bench(*given, *model)
     assert (code, out) == (2, "") and "Traceback" not in err
     assert says in err and err.splitlines()[-1].startswith("forerun: ")
 

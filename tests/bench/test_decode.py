@@ -190,12 +190,12 @@ def test_the_interval_covers_what_repeats_show() -> None:
 
 
 def test_engines_are_loaded_once_for_each_draft_model() -> None:
-    drafts = ["suffix", "model:bundled", "off", "suffix", "ngram", "model:x"]
+    drafts = ["suffix", "model:y", "off", "suffix", "ngram", "model:x"]
     loaded = Plan(PARAMS, drafts, [1, "2"], quantizations=["none", "int4"]).engines()
     assert [(q, draft) for q, draft, _ in loaded] == [
-        (q, draft) for q in ("none", "int4") for draft in ("model:bundled", "model:x")
+        (q, draft) for q in ("none", "int4") for draft in ("model:y", "model:x")
     ]
-    assert [arm.draft for arm in loaded[0][2]] == [d for d in ("suffix", "ngram", "model:bundled") for _ in (1, 2)]
+    assert [arm.draft for arm in loaded[0][2]] == [d for d in ("suffix", "ngram", "model:y") for _ in (1, 2)]
     assert loaded[1][2] == [Arm("model:x", 1), Arm("model:x", 2)]
     assert Plan(PARAMS, ["off"]).engines() == [("none", "off", [])]
 

@@ -15,11 +15,10 @@ from forerun.bench.roofline import lesson, measure_roofline
 from forerun.errors import ConfigError
 from forerun.kernels import native
 from forerun.models.config import load_config
-from forerun.models.hub import find_model
 from forerun.native import NativeDecoder
 from forerun.runner import Runner
 from tests import tiny
-from tests.test_cli import CONTEXT, run
+from tests.test_cli import MODEL, run
 
 needs_native = pytest.mark.skipif(native.library() is None, reason=native.reason() or "compiled")
 
@@ -73,13 +72,21 @@ def test_weights_are_those_that_the_model_says_a_pass_reads(name: str) -> None:
     assert all(m.bytes == 4 * m.inputs * m.outputs for m in matrices(model))
 
 
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model so wide that the padding and the scales of packed weights are little beside the weights."""
+    directory = tmp_path_factory.mktemp("roofline") / "wide"
+    shape = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 512, "num_hidden_layers": 2}
+    tiny.hf_model("llama", **shape).save_pretrained(directory)
+    return directory
+
+
 @needs_native
 @pytest.mark.parametrize(("form", "each"), [("float32", 4), ("bfloat16", 2), ("int8", 1), ("int4", 0.5 + 2 / 32)])
-def test_packed_weights_are_as_many_bytes_as_their_format_says(form: str, each: float) -> None:
+def test_packed_weights_are_as_many_bytes_as_their_format_says(wide: Path, form: str, each: float) -> None:
     """Within what padding and scales add; the head of an int4 model is int8, and attention computes in float32."""
     native.start(1)
-    directory = find_model(None)
-    model = NativeDecoder(load_config(directory), directory, form, 64)
+    model = NativeDecoder(load_config(wide), wide, form, 64)
     demand = demand_of(model, 4, 32)
     weights = {part: demand.bytes[part] for part in ("attention", "feed-forward", "head")}
     assert sum(weights.values()) == model.weight_bytes
@@ -284,7 +291,7 @@ BAD = {
     "zero rows": (["--rows", "0"], "rows=0"),
     "too many rows": (["--rows", "2000"], "rows=2000"),
     "no context": (["--context", "0"], "context=0"),
-    "too much context": (["--context", str(5 * CONTEXT)], f"over the {CONTEXT} tokens"),
+    "too much context": (["--context", str(5 * tiny.SPOKEN)], f"over the {tiny.SPOKEN} tokens"),
     "no rounds": (["--repeats", "0"], "repeats=0"),
     "an unknown precision": (["--quantization", "int5"], "did you mean 'int"),
     "a precision that torch lacks": (["--quantization", "int8", "--kernels", "torch"], "needs the native kernels"),
@@ -299,7 +306,8 @@ def test_bad_input(
     args: tuple[list[str], str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given, says = args
-    code, out, err = run(monkeypatch, capsys, "bench", "roofline", *given)
+    model = [] if "--model" in given else MODEL
+    code, out, err = run(monkeypatch, capsys, "bench", "roofline", *model, *given)
     assert (code, out) == (2, "") and says in err and err.splitlines()[-1].startswith("forerun: ")
 
 

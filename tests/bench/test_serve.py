@@ -19,6 +19,7 @@ from forerun.bench.closed_loop import Run
 from forerun.bench.endpoint import Endpoint, as_asked
 from forerun.bench.serve import EACH, INTERRUPTED, Plan, ServeReport, measure_serving
 from forerun.bench.serve_result import OFF, Arm, gaps, percentiles, result
+from tests import tiny
 from tests.bench.fake_openai import END, PATIENCE, Fake, Handler, chunk, faking, good, usage
 from tests.server.serving import serving
 from tests.test_cli import run
@@ -445,7 +446,10 @@ def test_our_own_server_says_the_same_with_every_draft(bench, tmp_path: Path) ->
     """The real server, by key: figures of each draft, and of other texts by chat; without the key one line."""
     lines = tmp_path / "lines.jsonl"
     lines.write_text("replaced")
-    with serving(LLM(kv_tokens=8192, max_rows=4), api_key=("s3cret",)) as server, pytest.MonkeyPatch.context() as patch:
+    with (
+        serving(LLM(tiny.spoken(), kv_tokens=8192, max_rows=4), api_key=("s3cret",)) as server,
+        pytest.MonkeyPatch.context() as patch,
+    ):
         code, out, err = bench(server.url, "--requests", "1")
         assert (code, out) == (2, "") and "refuses the key" in err and len(err.splitlines()) == 1
         patch.setenv("SERVE_KEY", "s3cret")

@@ -9,10 +9,11 @@ from forerun import ConfigError, SamplingParams
 from forerun.bench.decode import Plan
 from forerun.bench.pair import Pair
 from forerun.bench.rounds import Result
-from forerun.bench.tune import at_hand, choose, ranked, tune
+from forerun.bench.tune import AT_HAND, choose, ranked, tune
 from forerun.config import Config
+from forerun.draft.registry import parse_draft
 from forerun.server.settings import read_file
-from tests.test_cli import run
+from tests.test_cli import MODEL, run
 
 
 def result(draft: str, depth: int | str, low: float, times: float, high: float) -> Result:
@@ -50,8 +51,7 @@ def test_plain_decoding_is_no_candidate() -> None:
 
 
 def test_what_is_at_hand_needs_nothing_but_the_model() -> None:
-    assert at_hand("some/model") == ["suffix", "ngram"]
-    assert {"suffix", "ngram", "model:bundled", "eagle3:bundled"} <= set(at_hand(None))
+    assert set(AT_HAND) == {"suffix", "ngram"} and all(not parse_draft(draft)[1] for draft in AT_HAND)
 
 
 def test_a_pair_is_tuned_and_the_file_is_what_serve_reads(
@@ -90,5 +90,5 @@ def test_a_pair_is_tuned_and_the_file_is_what_serve_reads(
 def test_bad_flags_are_refused_in_one_line(
     flags: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, out, err = run(monkeypatch, capsys, "tune", *flags)
+    code, out, err = run(monkeypatch, capsys, "tune", MODEL[1], *flags)
     assert code == 2 and not out and says in err and len(err.strip().splitlines()) == 1

@@ -185,8 +185,9 @@ def test_command_line_fails_with_a_fault(pair, monkeypatch, capsys):
         (("no/such/model",), "no/such/model"),
     ],
 )
-def test_command_line_bad_input(arguments, says, monkeypatch, capsys):
-    code, out, err = run(monkeypatch, capsys, *arguments)
+def test_command_line_bad_input(pair, arguments, says, monkeypatch, capsys):
+    model = [pair[0]] if arguments[0].startswith("--") else []
+    code, out, err = run(monkeypatch, capsys, *model, *arguments)
     assert code == 2 and says in err and out == ""
     assert len([line for line in err.splitlines() if line.startswith("forerun:")]) == 1
 

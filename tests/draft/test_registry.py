@@ -1,12 +1,10 @@
 """Names of drafts: what they stand for, and what is said of those that stand for nothing."""
 
-from pathlib import Path
-
 import pytest
 
 from forerun import LLM, ConfigError, SamplingParams
-from forerun.draft import registry
 from forerun.draft.registry import parse_draft
+from tests import tiny
 
 
 @pytest.mark.parametrize(
@@ -23,21 +21,6 @@ from forerun.draft.registry import parse_draft
 )
 def test_names(spec: str, found: tuple[str, str]) -> None:
     assert parse_draft(spec) == found
-
-
-def test_the_bundled_draft_has_a_name() -> None:
-    assert parse_draft("suffix+model:bundled")[1] == parse_draft("model:bundled")[1] != "bundled"
-
-
-def test_bundled_drafters_are_those_that_are_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(registry, "BUNDLED", tmp_path)
-    for part in ("draft", "eagle3"):
-        (tmp_path / part).mkdir()
-        (tmp_path / part / "config.json").touch()
-    assert parse_draft("model:bundled") == ("model", str(tmp_path / "draft"))
-    assert parse_draft("suffix+eagle3:bundled") == ("suffix+eagle3", str(tmp_path / "eagle3"))
-    with pytest.raises(ConfigError, match=r"no block:bundled; bundled are: model:bundled, eagle3:bundled$"):
-        parse_draft("block:bundled")
 
 
 @pytest.mark.parametrize(
@@ -62,7 +45,7 @@ def test_names_that_stand_for_nothing(spec: str, said: str | None) -> None:
 
 def test_both_draft_where_each_can_and_the_text_is_the_same() -> None:
     """Copies and drafts with weights in one text, and plain decoding's tokens."""
-    llm = LLM(draft="suffix+model:bundled", depth=3, kv_tokens=512)
+    llm = LLM(tiny.spoken(), draft=f"suffix+model:{tiny.spoken(0.1)}", depth=3, kv_tokens=512)
     params = SamplingParams(max_tokens=60, temperature=0.6, seed=3, ignore_eos=True)
     prompt = "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return"
     drafted = llm.generate(prompt, params)[0]

@@ -61,8 +61,9 @@ def test_a_linear_layer_with_norm_bias_activation_and_residual(inputs: int, outp
         packed = Packed(weight, bias, "float32", gated=False)
         chosen = native.ACTIVATIONS[activation] if activation else 0
         op = native.COp(
-            kind=native.LINEAR, input=0, output=1, norm=norm, matrix=packed.matrix, activation=chosen, residual=1
-        )
+            kind=native.LINEAR, input=0, output=1, norm=norm, matrix=packed.matrix, activation=chosen,
+            combine=native.ADD,
+        )  # fmt: skip
         bench.run(op, tokens=5)
         centred = x - x.mean(-1, keepdims=True) if kind == LAYER else x
         normed = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-5) * gain + (shift if kind == LAYER else 0)

@@ -1,4 +1,4 @@
-"""One server with the bundled model for most tests, and a second model for those that mistreat theirs."""
+"""One server with a tiny model for most tests, and a second model for those that mistreat theirs."""
 
 from collections.abc import Iterator
 
@@ -6,18 +6,19 @@ import openai
 import pytest
 
 from forerun.llm import LLM
+from tests import tiny
 from tests.server.serving import Serving, serving
 
 
 @pytest.fixture(scope="session")
 def llm() -> LLM:
-    return LLM(kv_tokens=8192, max_rows=8)
+    return LLM(tiny.spoken(), context=2048, kv_tokens=8192, max_rows=8)
 
 
 @pytest.fixture(scope="session")
 def spare() -> LLM:
     """A model for servers that are started, hurt and stopped."""
-    return LLM(kv_tokens=2048, max_rows=2)
+    return LLM(tiny.spoken(), context=2048, kv_tokens=2048, max_rows=2)
 
 
 @pytest.fixture(scope="session")

@@ -27,7 +27,7 @@ COSTS = {
     "draft_ms": {"suffix": {"1": 0.01, "4": 0.02}, "model": {"1": 0.12, "4": 0.46}},
 }
 INFO = {
-    "version": "0.1.0", "model": "bundled", "context": 2048, "drafts": ["off", "ngram", "suffix", "model:bundled"],
+    "version": "0.1.0", "model": "tiny", "context": 2048, "drafts": ["off", "ngram", "suffix", "model:tiny"],
     "draft": "suffix", "rules": ["match", "token", "block", "tree", "typical"], "rule": "match",
     "kernels": "int8, native avx512", "threads": 2, "costs": COSTS,
 }  # fmt: skip
@@ -154,7 +154,7 @@ def choice(text: str, finish_reason: str | None = None) -> dict[str, Any]:
 
 
 def chunk(choices: list[dict[str, Any]]) -> dict[str, Any]:
-    return {"id": "cmpl-1", "object": "text_completion", "created": 0, "model": "bundled", "choices": choices}
+    return {"id": "cmpl-1", "object": "text_completion", "created": 0, "model": "tiny", "choices": choices}
 
 
 def error(message: str, param: str | None = None) -> dict[str, Any]:

@@ -67,7 +67,7 @@ BAD_SCHEMAS: list[Any] = [
 ]
 
 GENERATION: dict[str, list[Any]] = {
-    "model": [*NOT_TEXT, [], "gpt-5", "", "bundled ", Raw('"\\ud800"'), "a\nb"],
+    "model": [*NOT_TEXT, [], "gpt-5", "", "tiny ", Raw('"\\ud800"'), "a\nb"],
     "temperature": [*NOT_NUMBER, -1, -0.001, 101, 1e308],
     "top_p": [*NOT_NUMBER, 0, -0.1, 1.1],
     "n": [*NOT_WHOLE, 0, -1, 1025, 1 << 80],

@@ -9,6 +9,7 @@ import pytest
 from forerun import LLM
 from forerun.server.app import make_app
 from forerun.server.settings import Settings
+from tests import tiny
 
 sdk = pytest.importorskip("opentelemetry.sdk.trace", reason="spans need the OpenTelemetry SDK")
 export = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter")
@@ -20,7 +21,7 @@ def test_a_request_is_one_line_and_one_span(caplog: pytest.LogCaptureFixture) ->
     exporter, provider = export.InMemorySpanExporter(), sdk.TracerProvider()
     provider.add_span_processor(sdk.export.SimpleSpanProcessor(exporter))
     trace.set_tracer_provider(provider)
-    app = make_app(LLM(kv_tokens=2048), Settings())
+    app = make_app(LLM(tiny.spoken(), kv_tokens=2048), Settings())
 
     async def ask() -> None:
         async with app.router.lifespan_context(app):
@@ -36,6 +37,6 @@ def test_a_request_is_one_line_and_one_span(caplog: pytest.LogCaptureFixture) ->
     assert line.facts["request_id"] == "mine-1" and line.facts["completion_tokens"] == 5
     spans = {span.name: span for span in exporter.get_finished_spans()}
     mine = spans["generate"].attributes
-    assert mine["gen_ai.usage.input_tokens"] == 3 and mine["gen_ai.usage.output_tokens"] == 5
+    assert mine["gen_ai.usage.input_tokens"] == 6 and mine["gen_ai.usage.output_tokens"] == 5
     assert spans["generate"].parent is not None
     assert spans["generate"].context.trace_id == spans["POST /v1/completions"].context.trace_id

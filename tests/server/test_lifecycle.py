@@ -33,6 +33,8 @@ from tests import tiny
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "forerun"]
 PROMPT = "def walk(path):\n    for name in os.listdir(path):\n"
+MODEL = str(tiny.spoken())
+LONG = 8000  # tokens: some 24 texts of that take longer than any test waits
 ONE = {"prompt": PROMPT, "max_tokens": 24, "temperature": 0.8, "seed": 3, "return_token_ids": True}
 
 
@@ -149,7 +151,7 @@ class Server:
 
 @contextmanager
 def serving(*flags: str, **env: str) -> Iterator[Server]:
-    with start("serve", "--port", "0", *flags, **env) as process:
+    with start("serve", MODEL, "--port", "0", *flags, **env) as process:
         server = Server(process)
         try:
             server.wait_until_up()
@@ -164,7 +166,8 @@ def server() -> Iterator[Server]:
 
     Every chunk of a stream names the model: with a name so long, what nobody reads soon fills a socket's buffers.
     """
-    with serving("--max-rows", "4", "--max-body", "100000", "--served-name", "x" * 20_000) as server:
+    flags = ("--context", "2048", "--max-rows", "4")
+    with serving(*flags, "--max-body", "100000", "--served-name", "x" * 20_000) as server:
         yield server
         until(server.idle, "nothing runs, waits or holds pages")
         server.process.send_signal(signal.SIGTERM)
@@ -199,23 +202,23 @@ def finish(streams: list[Iterator[str]]) -> list[int]:
 
 def test_running_requests_end_after_sigterm_and_new_ones_are_told() -> None:
     with serving("--max-rows", "4", "--shutdown-timeout", "40") as server:
-        streams = load(server, 8, 400)
+        streams = load(server, 8, 2000)
         server.process.send_signal(signal.SIGTERM)
         until(lambda: server.get("/health")[0] == 503, "the server says that it ends")
         status, body = server.post(ONE)
         assert status == 503 and body["error"]["type"] == "server_error"
         assert server.get("/ready")[0] == 503
-        assert finish(streams) == [400] * 8
+        assert finish(streams) == [2000] * 8
         assert server.end(5) == 0
 
 
 @pytest.mark.parametrize(("sign", "bound"), [(signal.SIGTERM, 0.5), (signal.SIGINT, 0.0)])
 def test_the_shutdown_is_bounded_and_streams_end_in_order(sign: int, bound: float) -> None:
     with serving("--max-rows", "2", "--shutdown-timeout", str(bound)) as server:
-        streams = load(server, 24, 900)
+        streams = load(server, 24, LONG)
         server.process.send_signal(sign)
         counts = finish(streams)
-        assert sum(counts) < 24 * 900
+        assert sum(counts) < 24 * LONG
         assert server.end(bound + 4) == 0
 
 
@@ -241,7 +244,7 @@ def test_no_thread_of_the_engine_outlives_the_server(monkeypatch: pytest.MonkeyP
 
 def test_a_second_sigterm_ends_at_once() -> None:
     with serving("--max-rows", "2", "--shutdown-timeout", "60") as server:
-        streams = load(server, 24, 900)
+        streams = load(server, 24, LONG)
         server.process.send_signal(signal.SIGTERM)
         until(lambda: server.get("/health")[0] == 503, "the server says that it ends")
         server.process.send_signal(signal.SIGTERM)
@@ -261,7 +264,7 @@ def test_an_idle_server_ends_at_once() -> None:
 
 @pytest.mark.parametrize(("sign", "codes"), [(signal.SIGTERM, (-signal.SIGTERM, 0)), (signal.SIGINT, (130,))])
 def test_a_signal_while_the_model_loads(sign: int, codes: tuple[int, ...]) -> None:
-    with start("serve", "--port", "0") as process:
+    with start("serve", MODEL, "--port", "0") as process:
         try:
             maps = Path(f"/proc/{process.pid}/maps")
             until(lambda: "libtorch_python" in maps.read_text(), "torch is loaded")
@@ -274,7 +277,7 @@ def test_a_signal_while_the_model_loads(sign: int, codes: tuple[int, ...]) -> No
 
 
 def test_the_address_is_said_when_it_answers() -> None:
-    with start("serve", "--port", "0") as process:
+    with start("serve", MODEL, "--port", "0") as process:
         try:
             line = process.stderr.readline() if process.stderr else ""
             host, _, port = line.rsplit("//", 1)[1].strip().rpartition(":")
@@ -287,7 +290,7 @@ def test_a_port_that_is_taken() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        code, said = run("serve", "--port", str(taken.getsockname()[1]))
+        code, said = run("serve", MODEL, "--port", str(taken.getsockname()[1]))
     assert code == 2 and len(said.splitlines()) == 1 and "cannot listen" in said, said
 
 
@@ -295,7 +298,7 @@ def test_a_port_that_is_taken() -> None:
 
 CLIENT = """
 import json, socket, sys
-body = json.dumps({"prompt": "def f(", "max_tokens": 900, "ignore_eos": True, "speculative": False, "stream": True})
+body = json.dumps({"prompt": "def f(", "max_tokens": 1900, "ignore_eos": True, "speculative": False, "stream": True})
 head = "POST /v1/completions HTTP/1.1\\r\\nHost: x\\r\\nContent-Type: application/json\\r\\nContent-Length: "
 streams = [socket.create_connection(("127.0.0.1", int(sys.argv[1]))) for _ in range(12)]
 for stream in streams:
@@ -320,7 +323,7 @@ def test_requests_of_a_killed_client_end(server: Server) -> None:
 
 def test_a_client_that_never_reads_holds_up_nobody(server: Server) -> None:
     _, alone = server.post(ONE)
-    body = ONE | {"max_tokens": 800, "ignore_eos": True, "speculative": False, "stream": True}
+    body = ONE | {"max_tokens": 1900, "ignore_eos": True, "speculative": False, "stream": True}
     sockets = [_unread(server, json.dumps(body)) for _ in range(4)]
     try:
         until(lambda: server.gauge("forerun_running"), "the requests run")
@@ -439,14 +442,14 @@ def test_a_bad_configuration_file(tmp_path: Path, text: str | None, says: str) -
     file = tmp_path / "serve.toml"
     if text is not None:
         file.write_text(text)
-    code, said = run("serve", "--config", str(file))
+    code, said = run("serve", MODEL, "--config", str(file))
     assert code == 2 and len(said.splitlines()) == 1 and says in said, said
 
 
 def test_an_interrupted_batch_goes_on_where_it_was(tmp_path: Path) -> None:
-    flags = ("--max-rows", "1", "--draft", "off")
+    flags = ("--model", MODEL, "--max-rows", "1", "--draft", "off")
     source, whole, parts = (tmp_path / name for name in ("in.jsonl", "whole.jsonl", "parts.jsonl"))
-    bodies = [{"prompt": PROMPT, "max_tokens": 60, "temperature": 1, "seed": i, "ignore_eos": True} for i in range(20)]
+    bodies = [{"prompt": PROMPT, "max_tokens": 400, "temperature": 1, "seed": i, "ignore_eos": True} for i in range(20)]
     jobs = [{"custom_id": f"job {i}", "url": "/v1/completions", "body": body} for i, body in enumerate(bodies)]
     source.write_text("".join(json.dumps(job) + "\n" for job in jobs))
     assert run("batch", str(source), str(whole), *flags)[0] == 0

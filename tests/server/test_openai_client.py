@@ -7,11 +7,12 @@ import openai
 import pytest
 
 from forerun.llm import LLM
+from tests import tiny
 from tests.server.serving import Serving, sse
 
 CODE = "def add(a, b):\n    return"
 CHAT = [{"role": "user", "content": "Write a function."}]
-SHORT = {"model": "bundled", "max_tokens": 12, "seed": 5}
+SHORT = {"model": "tiny", "max_tokens": 12, "seed": 5}
 SCHEMA = {
     "type": "object",
     "properties": {"kind": {"enum": ["bug", "wish"]}, "level": {"type": "integer", "minimum": 1, "maximum": 9}},
@@ -45,7 +46,7 @@ def saying(text: str, speculative: bool = True) -> dict:
 
 def test_models(client: openai.OpenAI, llm: LLM) -> None:
     (model,) = client.models.list().data
-    assert model.id == "bundled" and model.object == "model" and model.created > 1_600_000_000
+    assert model.id == "tiny" and model.object == "model" and model.created > 1_600_000_000
     assert model.max_model_len == llm.decoder.context  # type: ignore[attr-defined]
 
 
@@ -53,7 +54,7 @@ def test_a_completion_is_what_the_library_says(client: openai.OpenAI, llm: LLM) 
     answer = client.completions.create(prompt=CODE, temperature=0, extra_body={"return_token_ids": True}, **SHORT)
     (choice,) = answer.choices
     ids = choice.token_ids  # type: ignore[attr-defined]
-    assert answer.object == "text_completion" and answer.id.startswith("cmpl-") and answer.model == "bundled"
+    assert answer.object == "text_completion" and answer.id.startswith("cmpl-") and answer.model == "tiny"
     assert choice.index == 0 and choice.finish_reason == "length" and choice.logprobs is None
     assert len(ids) == 12 and choice.text == llm.tokenizer.decode(ids)
     assert answer.usage.prompt_tokens == len(llm.tokens(CODE)) and answer.usage.completion_tokens == 12
@@ -113,9 +114,8 @@ def llm_logprobs(llm: LLM, ids: list[int]) -> list[float]:
 
     from forerun.cache.attention import Segment
     from forerun.load import make_runner, pick_device
-    from forerun.models.hub import find_model
 
-    runner = make_runner(llm.config, find_model(None), pick_device("cpu"))
+    runner = make_runner(llm.config, tiny.spoken(), pick_device("cpu"))
     tokens = llm.tokens(CODE) + ids
     slot = 0
     assert runner.cache.pages.grow(slot, len(tokens))
@@ -127,15 +127,15 @@ def llm_logprobs(llm: LLM, ids: list[int]) -> list[float]:
 
 
 def test_stop_ends_the_text_and_is_left_out(client: openai.OpenAI) -> None:
-    whole = client.completions.create(prompt=CODE, temperature=0, model="bundled", max_tokens=40).choices[0].text
+    whole = client.completions.create(prompt=CODE, temperature=0, model="tiny", max_tokens=40).choices[0].text
     stop = whole[10:13]
-    cut = client.completions.create(prompt=CODE, temperature=0, model="bundled", max_tokens=40, stop=["\0", stop])
+    cut = client.completions.create(prompt=CODE, temperature=0, model="tiny", max_tokens=40, stop=["\0", stop])
     assert cut.choices[0].finish_reason == "stop" and cut.choices[0].text == whole[: whole.index(stop)]
 
 
 @pytest.mark.parametrize("speculative", [True, False])
 def test_streamed_completions_joined_are_the_whole_ones(client: openai.OpenAI, speculative: bool) -> None:
-    asked = {"prompt": [CODE, "for i in"], "n": 2, "stop": ["zq"], "model": "bundled", "max_tokens": 30, "seed": 9}
+    asked = {"prompt": [CODE, "for i in"], "n": 2, "stop": ["zq"], "model": "tiny", "max_tokens": 30, "seed": 9}
     extra = {"speculative": speculative, "return_token_ids": True}
     whole = client.completions.create(extra_body=extra, echo=True, **asked)
     texts, reasons, ids = [""] * 4, [None] * 4, [[], [], [], []]
@@ -172,7 +172,7 @@ def test_continuous_usage_counts_every_token_once(server: Serving) -> None:
 def test_metrics_in_the_shape_that_benchmarks_read(client: openai.OpenAI) -> None:
     fixed = {"speculative": {"depth": 4}}  # automatic depth may draft nothing
     prompt = "x = 1\n" * 20
-    answer = client.completions.create(prompt=prompt, temperature=0, model="bundled", max_tokens=60, extra_body=fixed)
+    answer = client.completions.create(prompt=prompt, temperature=0, model="tiny", max_tokens=60, extra_body=fixed)
     found = answer.metrics["speculative_decoding"]  # type: ignore[attr-defined]
     assert found["num_spec_steps"] == sum(found["acceptance_histogram"]) > 0
     assert len(found["acceptance_histogram"]) == found["num_spec_tokens"] + 1
@@ -192,7 +192,7 @@ def test_a_chat(client: openai.OpenAI) -> None:
         {"role": "developer", "content": [{"type": "text", "text": "Be "}, {"type": "text", "text": "kind."}]},
         *CHAT,
     ]
-    answer = client.chat.completions.create(messages=messages, model="bundled", max_completion_tokens=7, n=2, seed=3)
+    answer = client.chat.completions.create(messages=messages, model="tiny", max_completion_tokens=7, n=2, seed=3)
     assert answer.object == "chat.completion" and answer.id.startswith("chatcmpl-")
     assert [c.index for c in answer.choices] == [0, 1]
     for choice in answer.choices:
@@ -219,7 +219,7 @@ def test_a_streamed_chat_joined_is_the_whole_one(client: openai.OpenAI) -> None:
 
 
 def test_the_sdk_accumulates_a_stream(client: openai.OpenAI) -> None:
-    asked = {"messages": CHAT, "logprobs": True, "top_logprobs": 2, "model": "bundled", "max_tokens": 40, "seed": 1}
+    asked = {"messages": CHAT, "logprobs": True, "top_logprobs": 2, "model": "tiny", "max_tokens": 40, "seed": 1}
     whole = client.chat.completions.create(**asked, **saying("x = 1"))
     with client.chat.completions.stream(**asked, **saying("x = 1")) as stream:
         final = stream.get_final_completion()
@@ -242,7 +242,7 @@ def test_logprobs_of_chats(client: openai.OpenAI) -> None:
 def test_bytes_of_logprobs_make_up_characters_that_tokens_share(client: openai.OpenAI) -> None:
     """OpenAI: `bytes` is there for characters that are represented by several tokens."""
     answer = client.chat.completions.create(
-        messages=CHAT, logprobs=True, model="bundled", max_tokens=40, **saying("sm\N{ROCKET}le")
+        messages=CHAT, logprobs=True, model="tiny", max_tokens=40, **saying("sm\N{ROCKET}le")
     )
     choice = answer.choices[0]
     assert choice.message.content == "sm\N{ROCKET}le"
@@ -253,7 +253,7 @@ def test_bytes_of_logprobs_make_up_characters_that_tokens_share(client: openai.O
 @pytest.mark.parametrize("stream", [False, True])
 def test_json_schema_and_json_object(client: openai.OpenAI, stream: bool) -> None:
     def text(form: dict) -> str:
-        asked = {"messages": CHAT, "response_format": form, "model": "bundled", "max_tokens": 300, "seed": 2}
+        asked = {"messages": CHAT, "response_format": form, "model": "tiny", "max_tokens": 300, "seed": 2}
         if not stream:
             return client.chat.completions.create(**asked).choices[0].message.content
         chunks = client.chat.completions.create(stream=True, **asked)
@@ -274,13 +274,13 @@ def test_the_sdk_parses_a_model_class(client: openai.OpenAI) -> None:
         kind: Literal["bug", "wish"]
         urgent: bool
 
-    answer = client.chat.completions.parse(messages=CHAT, response_format=Ticket, model="bundled", max_tokens=60)
+    answer = client.chat.completions.parse(messages=CHAT, response_format=Ticket, model="tiny", max_tokens=60)
     assert isinstance(answer.choices[0].message.parsed, Ticket)
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
 def test_tool_calls_that_are_demanded(client: openai.OpenAI, choice: object) -> None:
-    asked = {"messages": CHAT, "tools": TOOLS, "tool_choice": choice, "model": "bundled", "max_tokens": 80, "seed": 1}
+    asked = {"messages": CHAT, "tools": TOOLS, "tool_choice": choice, "model": "tiny", "max_tokens": 80, "seed": 1}
     answer = client.chat.completions.create(**asked).choices[0]
     (call,) = answer.message.tool_calls
     assert answer.finish_reason == "tool_calls" and answer.message.content is None
@@ -322,7 +322,7 @@ def check_call(name: str, arguments: str) -> None:
 def test_tool_calls_that_the_model_chooses(
     client: openai.OpenAI, said: str, content: str | None, calls: list, speculative: bool
 ) -> None:
-    asked = {"messages": CHAT, "tools": TOOLS, "tool_choice": "auto", "model": "bundled", "max_tokens": 120}
+    asked = {"messages": CHAT, "tools": TOOLS, "tool_choice": "auto", "model": "tiny", "max_tokens": 120}
     whole = client.chat.completions.create(**asked, **saying(said, speculative)).choices[0]
     found = [(c.function.name, json.loads(c.function.arguments)) for c in whole.message.tool_calls or []]
     assert found == calls and (whole.message.content or "").strip() == (content or "")
@@ -341,7 +341,7 @@ def test_tool_calls_that_the_model_chooses(
 
 def test_no_call_is_looked_for_where_none_is_wanted(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(
-        messages=CHAT, tools=TOOLS, tool_choice="none", model="bundled", max_tokens=60, **saying(CALL)
+        messages=CHAT, tools=TOOLS, tool_choice="none", model="tiny", max_tokens=60, **saying(CALL)
     )
     assert answer.choices[0].message.content == CALL and answer.choices[0].finish_reason == "stop"
 
@@ -362,7 +362,7 @@ def test_a_prediction_is_counted_and_changes_nothing(client: openai.OpenAI) -> N
     asked = {
         "messages": CHAT,
         "temperature": 0,
-        "model": "bundled",
+        "model": "tiny",
         "max_tokens": 60,
         "extra_body": {"speculative": {"depth": 8}},
     }
@@ -396,10 +396,10 @@ def test_errors_are_the_sdks_own(client: openai.OpenAI) -> None:
         client.chat.completions.create(messages=CHAT, model="gpt-9")
     assert missing.value.code == "model_not_found" and missing.value.param == "model"
     with pytest.raises(openai.BadRequestError) as bad:
-        client.completions.create(prompt="x", model="bundled", temperature=-1)
+        client.completions.create(prompt="x", model="tiny", temperature=-1)
     assert "temperature" in bad.value.body["message"] and bad.value.type == "invalid_request_error"
     with pytest.raises(openai.BadRequestError) as long:
-        client.completions.create(prompt="x = 1\n" * 3000, model="bundled")
+        client.completions.create(prompt="x = 1\n" * 3000, model="tiny")
     assert long.value.code == "context_length_exceeded"
 
 
@@ -408,7 +408,7 @@ def test_errors_are_the_sdks_own(client: openai.OpenAI) -> None:
 
 def test_a_response(client: openai.OpenAI) -> None:
     answer = client.responses.create(
-        input="Write.", instructions="Be short.", model="bundled", max_output_tokens=9, metadata={"a": "b"}
+        input="Write.", instructions="Be short.", model="tiny", max_output_tokens=9, metadata={"a": "b"}
     )
     assert answer.object == "response" and answer.id.startswith("resp_") and answer.metadata == {"a": "b"}
     assert answer.instructions == "Be short." and answer.max_output_tokens == 9 and answer.error is None
@@ -418,7 +418,7 @@ def test_a_response(client: openai.OpenAI) -> None:
     assert answer.status == "incomplete" and answer.incomplete_details.reason == "max_output_tokens"
     assert answer.usage.output_tokens == 9 and answer.usage.input_tokens_details.cached_tokens >= 0
     assert answer.usage.total_tokens == answer.usage.input_tokens + 9
-    without = client.responses.create(input="Write.", model="bundled", max_output_tokens=9)
+    without = client.responses.create(input="Write.", model="tiny", max_output_tokens=9)
     assert without.usage.input_tokens < answer.usage.input_tokens
 
 
@@ -426,12 +426,12 @@ def test_a_response_says_what_the_chat_says(client: openai.OpenAI) -> None:
     chat = client.chat.completions.create(messages=CHAT, **SHORT).choices[0].message.content
     items = [{"role": "user", "content": [{"type": "input_text", "text": "Write a function."}]}]
     for given in ("Write a function.", items):
-        answer = client.responses.create(input=given, model="bundled", max_output_tokens=12, extra_body={"seed": 5})
+        answer = client.responses.create(input=given, model="tiny", max_output_tokens=12, extra_body={"seed": 5})
         assert answer.output_text == chat
 
 
 def test_events_of_a_response(client: openai.OpenAI) -> None:
-    asked = {"input": "Write.", "model": "bundled", "max_output_tokens": 25, "extra_body": {"seed": 4}}
+    asked = {"input": "Write.", "model": "tiny", "max_output_tokens": 25, "extra_body": {"seed": 4}}
     whole = client.responses.create(**asked)
     events = list(client.responses.create(stream=True, **asked))
     assert [e.sequence_number for e in events] == list(range(len(events)))
@@ -457,7 +457,7 @@ def test_events_of_a_response(client: openai.OpenAI) -> None:
 
 def test_the_sdk_accumulates_a_response(client: openai.OpenAI) -> None:
     form = {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA, "strict": True}}
-    asked = {"input": "Write.", "model": "bundled", "max_output_tokens": 80, "text": form}
+    asked = {"input": "Write.", "model": "tiny", "max_output_tokens": 80, "text": form}
     whole = client.responses.create(**asked, extra_body={"seed": 4})
     with client.responses.stream(**asked, extra_body={"seed": 4}) as stream:
         final = stream.get_final_response()
@@ -468,7 +468,7 @@ def test_the_sdk_accumulates_a_response(client: openai.OpenAI) -> None:
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "weather"}])
 def test_tools_of_a_response(client: openai.OpenAI, choice: object) -> None:
-    asked = {"input": "Write.", "model": "bundled", "max_output_tokens": 80, "tools": FLAT, "tool_choice": choice}
+    asked = {"input": "Write.", "model": "tiny", "max_output_tokens": 80, "tools": FLAT, "tool_choice": choice}
     answer = client.responses.create(**asked, extra_body={"seed": 1})
     (call,) = answer.output
     assert call.type == "function_call" and call.call_id and call.status == "completed" and answer.status == "completed"
@@ -496,7 +496,7 @@ def test_what_tools_said_is_read(client: openai.OpenAI) -> None:
         {"type": "function_call_output", "call_id": "c1", "output": "rain and more rain"},
     ]
     lengths = [
-        client.responses.create(input=items[:n], model="bundled", max_output_tokens=4, tools=FLAT).usage.input_tokens
+        client.responses.create(input=items[:n], model="tiny", max_output_tokens=4, tools=FLAT).usage.input_tokens
         for n in (1, 2, 3)
     ]
     assert lengths[0] < lengths[1] < lengths[2]
@@ -505,12 +505,12 @@ def test_what_tools_said_is_read(client: openai.OpenAI) -> None:
 def test_the_output_of_a_response_goes_back_in(client: openai.OpenAI) -> None:
     """What agents do: everything a response put out is part of the next input."""
     first = client.responses.create(
-        input="Write.", model="bundled", max_output_tokens=80, tools=FLAT, tool_choice="required"
+        input="Write.", model="tiny", max_output_tokens=80, tools=FLAT, tool_choice="required"
     )
-    text = client.responses.create(input="Write.", model="bundled", max_output_tokens=5)
+    text = client.responses.create(input="Write.", model="tiny", max_output_tokens=5)
     items = [item.model_dump(exclude_none=True) for item in (*text.output, *first.output)]
     output = {"type": "function_call_output", "call_id": first.output[0].call_id, "output": "rain"}
-    answer = client.responses.create(input=[*items, output], model="bundled", max_output_tokens=4)
+    answer = client.responses.create(input=[*items, output], model="tiny", max_output_tokens=4)
     assert answer.output_text is not None and answer.usage.input_tokens > 20
 
 
@@ -527,12 +527,12 @@ def test_a_stream_that_fails_ends_with_an_error_event(server: Serving, client: o
 
     before = len(server.logged)
     monkeypatch.setattr(engine, "step", fails_later)
-    asked = {"input": "Write.", "model": "bundled", "max_output_tokens": 60, "extra_body": {"speculative": False}}
+    asked = {"input": "Write.", "model": "tiny", "max_output_tokens": 60, "extra_body": {"speculative": False}}
     events = list(client.responses.create(stream=True, **asked))
     assert events[-1].type == "error" and "failed" in events[-1].message
     calls.clear()
     with pytest.raises(openai.APIError, match="failed"):
-        list(client.chat.completions.create(messages=CHAT, stream=True, model="bundled", max_tokens=60))
+        list(client.chat.completions.create(messages=CHAT, stream=True, model="tiny", max_tokens=60))
     monkeypatch.undo()
     del server.logged[before:]  # the engine's failure is logged, as it should be
     assert server.complete()["choices"][0]["text"]

@@ -198,7 +198,7 @@ def test_health_ready_version_info(server: Serving) -> None:
     assert server.http.get("/ready").json() == {"status": "ready"}
     assert server.http.get("/version").json() == {"version": __version__}
     info = server.http.get("/server_info").json()
-    assert info["model"] == "bundled" and info["draft"] == "suffix" and info["rule"] == "match"
+    assert info["model"] == "tiny" and info["draft"] == "suffix" and info["rule"] == "match"
     assert {"off", "ngram", "suffix"} <= set(info["drafts"]) and info["context"] == server.service.llm.decoder.context
     assert info["costs"]["pass_ms"] and all(ms > 0 for ms in info["costs"]["pass_ms"].values())
     for draft in info["drafts"]:  # each of them can be asked for

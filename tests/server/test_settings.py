@@ -1,10 +1,13 @@
 """Settings and the file they may come from: every mistake is one line that says what and how."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from forerun.config import Config
 from forerun.errors import ConfigError
+from forerun.server.app import served_name
 from forerun.server.settings import Settings, read_file
 
 
@@ -60,6 +63,16 @@ def test_a_bad_value_is_one_line_that_names_it(options: dict) -> None:
 
 def test_a_single_text_is_a_list_of_one() -> None:
     assert Settings(api_key="k", allowed_origins="http://a") == Settings(api_key=("k",), allowed_origins=["http://a"])
+
+
+@pytest.mark.parametrize(
+    ("model", "given", "name"),
+    [(None, "", "SmolLM2-135M-Instruct"), ("org/some-model", "", "some-model"), (None, "mine", "mine")],
+)
+def test_what_the_model_is_called(model: str | None, given: str, name: str) -> None:
+    """Clients name it in every request: what it is called must not depend on where its file lies."""
+    llm = SimpleNamespace(config=Config(model=model))
+    assert served_name(llm, Settings(served_name=given)) == name  # type: ignore[arg-type]
 
 
 def write(folder: Path, text: str | bytes) -> Path:

@@ -20,7 +20,7 @@ from forerun.models.config import load_config
 from forerun.train import export, loop
 from forerun.train.checkpoint import read_checkpoint
 from tests import quantise, tiny
-from tests.test_cli import CONTEXT, run
+from tests.test_cli import run
 from tests.train.conftest import SMALL
 
 Verb = Callable[..., tuple[int, str, str]]
@@ -222,9 +222,9 @@ def test_no_step_at_all_writes_the_layers_as_they_are(train: Verb, tmp_path: Pat
         (["--out", "{tmp}/d", "--data", "{tmp}/full.txt"], "one document only"),
         (["--out", "{tmp}/d", "--data", "{tmp}/data.jsonl", "--recipe", "small"], "did you mean 'small-lm'"),
         (["--out", "{tmp}/d", "--data", "{tmp}/data.jsonl", "--target", "{tmp}"], "no config.json"),
-        (["--out", "{tmp}/d", "--data", "{tmp}/data.jsonl", "--tokens", "99999"], f"give at most {CONTEXT}"),
-        (["--out", "{tmp}/d", "--data", "{tmp}/data.jsonl", "--layers", "9", "--on-policy", "0"], "target's 7"),
-        (["--out", "{tmp}/d", "--data", "{tmp}/data.jsonl", "--init", "bundled", "--layers", "1"], "contradict"),
+        (["--out", "{tmp}/d", "--data", "{tmp}/data.jsonl", "--tokens", "99999"], "give at most 256"),
+        (["--out", "{tmp}/d", "--data", "{tmp}/data.jsonl", "--layers", "9", "--on-policy", "0"], "target's 3"),
+        (["--out", "{tmp}/d", "--data", "{tmp}/data.jsonl", "--init", "model", "--layers", "1"], "contradict"),
         (["--out", "{tmp}/d", "--data", "{tmp}/data.jsonl", "--on-policy", "1.5"], "share from 0 to 1"),
         (["--out", "{tmp}/d", "--data", "{tmp}/data.jsonl", "--temperature", "0"], "over 0"),
         (["--out", "{tmp}/d", "--data", "{tmp}/data.jsonl", "--steps", "-1"], "steps=-1"),
@@ -245,6 +245,7 @@ def test_no_step_at_all_writes_the_layers_as_they_are(train: Verb, tmp_path: Pat
 )  # fmt: skip
 def test_bad_input_is_one_line(bare: Verb, data: Path, tmp_path: Path, flags: list[str], says: str) -> None:
     (tmp_path / "full.txt").write_text("words")
+    flags = flags if "--target" in flags else ["--target", str(tiny.worded()), *flags]
     code, out, err = bare(*(flag.format(tmp=tmp_path) for flag in flags))
     assert (code, out) == (2, "") and says in err.splitlines()[-1]
     assert len([line for line in err.splitlines() if line.startswith("forerun:")]) == 1

@@ -96,8 +96,8 @@ def test_the_command_of_the_card() -> None:
         "forerun train --eval DIRECTORY --target 'a target' --data 'my data' --data b.txt --tokens=48 --prompt-tokens=8"
         " --held-out=0.3 --evaluate-rows=3 --tasks=none --speed-rounds=2 --depth=2 --device=cpu --threads=1"
     )
-    bundled = replace(FACTS, target=None, data=("library",), settings=Training(steps=3, seed=4))
-    assert command(bundled) == "forerun train --eval DIRECTORY --data library"
+    default = replace(FACTS, target=None, data=("library",), settings=Training(steps=3, seed=4))
+    assert command(default) == "forerun train --eval DIRECTORY --data library"
 
 
 def test_a_card_has_a_row_for_each_task_and_a_column_for_each_depth() -> None:

@@ -148,17 +148,18 @@ template <int M, int C> struct Int8Tile {
   }
 };
 
-// Four inputs, the T-th four of 32, of eight outputs: a byte each, not negative. `w` are the weights of those outputs.
-template <int BITS, int T> INLINE inline __m256i weights(const char *w) {
+// Four inputs, the t-th four of 32, of eight outputs: a byte each, not negative. `w` are the weights of those outputs. t is a
+// constant wherever this is inlined.
+template <int BITS> INLINE inline __m256i weights(const char *w, int t) {
   auto at = [&](int byte) INLINE { return _mm256_loadu_si256((const __m256i *)(w + byte)); };
   auto upper = [&](int byte, int left, int mask) INLINE {  // bits that belong above the lower four
     __m256i v = at(byte);
     return _mm256_and_si256(left < 0 ? _mm256_srli_epi16(v, -left) : _mm256_slli_epi16(v, left), _mm256_set1_epi8((char)mask));
   };
-  __m256i v = at(T / 2 * LINE);
-  v = _mm256_and_si256(T % 2 ? _mm256_srli_epi16(v, 4) : v, _mm256_set1_epi8(15));
-  if constexpr (BITS == 5) v = _mm256_or_si256(v, upper(4 * LINE, 4 - T, 0x10));
-  if constexpr (BITS == 6) v = _mm256_or_si256(v, upper((4 + T / 4) * LINE, 4 - T % 4 * 2, 0x30));
+  __m256i v = at(t / 2 * LINE);
+  v = _mm256_and_si256(t % 2 ? _mm256_srli_epi16(v, 4) : v, _mm256_set1_epi8(15));
+  if (BITS == 5) v = _mm256_or_si256(v, upper(4 * LINE, 4 - t, 0x10));
+  if (BITS == 6) v = _mm256_or_si256(v, upper((4 + t / 4) * LINE, 4 - t % 4 * 2, 0x30));
   return v;
 }
 
@@ -194,17 +195,21 @@ template <int F> struct GroupTiles {
             EACH(c, C, add_int8(acc[m][c], v[c], x););););
       } else {
         constexpr int FIT = fit(L.bits) < FOURS ? fit(L.bits) : FOURS;
-        EACH(part, FOURS / FIT,
+#pragma GCC unroll 4
+        for (int first = 0; first < FOURS; first += FIT) {
           __m256i small[M][C];
           EACH(m, M, EACH(c, C, small[m][c] = _mm256_setzero_si256();););
-          EACH(j, FIT,
-            constexpr int T = I * FOURS + decltype(part)::value * FIT + decltype(j)::value;
+#pragma GCC unroll 8
+          for (int j = 0; j < FIT; j++) {
+            int t = I * FOURS + first + j;
             __m256i v[C];
-            EACH(c, C, v[c] = weights<L.bits, T>(w + 32 * c););
+            EACH(c, C, v[c] = weights<L.bits>(w + 32 * c, t););
             EACH(m, M,
-              __m256i x = four(group[m]->x + half_ * 32 + 4 * T);
-              EACH(c, C, add_small(small[m][c], v[c], x););););
-          EACH(m, M, EACH(c, C, acc[m][c] = _mm256_add_epi32(acc[m][c], whole(small[m][c])););););
+              __m256i x = four(group[m]->x + half_ * 32 + 4 * t);
+              EACH(c, C, add_small(small[m][c], v[c], x);););
+          }
+          EACH(m, M, EACH(c, C, acc[m][c] = _mm256_add_epi32(acc[m][c], whole(small[m][c]));););
+        }
       }
     }
 

@@ -95,21 +95,22 @@ inline vi bytes(const void *p) {
   return v;
 }
 // Shifts of bytes by way of whole lanes: what comes in from neighbours is masked off by whoever calls.
-template <int N> inline vi shifted(vi v) {  // to the left, or right where N is negative
+inline vi shifted(vi v, int n) {  // to the left, or right where n is negative
 #if defined(__AVX512F__)
-  return N >= 0 ? v << (N & 31) : v >> (-N & 31);
+  return n >= 0 ? v << (n & 31) : v >> (-n & 31);
 #else
-  return each<vi>([&](int i) { return N >= 0 ? v.p[i] << (N & 31) : v.p[i] >> (-N & 31); });
+  return each<vi>([&](int i) { return n >= 0 ? v.p[i] << (n & 31) : v.p[i] >> (-n & 31); });
 #endif
 }
 
-// Four inputs, the T-th four of 32, of 16 outputs: a byte each, not negative. `w` are the weights of those outputs.
-template <int BITS, int T> INLINE inline vi weights(const uint8_t *w) {
-  if constexpr (BITS == 8) return bytes(w + T * 128);
-  vi v = bytes(w + T / 2 * 128);
-  v = (T % 2 ? shifted<-4>(v) : v) & 0x0f0f0f0f;
-  if constexpr (BITS == 5) v = v | (shifted<4 - T>(bytes(w + 512)) & 0x10101010);
-  if constexpr (BITS == 6) v = v | (shifted<4 - T % 4 * 2>(bytes(w + 512 + T / 4 * 128)) & 0x30303030);
+// Four inputs, the t-th four of 32, of 16 outputs: a byte each, not negative. `w` are the weights of those outputs. t is a
+// constant wherever this is inlined.
+template <int BITS> INLINE inline vi weights(const uint8_t *w, int t) {
+  if (BITS == 8) return bytes(w + t * 128);
+  vi v = bytes(w + t / 2 * 128);
+  v = (t % 2 ? shifted(v, -4) : v) & 0x0f0f0f0f;
+  if (BITS == 5) v = v | (shifted(bytes(w + 512), 4 - t) & 0x10101010);
+  if (BITS == 6) v = v | (shifted(bytes(w + 512 + t / 4 * 128), 4 - t % 4 * 2) & 0x30303030);
   return v;
 }
 
@@ -190,33 +191,32 @@ template <int M, int F> inline Tile<M> product_groups(const uint8_t *w, const ui
   Scales<F> scales{scale, nullptr, scale_bytes(F, padded), {}, {}};
   for (int g = 0; g < padded / GROUP8; g++) {
     Tile<M> pair;
-    times<2>([&](auto half_) INLINE {
-      const uint8_t *start = w;
-      w += chunk_bytes(F);
+#pragma GCC unroll 2
+    for (int half_ = 0; half_ < 2; half_++, w += chunk_bytes(F)) {
       vi acc[M][2];
-      times<32 / L.group>([&](auto i) INLINE {
-        constexpr int G = decltype(half_)::value * (32 / L.group) + decltype(i)::value;
-        for (int m = 0; m < M; m++) acc[m][0] = acc[m][1] = L.minimum ? vi{} : set1i(group[m][g].start[G]);
-        times<FOURS>([&](auto j) INLINE {
-          constexpr int T = decltype(i)::value * FOURS + decltype(j)::value;
-          if (L.bits == 8 || T % 2 == 0) ahead.step();
-          if (L.bits < 8 && T % 2 && T / 2 < L.bits - 4) ahead.step();
+#pragma GCC unroll 2
+      for (int i = 0; i < 32 / L.group; i++) {
+        int which = half_ * (32 / L.group) + i;  // of the groups under one scale of activations
+        for (int m = 0; m < M; m++) acc[m][0] = acc[m][1] = L.minimum ? vi{} : set1i(group[m][g].start[which]);
+#pragma GCC unroll 8
+        for (int t_ = i * FOURS; t_ < (i + 1) * FOURS; t_++) {
+          if (L.bits == 8 || t_ % 2 == 0 || t_ / 2 < L.bits - 4) ahead.step();  // once for each line
           for (int c = 0; c < 2; c++) {
-            vi v = weights<L.bits, T>(start + 64 * c);
-            for (int m = 0; m < M; m++) acc[m][c] = dot4(acc[m][c], v, group[m][g].x + half_ * 32 + 4 * T);
+            vi v = weights<L.bits>(w + 64 * c, t_);
+            for (int m = 0; m < M; m++) acc[m][c] = dot4(acc[m][c], v, group[m][g].x + half_ * 32 + 4 * t_);
           }
-        });
+        }
         if (i == 0) scales.read(2 * g + half_);
         for (int m = 0; m < M; m++)
           for (int c = 0; c < 2; c++) {
             vf x = to_float(acc[m][c]);
-            pair.v[m][c] = G ? fma(x, scales.scale[i][c], pair.v[m][c]) : x * scales.scale[i][c];
+            pair.v[m][c] = which ? fma(x, scales.scale[i][c], pair.v[m][c]) : x * scales.scale[i][c];
           }
-      });
-      if constexpr (L.minimum)
+      }
+      if (L.minimum)
         for (int m = 0; m < M; m++)
           for (int c = 0; c < 2; c++) pair.v[m][c] = fma(set1(group[m][g].sum[half_]), scales.minimum[c], pair.v[m][c]);
-    });
+    }
     for (int m = 0; m < M; m++)
       for (int c = 0; c < 2; c++) t.v[m][c] = fma(pair.v[m][c], set1(group[m][g].scale), t.v[m][c]);
   }
@@ -238,17 +238,23 @@ template <int M, int F> void product(const Matrix &a, int block, const Row *rows
 }
 
 using Product = void (*)(const Matrix &, int, const Row *, Ahead, float (*)[BLOCK]);
-constexpr int TALLEST = 8, TALLEST_GROUPED = 5;  // rows whose sums fit into registers
-constexpr int FEW = 5;                           // rows from which the processor does not look far enough ahead
-constexpr int NEAR = 8192;                       // bytes ahead, enough for one tile
-#define TILES(F) {nullptr, product<1, F>, product<2, F>, product<3, F>, product<4, F>, product<5, F>
-#define TALL(F) TILES(F), product<6, F>, product<7, F>, product<8, F>}
-#define LOW(F) TILES(F)}
-const Product tiles_of[FORMATS][TALLEST + 1] = {TALL(F32), TALL(BF16), TALL(INT8), LOW(INT4), TALL(F16), LOW(Q8_0),
-                                                LOW(Q4_1), LOW(Q5_0), LOW(Q5_1), LOW(Q4_K), LOW(Q5_K), LOW(Q6_K)};
-#undef TILES
+constexpr int TALLEST = 8;  // rows whose sums fit into registers
+#if defined(__AVX512F__)
+constexpr int TALLEST_GROUPED = 5;
+#define GROUPED(F) {nullptr, product<1, F>, product<2, F>, product<3, F>, product<4, F>, product<5, F>}
+#else
+constexpr int TALLEST_GROUPED = 1;  // in plain C++ taller ones bring little, and take the compiler a minute
+#define GROUPED(F) {nullptr, product<1, F>}
+#endif
+constexpr int FEW = 5;      // rows from which the processor does not look far enough ahead
+constexpr int NEAR = 8192;  // bytes ahead, enough for one tile
+#define TALL(F)                                                                                                     \
+  {nullptr, product<1, F>, product<2, F>, product<3, F>, product<4, F>, product<5, F>, product<6, F>, product<7, F>, product<8, F>}
+const Product tiles_of[FORMATS][TALLEST + 1] = {
+    TALL(F32), TALL(BF16), TALL(INT8), GROUPED(INT4), TALL(F16), GROUPED(Q8_0), GROUPED(Q4_1), GROUPED(Q5_0), GROUPED(Q5_1),
+    GROUPED(Q4_K), GROUPED(Q5_K), GROUPED(Q6_K)};
+#undef GROUPED
 #undef TALL
-#undef LOW
 
 void products(const Matrix &a, int block, const Row *rows, int count, float (*out)[BLOCK]) {
   int tallest = grouped(a.format) ? TALLEST_GROUPED : TALLEST, tiles = (count + tallest - 1) / tallest;

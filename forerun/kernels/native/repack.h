@@ -90,24 +90,25 @@ void unpack_super(int type, const uint8_t *p, Unpacked &u) {
 
 inline bool finite(uint16_t h) { return (h & 0x7c00) != 0x7c00; }
 
-// The integers of 256 (or fewer, in groups of 32) inputs of output o into a block, from input k on.
+// The integers of 256 (or fewer, in groups of 32) inputs of output o into a block, from input k on: four at a time, as
+// they lie one behind the other on both sides.
 template <int BITS> void place_all(const uint8_t *q, int count, uint8_t *block, int k, int o) {
   uint8_t *to = block + k / 32 * 128 * BITS + o * 4;
-  for (int g = 0; g < count; g += 32, q += 32, to += 128 * BITS)
-    for (int j = 0; j < 4; j++) {
-      if (BITS == 8) {
-        for (int t = 0; t < 8; t++) to[t * 128 + j] = q[4 * t + j];
-        continue;
-      }
-      for (int t = 0; t < 4; t++) to[t * 128 + j] = (uint8_t)((q[8 * t + j] & 15) | q[8 * t + 4 + j] << 4);
-      uint8_t high[2] = {};
-      if (BITS == 5)
-        for (int t = 0; t < 8; t++) high[0] |= (uint8_t)((q[4 * t + j] >> 4) << t);
-      if (BITS == 6)
-        for (int t = 0; t < 8; t++) high[t / 4] |= (uint8_t)((q[4 * t + j] >> 4) << (t % 4 * 2));
-      if (BITS > 4) to[512 + j] = high[0];
-      if (BITS == 6) to[640 + j] = high[1];
+  for (int g = 0; g < count; g += 32, q += 32, to += 128 * BITS) {
+    uint32_t four[8], high[2] = {};
+    memcpy(four, q, 32);
+    for (int t = 0; t < 8; t++) {
+      if (BITS == 8) memcpy(to + t * 128, four + t, 4);
+      uint32_t above = four[t] >> 4 & 0x0f0f0f0f;
+      if (BITS == 5) high[0] |= above << t;
+      if (BITS == 6) high[t / 4] |= above << (t % 4 * 2);
     }
+    for (int t = 0; BITS < 8 && t < 4; t++) {
+      uint32_t both = (four[2 * t] & 0x0f0f0f0f) | (four[2 * t + 1] & 0x0f0f0f0f) << 4;
+      memcpy(to + t * 128, &both, 4);
+    }
+    for (int h = 0; BITS < 8 && h < BITS - 4; h++) memcpy(to + 512 + h * 128, high + h, 4);
+  }
 }
 
 // Rows of a file, one for each output (null: zeros), to a packed matrix, `weight` and `scale` of its first block. Returns

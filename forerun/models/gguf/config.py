@@ -17,19 +17,9 @@ from forerun.errors import LoadError, nearest
 from forerun.models.config import Json, ModelConfig, make_config
 from forerun.models.gguf.blocks import FLOATS, Blocks, Piece
 from forerun.models.gguf.container import Gguf, one_line, open_gguf, shown
+from forerun.models.gguf.kinds import OTHER_KINDS, REFUSED
 from forerun.models.gguf.tokenizer import end_tokens
 
-OTHER_KINDS = {
-    "adapter": "an adapter (LoRA)", "mmproj": "a projector of images", "imatrix": "an importance matrix",
-    "clip": "a projector of images",
-}  # fmt: skip
-# what a file may hold that the models read here do not have
-REFUSED = {
-    "expert_count": "a mixture of experts", "attention.temperature_scale": "scaled attention temperatures",
-    "attention.q_lora_rank": "latent attention", "ssm.state_size": "a recurrent state",
-    "logit_scale": "scaled logits", "residual_scale": "scaled residuals", "embedding_scale": "scaled embeddings",
-    "shortconv.l_cache": "short convolutions", "router_logit_softcapping": "a mixture of experts",
-}  # fmt: skip
 ROTATED = ("llama", "mistral3", "smollm3")  # architectures whose queries and keys rotate neighbouring channels
 
 

@@ -164,14 +164,15 @@ def _shards(path: Path, count: int) -> list[Path]:
 def _read(path: Path) -> Gguf:
     """One file. Raises LoadError."""
     try:
-        with _mapped(path) as data:
-            return _Reader(path, data).file()
+        with mapped(path) as data:
+            return Reader(path, data).file()
     except OSError as error:
         raise LoadError(f"{path} cannot be read: {error}") from None
 
 
 @contextmanager
-def _mapped(path: Path) -> Iterator[mmap.mmap]:
+def mapped(path: Path) -> Iterator[mmap.mmap]:
+    """The bytes of a file, not yet read. Raises LoadError, OSError."""
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size < 24:
@@ -180,13 +181,14 @@ def _mapped(path: Path) -> Iterator[mmap.mmap]:
             yield data
 
 
-class _Reader:
+class Reader:
     """A walk over the header of one file, from its first byte."""
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self.path, self.data, self.size, self.at = path, data, len(data), 0
 
     def file(self) -> Gguf:
+        """The header, as that of a model of one file."""
         if self.data[:4] != MAGIC:
             raise LoadError(f"{self.path} is no GGUF file: {self._beginning()}")
         self.at = 4

@@ -1,0 +1,227 @@
+"""What a model on disk is, from its headers alone: size, format, family, whether it runs here, who drafts for it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from forerun.errors import LoadError
+from forerun.memory import free_ram
+from forerun.models.config import FAMILIES, load_config
+from forerun.models.gguf.kinds import why_not
+from forerun.models.places import Found
+from forerun.models.skim import skim, token_digest
+
+# What llama.cpp writes as general.file_type: a label of the mix, which the tensors need not follow.
+FILE_TYPES = {
+    0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1", 10: "Q2_K", 11: "Q3_K_S", 12: "Q3_K_M",
+    13: "Q3_K_L", 14: "Q4_K_S", 15: "Q4_K_M", 16: "Q5_K_S", 17: "Q5_K_M", 18: "Q6_K", 19: "IQ2_XXS", 20: "IQ2_XS",
+    21: "Q2_K_S", 22: "IQ3_XS", 23: "IQ3_XXS", 24: "IQ1_S", 25: "IQ4_NL", 26: "IQ3_S", 27: "IQ3_M", 28: "IQ2_S",
+    29: "IQ2_M", 30: "IQ4_XS", 31: "IQ1_M", 32: "BF16", 36: "TQ1_0", 37: "TQ2_0", 38: "MXFP4_MOE", 39: "NVFP4",
+    40: "Q1_0",
+}  # fmt: skip
+DTYPES = {  # of safetensors: their names elsewhere, and bits
+    "F64": ("float64", 64), "F32": ("float32", 32), "F16": ("float16", 16), "BF16": ("bfloat16", 16),
+    "F8_E4M3": ("fp8", 8), "F8_E5M2": ("fp8", 8), "I8": ("int8", 8), "U8": ("uint8", 8), "I32": ("int32", 32),
+    "I64": ("int64", 64),
+}  # fmt: skip
+MOST_HEADER = 100_000_000  # bytes, as the safetensors library allows
+ROOM = 1.1  # memory a model takes, in sizes of its file: the cache of keys and values comes on top
+DRAFT_SHARE = 0.5  # a drafter with more of its target's parameters than this cannot pay
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """One model, as plain values.
+
+    Attributes:
+        name, origin: what to give for --model, and whose it is.
+        path: the GGUF file, of several the first, or the directory.
+        bytes, format: all its files; Q4_K_M or safetensors bfloat16, with what most of it is where that differs.
+        family, parameters, context: empty or None where they cannot be told.
+        runs: whether forerun runs it on this machine; `reason` says why not.
+        draft: what to give for --draft, empty where it does not run.
+        vocabulary: the same for models whose token ids mean the same.
+    """
+
+    name: str
+    origin: str
+    path: str
+    bytes: int = 0
+    format: str = ""
+    family: str = ""
+    parameters: int | None = None
+    context: int | None = None
+    runs: bool = False
+    reason: str = ""
+    draft: str = ""
+    vocabulary: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields by name."""
+        return asdict(self)
+
+
+def survey(models: Sequence[Found]) -> list[Survey]:
+    """All models, looked at and paired with drafters. A broken one is a row that says so."""
+    free = free_ram()
+    rows = [_one(model, free) for model in models]
+    return [replace(row, draft=_draft(row, rows)) if row.runs else row for row in rows]
+
+
+def _one(model: Found, free: int) -> Survey:
+    row = Survey(model.name, model.origin, str(model.path), reason=model.trouble)
+    if model.trouble:
+        return row
+    try:
+        row = _of_directory(model.path, row) if model.path.is_dir() else _of_gguf(model.path, row)
+    except LoadError as error:
+        return replace(row, reason=str(error).removeprefix(str(model.path)).lstrip(" :/"))
+    except Exception as error:  # whatever is wrong with one file, the others are still wanted
+        return replace(row, reason=f"cannot be read: {(str(error).strip() or repr(error)).splitlines()[0]}")
+    if not row.reason and row.bytes * ROOM > free:
+        row = replace(row, reason=f"needs {row.bytes * ROOM / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB are free")
+    return replace(row, runs=not row.reason)
+
+
+def _of_gguf(path: Path, row: Survey) -> Survey:
+    file = skim(path)
+    counts: Counter[str] = Counter()
+    for tensor in file.tensors.values():
+        counts[tensor.kind] += tensor.size
+    context = file.metadata.get(f"{file.architecture}.context_length")
+    return replace(
+        row,
+        bytes=sum(part.stat().st_size for part in file.parts),
+        format=_format(FILE_TYPES.get(_whole(file.metadata.get("general.file_type")), ""), counts),
+        family=file.architecture,
+        parameters=sum(_product(tensor.shape) for tensor in file.tensors.values()),
+        context=context if isinstance(context, int) else None,
+        reason=why_not(file),
+        vocabulary=token_digest(file.metadata),
+    )
+
+
+def _whole(value: object) -> int:
+    return value if isinstance(value, int) else -1
+
+
+def _product(shape: Sequence[int]) -> int:
+    total = 1
+    for n in shape:
+        total *= n
+    return total
+
+
+def _format(label: str, counts: Counter[str]) -> str:
+    """The label of a file, and the type of most of its bytes where that is another one."""
+    if not counts:
+        return label
+    kind, most = counts.most_common(1)[0]
+    if not label or label == kind:
+        return kind
+    return label if label.startswith(kind) else f"{label}, {most / counts.total():.0%} {kind}"
+
+
+def _of_directory(path: Path, row: Survey) -> Survey:
+    raw = _object(path / "config.json")
+    files = _weights(path)
+    counts: Counter[str] = Counter()
+    for file in files:
+        for tensor in _tensors(file):
+            counts[tensor["dtype"]] += _product(tensor["shape"])
+    quantised = raw.get("quantization_config") or raw.get("quantization")
+    kind = max(counts, key=lambda dtype: counts[dtype] * DTYPES.get(dtype, ("", 8))[1], default="")
+    return replace(
+        row,
+        bytes=sum(file.stat().st_size for file in files),
+        format=f"safetensors {_method(quantised) if quantised else DTYPES.get(kind, (kind,))[0]}",
+        family=str(raw.get("model_type", "")),
+        parameters=None if quantised else counts.total(),
+        context=raw.get("max_position_embeddings") or raw.get("n_positions"),
+        reason=_why_no_directory(path, raw),
+        vocabulary=_tokenizer(path / "tokenizer.json"),
+    )
+
+
+def _object(path: Path) -> dict[str, Any]:
+    """A JSON object. Raises LoadError."""
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise LoadError(f"{path} cannot be read: {error}") from None
+    if not isinstance(raw, dict):
+        raise LoadError(f"{path} does not hold an object")
+    return raw
+
+
+def _method(settings: Any) -> str:
+    if not isinstance(settings, dict):
+        return "quantised"
+    bits = settings.get("bits")
+    return f"{settings.get('quant_method', 'mlx')}{f' {bits} bits' if bits else ''}"
+
+
+def _why_no_directory(path: Path, raw: dict[str, Any]) -> str:
+    if "speculators_model_type" in raw or "medusa_num_heads" in raw:
+        return "is no model but a drafter for one, which --draft takes"
+    if raw.get("model_type") not in FAMILIES:
+        return f"family {raw.get('model_type') or 'without a name'} is not supported"
+    settings = raw.get("quantization_config") or raw.get("quantization")
+    if isinstance(settings, dict) and "quant_method" not in settings:
+        return "weights in MLX's format are not supported"
+    try:
+        load_config(path)
+    except LoadError as error:
+        return str(error)
+    return ""
+
+
+def _weights(path: Path) -> list[Path]:
+    """The safetensors files of a directory. Raises LoadError where its index names one that is not there."""
+    index = path / "model.safetensors.index.json"
+    names = set(path.glob("*.safetensors"))
+    if index.is_file():
+        names = {path / str(name) for name in dict(_object(index).get("weight_map", {})).values()}
+    missing = sorted(file.name for file in names if not file.is_file())
+    if missing:
+        raise LoadError(f"{path} is not whole, {missing[0]} is not there: download it again")
+    return sorted(names)
+
+
+def _tensors(path: Path) -> list[dict[str, Any]]:
+    """What the header of a safetensors file says of each tensor. Raises LoadError."""
+    try:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            raw = json.loads(file.read(length)) if length <= MOST_HEADER else None
+        if not isinstance(raw, dict):
+            raise ValueError(f"a header of {length} bytes")
+        return [tensor for name, tensor in raw.items() if name != "__metadata__"]
+    except (OSError, ValueError, AttributeError, struct.error) as error:
+        raise LoadError(f"{path} is no safetensors file or not whole: {error}; download it again") from None
+
+
+def _tokenizer(path: Path) -> str:
+    """The digest of a tokenizer file; files of the Hub's cache are called by theirs."""
+    if not path.is_file():
+        return ""
+    name = path.resolve().name
+    return f"json {name if len(name) == 64 else hashlib.sha256(path.read_bytes()).hexdigest()}"
+
+
+def _draft(target: Survey, rows: Sequence[Survey]) -> str:
+    """The smallest model with the target's vocabulary that is much smaller than the target, else suffix."""
+    size = target.parameters or target.bytes
+    fitting = [
+        (row.parameters, row.bytes, row.name) for row in rows
+        if row.runs and row.vocabulary and row.vocabulary == target.vocabulary
+        and row.parameters and row.parameters <= size * DRAFT_SHARE
+    ]  # fmt: skip
+    return f"model:{min(fitting)[2]}" if fitting else "suffix"

