@@ -17,7 +17,7 @@ from forerun.errors import LoadError, nearest
 from forerun.models.config import Json, ModelConfig, make_config
 from forerun.models.gguf.blocks import FLOATS, Blocks, Piece
 from forerun.models.gguf.container import Gguf, one_line, open_gguf, shown
-from forerun.models.gguf.kinds import OTHER_KINDS, REFUSED
+from forerun.models.gguf.kinds import OTHER_KINDS, refused
 from forerun.models.gguf.tokenizer import end_tokens
 
 ROTATED = ("llama", "mistral3", "smollm3")  # architectures whose queries and keys rotate neighbouring channels
@@ -34,6 +34,8 @@ def load_gguf_config(path: Path) -> ModelConfig:
         raise LoadError(f"{path}: models of the architecture {name} are not supported; {hint}")
     if not gguf.tensors:
         raise LoadError(f"{path} holds a vocabulary but no weights; give the model's own file")
+    for key, what in refused(gguf):
+        raise LoadError(f"{path}: the model has {what} ({key}), which is not supported")
     try:
         raw = _Metadata(gguf).hugging_face()
     except (LookupError, TypeError, ValueError, ArithmeticError) as error:
@@ -100,12 +102,12 @@ class _Metadata:
         entry = self.gguf.tensors[name]
         if entry.kind not in FLOATS or len(entry.shape) != 1:
             raise ValueError(f"the tensor {name}")
-        return [float(v) for v in Blocks((Piece(replace(entry, shape=(1, *entry.shape))),)).dequantise()[0]]
+        values = Blocks((Piece(replace(entry, shape=(1, *entry.shape))),)).dequantise()[0]
+        if not ((values > 0) & values.isfinite()).all():
+            raise ValueError(f"the tensor {name}, which is to hold positive numbers")
+        return [float(v) for v in values]
 
     def hugging_face(self) -> Json:
-        for key, what in REFUSED.items():
-            if self.get(key) not in (None, 0, 0.0, 1.0):
-                raise ValueError(f"what forerun has ({what}, {self.prefix}{key}, is not supported)")
         layers = self.same("block_count") - int(self.get("nextn_predict_layers", 0))
         if not 0 < layers <= len(self.gguf.tensors):
             raise ValueError(f"{self.prefix}block_count ({layers} layers of {len(self.gguf.tensors)} tensors)")

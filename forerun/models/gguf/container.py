@@ -101,7 +101,7 @@ class Gguf:
     def architecture(self) -> str:
         """What the file calls its family; empty where it does not."""
         found = self.metadata.get("general.architecture")
-        return found if isinstance(found, str) else ""
+        return one_line(found) if isinstance(found, str) else ""
 
 
 def one_line(text: str) -> str:

@@ -165,11 +165,10 @@ def find_pretokenizer(name: str | None) -> PreTokenizer:
 
     Raises LoadError for a name that is not known: a guess would give a model tokens it was not trained on.
     """
-    if not name:
-        return PRE_TOKENIZERS["default"]
-    if name not in PRE_TOKENIZERS:
+    found = PRE_TOKENIZERS.get(name or "default") if name is None or isinstance(name, str) else None
+    if found is None:
         known = ", ".join(sorted(PRE_TOKENIZERS))
         raise LoadError(
             f"the pre-tokenizer {shown(name)} is not known; known are {known}; use another file of this model"
         )
-    return PRE_TOKENIZERS[name]
+    return found
