@@ -115,6 +115,8 @@ def test_blocks_behind_the_layers_are_left_alone(path: Path) -> None:
         ("embedding_length", 128, "token_embd.weight"),
         ("feed_forward_length", 96, "ffn_gate.weight"),
         ("context_length", 0, "context"),
+        ("context_length", 2**32 - 1, "context_length (4294967295)"),
+        ("block_count", 2**32 - 1, "block_count (4294967295 layers"),
         ("attention.layer_norm_rms_epsilon", -1.0, "norm_eps"),
     ],
 )  # fmt: skip

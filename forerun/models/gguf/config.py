@@ -13,13 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from forerun.errors import LoadError, nearest
+from forerun.errors import LoadError, nearest, one_line, shown
 from forerun.models.config import Json, ModelConfig, make_config
 from forerun.models.gguf.blocks import FLOATS, Blocks, Piece
-from forerun.models.gguf.container import Gguf, one_line, open_gguf, shown
+from forerun.models.gguf.container import Gguf, open_gguf
 from forerun.models.gguf.kinds import OTHER_KINDS, refused
 from forerun.models.gguf.tokenizer import end_tokens
 
+MOST_CONTEXT = 1 << 24  # positions, for which tables are made
 ROTATED = ("llama", "mistral3", "smollm3")  # architectures whose queries and keys rotate neighbouring channels
 
 
@@ -111,7 +112,9 @@ class _Metadata:
         layers = self.same("block_count") - int(self.get("nextn_predict_layers", 0))
         if not 0 < layers <= len(self.gguf.tensors):
             raise ValueError(f"{self.prefix}block_count ({layers} layers of {len(self.gguf.tensors)} tensors)")
-        hidden, heads = self.same("embedding_length"), self.same("attention.head_count")
+        hidden, heads, context = map(self.same, ("embedding_length", "attention.head_count", "context_length"))
+        if context > MOST_CONTEXT:
+            raise ValueError(f"{self.prefix}context_length ({context})")
         head_dim = self.same("attention.key_length") if self.get("attention.key_length") else hidden // heads
         if self.get("attention.value_length", head_dim) != head_dim:
             raise ValueError(f"{self.prefix}attention.value_length, which differs from the keys'")
@@ -121,7 +124,7 @@ class _Metadata:
         common = dict(
             vocab_size=embedding.shape[0], hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads,
             num_key_value_heads=self.same("attention.head_count_kv", "attention.head_count"), head_dim=head_dim,
-            intermediate_size=self.same("feed_forward_length"), max_position_embeddings=self.same("context_length"),
+            intermediate_size=self.same("feed_forward_length"), max_position_embeddings=context,
             bos_token_id=self.gguf.metadata.get("tokenizer.ggml.bos_token_id"),
             eos_token_id=self.gguf.metadata.get("tokenizer.ggml.eos_token_id"),
         )  # fmt: skip

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from forerun.errors import LoadError
-from forerun.models.gguf.container import shown
+from forerun.errors import LoadError, shown
 
 _ANY = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"  # contractions in either case
 _LOWER = "'s|'t|'re|'ve|'m|'ll|'d"

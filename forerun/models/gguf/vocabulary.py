@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from forerun.errors import LoadError
-from forerun.models.gguf.container import shown
+from forerun.errors import LoadError, shown
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
