@@ -148,6 +148,10 @@ def _drafts(report: Any) -> str:
     """Where drafts came from."""
     if report.draft == "lookup":
         return "drafts looked up in the text (forerun: suffix)"
+    if report.draft == "off":
+        return "no drafts"
+    if report.draft_format == "as stored":
+        return "drafts of a GGUF file as stored"
     return f"drafts in {report.draft_format} (transformers: the target's format)"
 
 

@@ -100,7 +100,8 @@ class PrefillResult:
 class PeersReport:
     """What was measured, and how: decoding, and reading prompts if asked.
 
-    `bandwidth` is the lowest, median and highest GB/s read between runs; None where that means nothing.
+    `draft` is model:PLACE, lookup or off, `draft_format` that of a draft model, where there is one. `bandwidth` is the
+    lowest, median and highest GB/s read between runs; None where that means nothing.
     """
 
     model: str

@@ -103,8 +103,9 @@ def measure_peers(
                     prefills += measure_prefill(label, company, plan.prefill, _texts(loads), plan.repeats, tell)
     if not any(result.engine != OURS for result in results):
         raise ForerunError(f"no other engine could run: {'; '.join(dict.fromkeys(map(str, failures)))}")
+    draft_format = STORED if models.drafter and models.drafter.is_file() else plan.draft_format
     return PeersReport(
-        str(models.target), models.draft, plan.draft_format, plan.tokens, plan.repeats, plan.threads, plan.device,
+        str(models.target), models.draft, draft_format, plan.tokens, plan.repeats, plan.threads, plan.device,
         spread(bandwidths), results, prefills, failures,
     )  # fmt: skip
 

@@ -359,8 +359,14 @@ def test_a_gguf_file_may_draft_for_another(gguf: Path, peers, fake) -> None:
     text = LOOKS.replace("options['lookup'] and not options['draft']", "options['draft'].endswith('.gguf')") + WELL
     code, out, _ = peers("--peers", fake("llama.cpp", text), "--model", str(gguf), "--draft", f"model:{gguf}",
                          "--formats", "as stored", "--json")  # fmt: skip
-    ours = json.loads(out)["results"][0]
-    assert code == 0 and ours["accepted_length"] == 2 and ours["first_difference"] == -1
+    report = json.loads(out)
+    ours = report["results"][0]
+    assert (
+        code == 0
+        and report["draft_format"] == "as stored"
+        and ours["accepted_length"] == 2
+        and ours["first_difference"] == -1
+    )
 
 
 def test_tasks_are_put_to_a_model_that_chats_in_its_template(monkeypatch: pytest.MonkeyPatch) -> None:
