@@ -34,12 +34,13 @@ class Outcome:
     """One run of any engine: tokens a second while decoding, and what came out.
 
     `outputs` and `accepted_length` are None where the engine does not tell. Accepted length is tokens a pass of the
-    target and request.
+    target and request. `prefill_seconds` go from the beginning to the first token of the last request.
     """
 
     speed: float
     outputs: Prompts | None
     accepted_length: float | None
+    prefill_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +110,13 @@ class Worker:
         try:
             outputs, steps, made = answer["outputs"], answer["steps"], answer["decode_tokens"]
             speed = made / answer["decode_seconds"] if made else 0.0
+            prefill = float(answer.get("prefill_seconds", 0.0))
             lengths = [tokens] * len(prompts) if outputs is None else [len(output) for output in outputs]
-        except (KeyError, TypeError, ZeroDivisionError):
+        except (KeyError, TypeError, ValueError, ZeroDivisionError):
             raise self._nonsense(answer) from None
         if lengths != [tokens] * len(prompts):
             raise PeerError(f"made {lengths} tokens where {tokens} each were asked for, so it cannot be compared")
-        return Outcome(speed, outputs, sum(lengths) / steps if steps else None)
+        return Outcome(speed, outputs, sum(lengths) / steps if steps else None, prefill)
 
     def _answer(self) -> dict[str, Any]:
         """The next line as an object. Raises PeerError for anything that is none, or says that something failed."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 from forerun.bench.peer_process import Outcome, Ready
@@ -41,6 +41,7 @@ class PeerResult:
 
     Attributes:
         engine, version, format, requests: what ran.
+        category: of the prompts.
         plain: tokens a second of plain decoding, all requests together.
         speculative: the same with a draft, at the depth that gave the most.
         depth: that depth.
@@ -73,12 +74,35 @@ class PeerResult:
     ours_over_plain: float | None
     ours_over_speculative: float | None
     ours_over_best: float | None
+    category: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillResult:
+    """One engine reading prompts of one length; medians over the rounds.
+
+    Attributes:
+        engine, format, tokens: what read how much.
+        first_token: seconds until the first token.
+        speed: tokens of the prompt over these seconds.
+        ours_over: our speed over its.
+    """
+
+    engine: str
+    format: str
+    tokens: int
+    first_token: float
+    speed: float
+    ours_over: float | None
 
 
 @dataclass(frozen=True, slots=True)
 class PeersReport:
-    """What was measured, and how. `bandwidth` is the lowest, median and highest GB/s read between runs; None where
-    that means nothing."""
+    """What was measured, and how: decoding, and reading prompts if asked.
+
+    `draft` is model:PLACE, lookup or off, `draft_format` that of a draft model, where there is one. `bandwidth` is the
+    lowest, median and highest GB/s read between runs; None where that means nothing.
+    """
 
     model: str
     draft: str
@@ -89,6 +113,7 @@ class PeersReport:
     device: str
     bandwidth: tuple[float, float, float] | None
     results: list[PeerResult]
+    prefills: list[PrefillResult]
     failures: list[Failure]
 
     def as_dict(self) -> dict[str, Any]:
@@ -110,10 +135,11 @@ class Best:
         return max((self.plain, self.speculative), key=_speed)
 
 
-def summarise(form: str, requests: int, players: Sequence[Named], runs: Runs) -> list[PeerResult]:
-    """A row for each player, ours among them, from all runs of one format and number of requests."""
+def summarise(form: str, requests: int, players: Sequence[Named], runs: Runs, category: str = "") -> list[PeerResult]:
+    """A row for each player, ours among them, from all runs of one format, number of requests and category."""
     chosen = {player.name: _best(player.name, runs) for player in players}
-    return [_result(form, requests, player, chosen[player.name], chosen[OURS], runs) for player in players]
+    rows = [_result(form, requests, player, chosen[player.name], chosen[OURS], runs) for player in players]
+    return [replace(row, category=category) for row in rows]
 
 
 def spread(values: Sequence[float]) -> tuple[float, float, float] | None:

@@ -55,12 +55,14 @@ class Run:
         outputs: of each request.
         stats: of each request.
         step_ms: milliseconds a step in the window, all of it.
+        prefill_seconds: from the beginning to the first token of the last request.
     """
 
     speed: float
     outputs: list[list[int]]
     stats: list[RequestStats]
     step_ms: float
+    prefill_seconds: float = 0.0
 
     @property
     def tokens(self) -> int:
@@ -94,6 +96,7 @@ class Run:
 
 def timed_run(engine: Engine, works: Sequence[Work], params: SamplingParams, arm: Arm) -> Run:
     """Let the prompts run at once to their end; request i draws with the seed of `params` plus i."""
+    begun = time.perf_counter()
     seed, requests = params.seed or 0, []
     for i, work in enumerate(works):
         draft = with_references(arm.name) if work.references and arm.name != OFF else arm.name
@@ -118,4 +121,5 @@ def timed_run(engine: Engine, works: Sequence[Work], params: SamplingParams, arm
         outputs=[list(request.output) for request in requests],
         stats=[request.stats for request in requests],
         step_ms=1e3 * (closed - opened) / steps if steps else 0.0,
+        prefill_seconds=opened - begun,
     )

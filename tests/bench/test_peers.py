@@ -20,11 +20,16 @@ from forerun import ConfigError
 from forerun.bench import peer_process
 from forerun.bench import peers as module
 from forerun.bench import run as timing
+from forerun.bench.choice import conversation, token_ids
 from forerun.bench.pair import Pair
+from forerun.bench.peer_plan import ENGINES, STORED, Engine, Load, Plan, parse_peers
+from forerun.bench.peer_prefill import measure_prefill
 from forerun.bench.peer_process import SCRIPTS, Outcome, PeerError, Ready, Worker
 from forerun.bench.peer_results import OURS, summarise
-from forerun.bench.peers import ENGINES, Engine, Plan, measure_peers, parse_peers
+from forerun.bench.peer_turns import Company
+from forerun.bench.peers import measure_peers
 from forerun.bench.run import Work
+from forerun.bench.workloads import Task
 from forerun.kernels import native
 from tests.bench.test_decode import PARAMS, FakeEngine
 from tests.test_cli import run
@@ -72,7 +77,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str]
     def put(name: str, text: str) -> str:
         script = tmp_path / f"{name}.py"
         script.write_text(FAKE + text)
-        monkeypatch.setitem(ENGINES, name, Engine(str(script), "fake", ("bfloat16", "int8")))
+        monkeypatch.setitem(ENGINES, name, Engine(str(script), "fake", ("bfloat16", "int8", STORED)))
         return f"{name}={sys.executable}"
 
     return put
@@ -174,7 +179,7 @@ def test_an_interrupt_leaves_no_process_and_no_file(
 
     plan = Plan({"llama.cpp": sys.executable}, ["int8"], depths=[1], tokens=4)
     with pytest.raises(KeyboardInterrupt):
-        measure_peers(f"{pair.directory}/target", "off", plan, {1: [[[5]]]}, interrupt)
+        measure_peers(f"{pair.directory}/target", "off", plan, [Load("", 1, [[[5]]])], interrupt)
     assert started[0].process.poll() is not None and not [p for p in tmp_path.iterdir() if p.is_dir()]
 
 
@@ -195,10 +200,21 @@ BAD = {
     "too many requests": (["--peers", "llama.cpp=PYTHON", "--requests", "999"], "999 are to run at once"),
     "one token": (["--peers", "llama.cpp=PYTHON", "--tokens", "1"], "at least 2 tokens"),
     "over the context": (["--peers", "llama.cpp=PYTHON", "--tokens", "999"], "context of 256"),
+    "no category": (["--peers", "llama.cpp=PYTHON", "--categories", "chats"], "did you mean 'chat'"),
+    "prompts of nothing": (["--peers", "llama.cpp=PYTHON", "--prefill", "0"], "from 1 up, such as 1000"),
+    "odd lengths": (["--peers", "llama.cpp=PYTHON", "--prefill", "long"], "--prefill: 'long' is not a whole number"),
+    "prompts over the context": (
+        ["--peers", "llama.cpp=PYTHON", "--prefill", "256"],
+        "prompt of 256 tokens and 1 more",
+    ),
+    "a directory as stored": (["--peers", "llama.cpp=PYTHON", "--formats", "as stored"], "is no GGUF file"),
     "no rounds": (["--peers", "llama.cpp=PYTHON", "--repeats", "0"], "repeats=0"),
     "no time": (["--peers", "llama.cpp=PYTHON", "--timeout", "nan"], "timeout=nan"),
     "threads of nonsense": (["--peers", "llama.cpp=PYTHON", "--threads", "-1"], "threads=-1"),
-    "a draft without a model": (["--peers", "llama.cpp=PYTHON", "--draft", "suffix"], "--draft model:DIRECTORY"),
+    "a draft without a model": (
+        ["--peers", "llama.cpp=PYTHON", "--draft", "suffix"],
+        "--draft model:PLACE, lookup or off",
+    ),
     "a file for converted models": (["--peers", "llama.cpp=PYTHON", "--converted", __file__], "cannot be a directory"),
 }
 
@@ -242,18 +258,136 @@ def test_rounds_are_fair() -> None:
 
         return SimpleNamespace(name=name, ready=Ready("1", 9, 9, True), run=go)
 
-    players, failures, bandwidths = [player(OURS), player("a"), player("b", fails=3)], [], []
+    company, bandwidths = Company([player(OURS), player("a"), player("b", fails=3)]), []
     plan = Plan({"a": "x", "b": "x"}, depths=["auto", 3], tokens=100, repeats=3)
-    runs = module._rounds(players, 1, [[[5]], [[6]]], plan, failures, bandwidths, lambda _: None)
+    runs = module._rounds(company, Load("", 1, [[[5]], [[6]]]), plan, bandwidths, lambda _: None)
     everything = [(OURS, 0), (OURS, "auto"), (OURS, 3), ("a", 0), ("a", 3), ("b", 0), ("b", 3)]
     assert sorted(log[:7], key=str) == sorted([(*arm, 6, 64) for arm in everything], key=str)
     rounds = [log[7:14], log[14:19], log[19:24]]
     assert [{prompt for _, _, prompt, _ in entries} for entries in rounds] == [{5}, {6}, {5}]
     assert [entries[0][:2] for entries in rounds] == everything[:3]
     assert all(tokens == 100 for entries in rounds for *_, tokens in entries)
-    assert [str(failure) for failure in failures] == ["b: it broke"] and [p.name for p in players] == [OURS, "a"]
+    assert [str(failure) for failure in company.failures] == ["b: it broke"]
+    assert [player.name for player in company.players] == [OURS, "a"]
     assert list(runs) == everything[:5] and all(len(outcomes) == 3 for outcomes in runs.values())
     assert len(bandwidths) == 5 * 3 + 1
+
+
+def test_reading_prompts_is_timed_in_turn_too() -> None:
+    """Each round reads prompts of the length that nobody knows the beginning of; ratios are made within rounds."""
+    log: list[tuple[str, list[int]]] = []
+
+    def player(name: str, seconds: float, fails: int = 99, plain: int = 9) -> SimpleNamespace:
+        def go(depth: int, prompts: list, tokens: int) -> Outcome:
+            log.append((name, prompts[0]))
+            assert (depth, len(prompts), tokens) == (0, 1, 1)
+            if len([entry for entry in log if entry[0] == name]) > fails:
+                raise PeerError("it broke")
+            slow = 3 if len(log) > 6 else 1  # the machine, from the second round on
+            return Outcome(0.0, None, None, seconds * slow)
+
+        return SimpleNamespace(name=name, ready=Ready("1", plain, 9, True), run=go)
+
+    players = [player(OURS, 1.0), player("a", 2.0), player("b", 1.0, fails=1), player("drafting-server", 1.0, plain=0)]
+    company = Company(players)
+    texts = [[1, 2, 3], [4, 5], [6, 7]]
+    ours, theirs, *more = measure_prefill("int8", company, [10, 4], texts, 3, lambda _: None)
+    assert (ours.tokens, ours.first_token, ours.speed, ours.ours_over) == (10, 3.0, 10 / 3, None)
+    assert (theirs.engine, theirs.first_token, theirs.ours_over) == ("a", 6.0, 2.0)
+    assert [(row.engine, row.tokens, row.ours_over) for row in more] == [(OURS, 4, None), ("a", 4, 2.0)]
+    assert [str(failure) for failure in company.failures] == ["b: it broke"]
+    assert [name for name, _ in log[:7]] == ["b", OURS, "a", OURS, "a", "b", "a"] and len(log) == 2 + 2 * 8
+    prompts = [prompt for name, prompt in log if name == "a"]
+    assert prompts[0] == [1, 2, 3, 4, 5, 6, 7, 1, 2, 3] and prompts[1][:3] == [2, 3, 4] and prompts[4] == [5, 6, 7, 1]
+    assert prompts == [prompt for name, prompt in log if name == OURS]
+
+
+@pytest.fixture
+def gguf(tmp_path: Path, pair: Pair, script) -> Path:
+    """The target of the pair as a GGUF file, with its prompts in two categories beside it."""
+    pytest.importorskip("gguf")
+    file = tmp_path / "tiny.Q8_0.gguf"
+    script("write_gguf").convert(pair.directory / "target", "int8", file)
+    found = json.loads((pair.directory / "prompts.json").read_text())["prompts"]
+    tasks = [{"prompt": ids, "category": ("edit", "chat")[i % 2]} for i, ids in enumerate(found)]
+    (tmp_path / "prompts.json").write_text(json.dumps(tasks))
+    return file
+
+
+LOOKS = (
+    "options = json.loads(sys.argv[1])\n"
+    "assert options['model'].endswith('.Q8_0.gguf') and options['lookup'] and not options['draft'], options\n"
+)
+
+
+def test_a_gguf_file_goes_as_it_is_to_those_that_run_it(gguf: Path, peers, fake) -> None:
+    """One format, drafts from the text, a row for each category, and a line about who does not run it."""
+    entries = f"{fake('llama.cpp', LOOKS + WELL)},transformers={sys.executable},openvino={sys.executable}"
+    options = ["--model", str(gguf), "--draft", "lookup", "--formats", "", "--prefill", "40"]
+    code, out, err = peers("--peers", entries, *options, "--json")
+    report = json.loads(out)
+    assert code == 0 and report["draft"] == "lookup"
+    rows = [(r["engine"], r["format"], r["category"]) for r in report["results"]]
+    assert rows == [(engine, "Q8_0", category) for category in ("edit", "chat") for engine in (OURS, "llama.cpp")]
+    assert all(row["first_difference"] == -1 and row["speculative"] for row in report["results"])
+    (ours, theirs) = report["prefills"]
+    assert (theirs["tokens"], theirs["speed"], theirs["first_token"]) == (40, 40.0, 1.0)
+    assert ours["speed"] > 0 and theirs["ours_over"] == pytest.approx(ours["speed"] / 40, rel=0.01)
+    assert [failure["engine"] for failure in report["failures"]] == ["transformers", "openvino"]
+    assert all("GGUF file" in failure["why"] for failure in report["failures"])
+    code, out, err = peers("--peers", entries, *options)
+    assert "category" in out.splitlines()[0] and "first token s" in out.splitlines()[5]
+    assert "drafts looked up in the text (forerun: suffix)" in out and err.count("left out: ") == 2
+    code, out, err = peers("--peers", entries, "--model", str(gguf))
+    assert (code, out) == (2, "") and "is a GGUF file, which runs as it is stored, not in int8" in err
+
+
+def test_what_suits_a_model_is_the_default(gguf: Path, pair: Pair) -> None:
+    """Nobody has to say how a GGUF file is run."""
+    from forerun.bench.peer_plan import LOOKUP_DEPTHS, find_models
+
+    models = find_models(str(gguf), None)
+    plan = Plan({"a": "x"}).settled(models)
+    assert (models.draft, models.ours, plan.formats, plan.depths) == ("lookup", "suffix", (STORED,), LOOKUP_DEPTHS)
+    models = find_models(str(pair.directory / "target"), None)
+    plan = Plan({"a": "x"}).settled(models)
+    assert (models.draft, models.ours, plan.formats[0], plan.depths[-1]) == ("off", "off", "bfloat16", 7)
+    assert find_models(str(gguf), f"model:{gguf}").ours == f"model:{gguf}"
+
+
+def test_a_gguf_file_may_draft_for_another(gguf: Path, peers, fake) -> None:
+    text = LOOKS.replace("options['lookup'] and not options['draft']", "options['draft'].endswith('.gguf')") + WELL
+    code, out, _ = peers("--peers", fake("llama.cpp", text), "--model", str(gguf), "--draft", f"model:{gguf}",
+                         "--formats", "as stored", "--json")  # fmt: skip
+    report = json.loads(out)
+    ours = report["results"][0]
+    assert (
+        code == 0
+        and report["draft_format"] == "as stored"
+        and ours["accepted_length"] == 2
+        and ours["first_difference"] == -1
+    )
+
+
+def test_tasks_are_put_to_a_model_that_chats_in_its_template(monkeypatch: pytest.MonkeyPatch) -> None:
+    talks = SimpleNamespace(
+        has_chat_template=True, encode=lambda text: ["text", text], chat=lambda said: ["chat", said]
+    )
+    monkeypatch.setattr("forerun.load.load_tokenizer", lambda _: talks)
+    monkeypatch.setattr("forerun.models.hub.find_model", lambda _: None)
+    said = "User: Why?\nAnd how?\nAssistant: So.\nUser: Really?\nAssistant:"
+    turns = [("user", "Why?\nAnd how?"), ("assistant", "So."), ("user", "Really?")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    tasks = [Task("1", "edit", "Go on"), Task("2", "chat", said), Task("3", "completion", "Go on"),
+             Task("4", "file", said), Task("5", "chat", [7]), Task("6", "chat", messages)]  # fmt: skip
+    assert token_ids("m", tasks) == [
+        ["chat", [{"role": "user", "content": "Go on"}]], ["chat", messages], ["text", "Go on"], ["text", said], [7],
+        ["chat", messages],
+    ]  # fmt: skip
+    talks.has_chat_template = False
+    assert token_ids("m", tasks[:2]) == [["text", "Go on"], ["text", said]]
+    for text in ("Look: \n" + said, said + " Yes.", said[len("User: Why?") :].strip(), "User: Assistant:", "User: a"):
+        assert conversation(text) == [{"role": "user", "content": text}]
 
 
 def test_ratios_are_made_within_rounds_and_texts_compared() -> None:
@@ -318,6 +452,16 @@ def test_transformers_for_real(peers, started: list[Worker]) -> None:
     assert alone["accepted_length"] == pytest.approx(ours["accepted_length"], rel=0.4) and alone["plain"] > 0
 
 
+def test_transformers_looks_up_for_real(peers) -> None:
+    code, out, _ = peers("--peers", f"transformers={sys.executable}", "--formats", "float32", "--draft", "lookup",
+                         "--tokens", "24", "--depths", "4", "--json")  # fmt: skip
+    report = json.loads(out)
+    assert code == 0 and not report["failures"]
+    ours, theirs = report["results"]
+    assert ours["speculative"] and theirs["speculative"] and theirs["accepted_length"] >= 1
+    assert ours["first_difference"] == theirs["first_difference"] == theirs["first_difference_from_ours"] == -1
+
+
 class Memory:
     """In the place of llama.cpp's model: the next token is a function of all tokens before, and every row has to come
     at its position. `wrong` of eight texts are guessed wrongly, so that a draft model is sometimes right."""
@@ -364,6 +508,45 @@ def test_the_loop_of_llama_cpp(wrong: int, script, monkeypatch: pytest.MonkeyPat
             assert answer["steps"] == 3 * (1 + -(-19 // (depth + 1))) and engine.drafter.rows <= 6 + 60
         elif wrong == 8:
             assert answer["steps"] == 60
+
+
+class Refrain(Memory):
+    """A target that says what it said twelve tokens ago, with a slip now and then."""
+
+    def after(self, text: list[int]) -> int:
+        return 500 + len(text) if len(text) % 17 == 0 or len(text) < 12 else text[-12]
+
+
+@pytest.mark.parametrize("target", [Memory, Refrain])
+def test_lookup_of_llama_cpp(target: type[Memory], script, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is found in the text, the text is the target's; one that repeats itself takes fewer passes."""
+    monkeypatch.setitem(sys.modules, "llama_cpp", ModuleType("llama_cpp"))
+    engine = object.__new__(script("with_llama_cpp").LlamaCpp)
+    engine.target, engine.drafter = target(), None
+    prompts = [[1, 2, 3], [4, 5], [6]]
+    plain = engine.run(0, prompts, 60)
+    assert plain["steps"] == 180
+    for depth in (1, 3, 10, 90):
+        answer = engine.run(depth, prompts, 60)
+        assert answer["outputs"] == plain["outputs"]
+        assert target is Memory or answer["steps"] < 180 * (1 - 0.4 * depth / (depth + 1))
+
+
+def test_the_cache_of_n_grams(script) -> None:
+    """The longest n-gram that was seen often enough decides, if it mostly goes on in one way."""
+
+    def guess(text: list[int], most: int = 3) -> list[int]:
+        cache = script("ngram_cache").NgramCache()
+        for end in range(len(text) + 1):  # token by token is as good as at once
+            cache.read(text[:end])
+        return cache.draft(text, most)
+
+    assert guess([1, 2, 3, 4, 5, 1, 2, 3]) == [4, 5, 1] and guess([1, 2, 3, 4, 5, 1, 2, 3], 1) == [4]
+    assert guess([1, 2, 3, 4, 9, 2, 3]) == [], "two tokens have to be seen twice"
+    assert guess([8, 2, 3, 4, 9, 2, 3, 4, 7, 2, 3])[:1] == [4]
+    assert guess([2, 3, 4, 9, 7, 3, 5, 8, 3]) == [], "half is not two thirds"
+    assert guess([1, 2, 3, 4, 0, 1, 2, 3, 5, 9, 1, 2, 3])[:1] == [4], "half is enough for three"
+    assert guess([]) == guess([1]) == guess([1, 2], 0) == []
 
 
 def test_the_checkpoint_reader(script, tmp_path: Path, pair: Pair) -> None:

@@ -3,7 +3,8 @@
 Speculation is the greedy loop of llama.cpp's own examples: a draft model with a context of its own drafts a chain, one
 pass of the target judges it, and what did not stand is removed from both memories. Several requests are sequences of
 one context, drafted and judged together. Its memory is float16, its default; the draft model is read along, so a
-round costs it no more than the tokens it has not seen.
+round costs it no more than the tokens it has not seen. Without a draft model, guesses are looked up in the text by the
+rule of its example `lookup`.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import llama_cpp as llama
 import numpy as np
 import worker
+from ngram_cache import NgramCache
 
 BATCH = 2048  # rows that one call takes
 CELLS = 256  # a sequence's memory is a multiple of this
@@ -82,8 +84,15 @@ class Model:
         llama.llama_memory_seq_rm(self.memory, sequence, length, -1)
 
 
+class Drafts(Protocol):
+    """What guesses, for one run, how the texts go on."""
+
+    def draft(self, depths: dict[int, int]) -> dict[int, list[int]]:
+        """A guess for each text that is asked about, of at most so many tokens."""
+
+
 class LlamaCpp:
-    """A target and its draft model, as GGUF files made of the checkpoints."""
+    """A target and its draft model, as GGUF files made of the checkpoints, or as they are where they are GGUF files."""
 
     plain = worker.MANY
     depths = True
@@ -93,28 +102,34 @@ class LlamaCpp:
         llama.llama_backend_init()
         self.target = self._load(options["model"], options["format"], options)
         self.drafter = self._load(options["draft"], options["draft_format"], options) if options["draft"] else None
-        self.speculative = worker.MANY if self.drafter else 0
+        self.speculative = worker.MANY if self.drafter or options["lookup"] else 0
 
-    def _load(self, directory: str, form: str, options: dict[str, Any]) -> Model:
+    def _load(self, place: str, form: str, options: dict[str, Any]) -> Model:
+        if Path(place).is_file():
+            return Model(Path(place), options)
         from write_gguf import convert
 
-        path = worker.converted(options["converted"], directory, f"{form}.gguf")
-        convert(Path(directory), form, path)
+        path = worker.converted(options["converted"], place, f"{form}.gguf")
+        convert(Path(place), form, path)
         return Model(path, options)
 
     def run(self, depth: int, prompts: worker.Prompts, tokens: int) -> dict[str, Any]:
         """As `worker.Engine.run`."""
-        watch, texts = worker.Watch(len(prompts)), [list(prompt) for prompt in prompts]
+        texts = [list(prompt) for prompt in prompts]
         ends = [len(prompt) + tokens for prompt in prompts]
         self.target.begin(len(prompts))
+        looked_up = (
+            Lookup(texts) if depth and not self.drafter else None
+        )  # reads the prompts beforehand, as lookup does
+        watch = worker.Watch(len(prompts))
         for i, prompt in enumerate(prompts):
             last = len(prompt) - 1
             texts[i] += self.target.read([(token, at, i, at == last) for at, token in enumerate(prompt)])
             watch.step({i: 1})
-        chains = Chains(self.drafter, texts) if self.drafter and depth else None
+        drafts: Drafts | None = Chains(self.drafter, texts) if self.drafter and depth else looked_up
         while going := [i for i, text in enumerate(texts) if len(text) < ends[i]]:
             # the target gives a token of its own, so one less than is left need be drafted
-            guesses = chains.draft({i: min(depth, ends[i] - len(texts[i]) - 1) for i in going}) if chains else {}
+            guesses = drafts.draft({i: min(depth, ends[i] - len(texts[i]) - 1) for i in going}) if drafts else {}
             watch.step(self._judge(texts, going, guesses))
         outputs = [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)]
         answer: dict[str, Any] = watch.answer(outputs)
@@ -136,6 +151,21 @@ class LlamaCpp:
             counts[i] = stands + 1
             self.target.keep(i, len(texts[i]) - 1)
         return counts
+
+
+class Lookup:
+    """Drafts of one run that come from the texts themselves."""
+
+    def __init__(self, texts: list[list[int]]) -> None:
+        self.texts, self.caches = texts, [NgramCache() for _ in texts]
+        for text, cache in zip(texts, self.caches, strict=True):
+            cache.read(text)
+
+    def draft(self, depths: dict[int, int]) -> dict[int, list[int]]:
+        """As `Drafts.draft`."""
+        for i in depths:
+            self.caches[i].read(self.texts[i])
+        return {i: self.caches[i].draft(self.texts[i], depth) for i, depth in depths.items()}
 
 
 class Chains:

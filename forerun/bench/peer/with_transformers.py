@@ -1,4 +1,5 @@
-"""The worker for transformers: `generate`, and assisted generation with a constant number of drafted tokens."""
+"""The worker for transformers: `generate`, and assisted generation with a constant number of drafted tokens, which come
+from an assistant or from transformers' own prompt lookup."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ class Transformers:
         self.device = options["device"]
         self.target = self._load(options["model"], options["format"])
         self.assistant: Any = self._load(options["draft"], options["format"]) if options["draft"] else None
-        self.speculative = 1 if self.assistant is not None else 0
+        self.speculative = 1 if self.assistant is not None or options["lookup"] else 0
 
     def _load(self, directory: str, form: str) -> Any:
         import torch
@@ -53,6 +54,8 @@ class Transformers:
         return answer
 
     def _drafting(self, depth: int) -> dict[str, Any]:
+        if self.assistant is None:
+            return {"prompt_lookup_num_tokens": depth}
         config = self.assistant.generation_config
         config.num_assistant_tokens = depth
         config.num_assistant_tokens_schedule = "constant"
