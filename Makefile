@@ -5,8 +5,8 @@ STAMP := $(VENV)/.installed
 
 .PHONY: demo test lint sanitize clean
 
-demo: $(STAMP)  ## install into .venv, then generate with and without speculation and compare
-	$(BIN)/python examples/compare.py
+demo: $(STAMP)  ## install into .venv, then answer real requests with speculation and without
+	$(BIN)/python examples/demo.py
 
 test: $(STAMP) lint  ## lint, type-check and run the tests
 	$(BIN)/python -m pytest -n auto --dist worksteal

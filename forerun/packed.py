@@ -13,11 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forerun.errors import LoadError
 from forerun.kernels import native
 from forerun.kernels.native import CMatrix, COp
 from forerun.kernels.native.layout import interleave, lay_out
-from forerun.models.gguf.blocks import FLOATS, TYPE_IDS, Blocks, floats
+from forerun.models.gguf.blocks import FLOATS, TYPE_IDS, Blocks, floats, no_numbers
 from forerun.models.packed_cache import Broken, Kept, PackedCache
 from forerun.models.quantized import Exact, Stored
 from forerun.models.weights import Source
@@ -101,8 +100,7 @@ class Packed:
                 TYPE_IDS[blocks.kind], native.FORMATS[self.form], taken.ctypes.data, len(taken), blocks.shape[1],
                 self._memory + at * halves * data, self.scale.ctypes.data + at * halves * scale,
             ):  # fmt: skip
-                entry = blocks.pieces[0].entry
-                raise LoadError(f"{entry.path}: tensor {entry.name} has scales that are no numbers; download it again")
+                raise no_numbers(blocks.pieces[0].entry)
 
         starts = range(0, rows, step)
         if len(starts) == 1:

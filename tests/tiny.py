@@ -1,11 +1,13 @@
 """Tiny random-weight models, one a family, written by transformers as ordinary Hugging Face directories.
 
-`family(name)` is a family or a variant of one (`llama-yarn`); all share VOCAB. Weights are scaled up so that the
+`family(name)` is a family or a variant of one (`llama-yarn`), or a GGUF file with weights of a type or a mix of types
+(`llama/q4_k_m`, see gguf_files.py); all share VOCAB. Weights are scaled up so that the
 next-token laws are peaked and attention matters: a wrong mask or position then shows.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import random
 import tempfile
@@ -21,8 +23,10 @@ from forerun.draft.block_head import BlockConfig, BlockHead
 from forerun.draft.eagle_head import EagleConfig, EagleHead
 from forerun.draft.medusa import MedusaHeads
 from forerun.draft.mtp import MtpModule
+from forerun.kernels import native
 from forerun.models.config import load_config, make_config
 from forerun.models.decoder import Decoder, load_decoder
+from forerun.native import NativeDecoder
 
 M = TypeVar("M", bound=torch.nn.Module)
 
@@ -124,17 +128,25 @@ def _new_directory(name: str) -> Path:
 
 @functools.cache
 def family(name: str, seed: int = 0, gain: float = 1.0) -> Path:
-    """A directory holding the tiny model; written once a test run."""
+    """A directory holding the tiny model, or a GGUF file; written once a test run."""
+    if "/" in name:
+        return _gguf(name).path
     directory = _new_directory(f"{name}-")
     hf_model(name, seed, gain).save_pretrained(directory)
     return directory
 
 
+def _gguf(name: str) -> Any:
+    from tests.gguf_files import written
+
+    return written(*name.split("/"))
+
+
 @functools.cache
 def drafter(name: str, noise: float = 0.15) -> Path:
     """A model that often agrees with `family(name)`: the same weights, disturbed."""
-    directory = _new_directory(f"{name}-draft-")
-    model = hf_model(name)
+    directory = _new_directory(f"{name.replace('/', '-')}-draft-")
+    model = copy.deepcopy(_gguf(name).model).float() if "/" in name else hf_model(name)
     torch.manual_seed(1)
     with torch.no_grad():
         for value in model.parameters():
@@ -281,3 +293,10 @@ def _tokenizer() -> Tokenizer:
 def decoder(directory: Path, dtype: torch.dtype = torch.float64, device: str = "cpu") -> Decoder:
     """A loaded decoder of 256 positions, shared by the tests that use it."""
     return load_decoder(directory, dtype, torch.device(device), 256)
+
+
+@functools.cache
+def native_decoder(path: Path) -> NativeDecoder:
+    """The same on native kernels, of a quantised model in its own numbers."""
+    native.start(2)
+    return NativeDecoder(load_config(path), path, "bfloat16", 256, keep=True)

@@ -32,10 +32,13 @@ def engine(
     dtype: torch.dtype = torch.float64,
     device: str = "cpu",
 ) -> Engine:
-    """A target, and proposers: ngram, suffix, model (chains), tree (of width 3) often agree with it, medusa,
-    eagle, mtp and block (of width 2) now and then; both is ngram before an EAGLE-3 head."""
-    target = tiny.decoder(tiny.family(family), dtype, device)
-    small = tiny.decoder(tiny.drafter(family), dtype, device)
+    """A target (a GGUF file on native kernels), and proposers: ngram, suffix, model (chains), tree (of width 3) often
+    agree with it, medusa, eagle, mtp and block (of width 2) now and then; both is ngram before an EAGLE-3 head."""
+    paths = tiny.family(family), tiny.drafter(family)
+    if paths[0].is_file():
+        target, small = map(tiny.native_decoder, paths)
+    else:
+        target, small = (tiny.decoder(path, dtype, device) for path in paths)
 
     def runner(decoder: object) -> Runner:
         return Runner(decoder, tokens=tokens, page=page, slots=slots)  # type: ignore[arg-type]

@@ -1,7 +1,7 @@
 """The promise: the same tokens as plain decoding, for every family, proposer, temperature, arrival, chunk and pool.
 
-In float64, so that no near tie can excuse a difference. The reference is plain decoding, one request at a time, in one
-chunk and a roomy pool.
+In float64, so that no near tie can excuse a difference; GGUF files on the native kernels, in their own numbers. The
+reference is plain decoding, one request at a time, in one chunk and a roomy pool.
 """
 
 import functools
@@ -9,9 +9,14 @@ import functools
 import pytest
 import torch
 
+from forerun.kernels import native
 from forerun.sampling.params import SamplingParams
 from tests import tiny
 from tests.engine import build
+
+GGUF = ["llama/q4_1", "llama/Q5_0", "qwen2/q4_k_m"]  # Q4_1 with an embedding in Q8_0; Q4_K with Q6_K, gate and up apart
+without = pytest.mark.skipif(native.library() is None, reason=native.reason() or "compiled")
+FILES = [pytest.param(name, marks=without) for name in GGUF]
 
 
 @functools.cache
@@ -39,7 +44,7 @@ def test_alone(family: str, draft: str, temperature: float) -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("draft", build.PROPOSERS)
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("family", [*tiny.FAMILIES, *FILES])
 def test_staggered_small_chunks_small_pool(family: str, draft: str, temperature: float) -> None:
     """Chunks of 3 tokens in pages of 4, and room for about two requests: preemption is certain."""
     engine = build.engine(family, chunk=3, tokens=112)
@@ -87,10 +92,11 @@ def test_sampling_parameters(draft: str) -> None:
     assert outputs[draft] == outputs["off"]
 
 
-def test_drafts_are_worth_something() -> None:
+@pytest.mark.parametrize("family", ["llama", FILES[0]])
+def test_drafts_are_worth_something(family: str) -> None:
     """Guards the tests above: were nothing ever accepted, they would prove nothing."""
     for draft in build.PROPOSERS:
-        requests = build.run(build.engine("llama"), draft, 0.0)
+        requests = build.run(build.engine(family), draft, 0.0)
         stats = [r.stats for r in requests]
         assert 0 < sum(s.accepted for s in stats) < sum(s.drafted for s in stats)
 

@@ -82,20 +82,23 @@ class Blocks:
             first = max(first - len(piece), 0)
         return np.concatenate(found) if len(found) > 1 else found[0]
 
-    def parts(self) -> Iterator[tuple[int, str, Rows]]:
-        """(first output, type, rows as they are stored), a few megabytes at a time."""
+    def parts(self) -> Iterator[tuple[int, Entry, Rows]]:
+        """(first output, tensor, rows as they are stored), a few megabytes at a time."""
         first = 0
         for piece in self.pieces:
             step = max(PART // piece.entry.row_bytes, 1) if piece.order is None else len(piece)
             for at in range(0, len(piece), step):
-                yield first + at, piece.entry.kind, piece.read(at, min(step, len(piece) - at))
+                yield first + at, piece.entry, piece.read(at, min(step, len(piece) - at))
             first += len(piece)
 
     def dequantise(self) -> Tensor:
-        """[out, in] float32."""
+        """[out, in] float32. Raises LoadError."""
         out = torch.empty(self.shape)
-        for first, kind, rows in self.parts():
-            out[first : first + len(rows)] = floats(kind, rows)
+        for first, entry, rows in self.parts():
+            values = floats(entry.kind, rows)
+            if entry.kind not in FLOATS and not values.isfinite().all():
+                raise no_numbers(entry)
+            out[first : first + len(rows)] = values
         return out
 
     def dense(self) -> Tensor:
@@ -103,13 +106,18 @@ class Blocks:
         kinds = {piece.entry.kind for piece in self.pieces}
         if len(kinds) > 1 or self.kind not in FLOATS:
             return self.dequantise()
-        parts = [torch.from_numpy(rows).view(FLOATS[kind]) for _, kind, rows in self.parts()]
+        parts = [torch.from_numpy(rows).view(FLOATS[entry.kind]) for _, entry, rows in self.parts()]
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
 def stack_blocks(parts: Sequence[Blocks]) -> Blocks:
     """Matrices on top of each other."""
     return Blocks(tuple(piece for part in parts for piece in part.pieces))
+
+
+def no_numbers(entry: Entry) -> LoadError:
+    """What is raised where a scale is infinite or not a number."""
+    return LoadError(f"{entry.path}: tensor {entry.name} has scales that are no numbers; download it again")
 
 
 def floats(kind: str, rows: Rows) -> Tensor:
@@ -120,7 +128,8 @@ def floats(kind: str, rows: Rows) -> Tensor:
     from gguf.quants import dequantize
 
     try:
-        made = dequantize(rows, GGMLQuantizationType(TYPE_IDS[kind]))
+        with np.errstate(all="ignore"):
+            made = dequantize(rows, GGMLQuantizationType(TYPE_IDS[kind]))
     except (ValueError, NotImplementedError, KeyError):
         raise LoadError(f"weights of the type {kind} cannot be read: use another file, such as one of Q4_K_M") from None
     return torch.from_numpy(np.ascontiguousarray(made, dtype=np.float32))

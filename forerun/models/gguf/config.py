@@ -16,7 +16,7 @@ import numpy as np
 from forerun.errors import LoadError, nearest
 from forerun.models.config import Json, ModelConfig, make_config
 from forerun.models.gguf.blocks import FLOATS, Blocks, Piece
-from forerun.models.gguf.container import Gguf, open_gguf
+from forerun.models.gguf.container import Gguf, one_line, open_gguf, shown
 from forerun.models.gguf.kinds import OTHER_KINDS, REFUSED
 from forerun.models.gguf.tokenizer import end_tokens
 
@@ -30,19 +30,22 @@ def load_gguf_config(path: Path) -> ModelConfig:
     if other:
         raise LoadError(f"{path} is {other}, not a model; give the model's own file")
     if gguf.architecture not in ARCHITECTURES:
-        hint = nearest(gguf.architecture, ARCHITECTURES)
-        raise LoadError(f"{path}: models of the architecture {gguf.architecture!r} are not supported; {hint}")
+        hint, name = nearest(gguf.architecture[:64], ARCHITECTURES), shown(gguf.architecture)
+        raise LoadError(f"{path}: models of the architecture {name} are not supported; {hint}")
     if not gguf.tensors:
         raise LoadError(f"{path} holds a vocabulary but no weights; give the model's own file")
     try:
         raw = _Metadata(gguf).hugging_face()
     except (LookupError, TypeError, ValueError, ArithmeticError) as error:
-        raise LoadError(f"{path}: its metadata lacks or misstates {error}") from None
+        raise LoadError(f"{path}: its metadata lacks or misstates {one_line(str(error))}") from None
     kinds = {entry.kind for entry in gguf.tensors.values() if len(entry.shape) > 1} - {"F32"}
     if kinds:
         raw["quantization_config"] = {"quant_method": "gguf"}  # its own numbers are to be kept
     raw["dtype"] = "float16" if kinds == {"F16"} else "bfloat16" if kinds else "float32"
-    config = make_config(raw, path, lambda: end_tokens(gguf.metadata))
+    try:
+        config = make_config(raw, path, lambda: end_tokens(gguf.metadata))
+    except LoadError as error:
+        raise LoadError(f"{path}: {one_line(str(error).removeprefix(f'{path}: '))}") from None
     has = gguf.tensors.__contains__
     return replace(
         config,
@@ -88,7 +91,8 @@ class _Metadata:
     def number(self, *keys: str, default: float | None = None) -> float:
         """A float as it was before it was rounded to 32 bits: 9.999999747378752e-06 was 1e-05."""
         value = self.need(*keys) if default is None else self.get(keys[0], default)
-        return float(str(np.float32(value)))
+        with np.errstate(over="ignore"):
+            return float(str(np.float32(value)))
 
     def same(self, *keys: str) -> int:
         """A whole number, or an array that says the same of each layer."""
@@ -98,7 +102,7 @@ class _Metadata:
                 raise ValueError(f"{self.prefix}{keys[0]}, which differs between layers")
             value = value[0].item()
         if not isinstance(value, int) or isinstance(value, bool):
-            raise TypeError(f"{self.prefix}{keys[0]} ({value!r})")
+            raise TypeError(f"{self.prefix}{keys[0]} ({shown(value)})")
         return value
 
     def vector(self, name: str) -> list[float]:
@@ -113,6 +117,8 @@ class _Metadata:
             if self.get(key) not in (None, 0, 0.0, 1.0):
                 raise ValueError(f"what forerun has ({what}, {self.prefix}{key}, is not supported)")
         layers = self.same("block_count") - int(self.get("nextn_predict_layers", 0))
+        if not 0 < layers <= len(self.gguf.tensors):
+            raise ValueError(f"{self.prefix}block_count ({layers} layers of {len(self.gguf.tensors)} tensors)")
         hidden, heads = self.same("embedding_length"), self.same("attention.head_count")
         head_dim = self.same("attention.key_length") if self.get("attention.key_length") else hidden // heads
         if self.get("attention.value_length", head_dim) != head_dim:
@@ -155,7 +161,7 @@ class _Metadata:
                 "beta_slow": float(self.get("rope.scaling.yarn_beta_slow", 1.0)),
             }  # fmt: skip
         if kind not in ("none", "linear"):
-            raise ValueError(f"{self.prefix}rope.scaling.type ({kind!r})")
+            raise ValueError(f"{self.prefix}rope.scaling.type ({shown(kind)})")
         return rope | ({"rope_type": "linear", "factor": factor} if kind == "linear" and factor != 1.0 else {})
 
     def windowed(self, layers: int, period: int) -> list[str]:

@@ -25,6 +25,7 @@ from forerun.errors import LoadError
 MAGIC = b"GGUF"
 ALIGNMENT, MOST_ALIGNMENT = 32, 1 << 20
 LONGEST_KEY, LONGEST_NAME, MOST_DIMENSIONS, LARGEST = 1 << 16, 63, 4, 1 << 63
+LONGEST_SHOWN = 200  # characters of what a file holds, in an error message
 STRING, ARRAY = 8, 9
 NUMBERS = {
     0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "|b1", 10: "<u8", 11: "<i8", 12: "<f8",
@@ -98,8 +99,20 @@ class Gguf:
 
     @property
     def architecture(self) -> str:
-        """What the file calls its family."""
-        return str(self.metadata.get("general.architecture", ""))
+        """What the file calls its family; empty where it does not."""
+        found = self.metadata.get("general.architecture")
+        return found if isinstance(found, str) else ""
+
+
+def one_line(text: str) -> str:
+    """A text with what a file holds, for an error message: in one line that is not too long."""
+    text = " ".join(text.split())
+    return text if len(text) <= LONGEST_SHOWN else text[: LONGEST_SHOWN - 3] + "..."
+
+
+def shown(value: object) -> str:
+    """A value of a file, for an error message."""
+    return one_line(repr(value))
 
 
 def open_gguf(path: Path) -> Gguf:
@@ -189,7 +202,7 @@ class Reader:
             self.fail(f"names {tensors} tensors and {pairs} keys, more than fit in it")
         metadata: dict[str, Any] = {}
         for _ in range(pairs):
-            key = self.text("a key", LONGEST_KEY)
+            key = self.name("a key", LONGEST_KEY)
             if not key or key in metadata:
                 self.fail(f"has the key {key!r} twice" if key else "has a key without a name")
             metadata[key] = self.value(key)
@@ -197,7 +210,7 @@ class Reader:
         return Gguf(self.path, metadata, entries, (self.path,))
 
     def fail(self, what: str) -> None:
-        raise LoadError(f"{self.path} {what}; it is broken or not whole, download it again")
+        raise LoadError(f"{self.path} {one_line(what)}; it is broken or not whole, download it again")
 
     def _beginning(self) -> str:
         start = bytes(self.data[:64]).lstrip()
@@ -225,6 +238,13 @@ class Reader:
             self.fail(f"has {length} bytes in {what}, at most {longest} can be")
         start = self.take(length, what)
         return self.data[start : start + length].decode(errors="replace")
+
+    def name(self, what: str, longest: int) -> str:
+        """A text that error messages may show."""
+        found = self.text(what, longest)
+        if not found.isprintable():
+            self.fail(f"has unprintable characters in {what}, {found!r}")
+        return found
 
     def value(self, key: str) -> Any:
         kind = self.number("<I", key)
@@ -293,7 +313,7 @@ class Reader:
 
     def entry(self, alignment: int) -> Entry:
         """A tensor, its offset still from the beginning of the data."""
-        name = self.text("a tensor's name", LONGEST_NAME)
+        name = self.name("a tensor's name", LONGEST_NAME)
         dimensions = self.number("<I", name)
         if not 1 <= dimensions <= MOST_DIMENSIONS:
             self.fail(f"has the tensor {name!r} of {dimensions} dimensions")

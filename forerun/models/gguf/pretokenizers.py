@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from forerun.errors import LoadError
+from forerun.models.gguf.container import shown
 
 _ANY = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"  # contractions in either case
 _LOWER = "'s|'t|'re|'ve|'m|'ll|'d"
@@ -168,5 +169,7 @@ def find_pretokenizer(name: str | None) -> PreTokenizer:
         return PRE_TOKENIZERS["default"]
     if name not in PRE_TOKENIZERS:
         known = ", ".join(sorted(PRE_TOKENIZERS))
-        raise LoadError(f"the pre-tokenizer {name!r} is not known; known are {known}; use another file of this model")
+        raise LoadError(
+            f"the pre-tokenizer {shown(name)} is not known; known are {known}; use another file of this model"
+        )
     return PRE_TOKENIZERS[name]

@@ -13,6 +13,7 @@ import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from forerun.errors import LoadError
+from forerun.models.gguf.container import one_line, shown
 from forerun.models.gguf.pretokenizers import find_pretokenizer
 from forerun.models.gguf.spm import merges_by_score
 from forerun.models.gguf.vocabulary import (
@@ -47,14 +48,18 @@ def build_tokenizer(metadata: Mapping[str, Any], rows: int | None = None) -> Tok
     """
     if model_of(metadata) in LACKING:
         return None
-    vocabulary = read_vocabulary(metadata, rows)
-    build = {"gpt2": _byte_level, "llama": _sentencepiece, "gemma4": _gemma4}[vocabulary.model]
     try:
-        tokenizer = build(metadata, vocabulary)
+        return _build(metadata, read_vocabulary(metadata, rows))
     except LoadError:
         raise
     except Exception as error:  # the tokenizers library raises bare Exception
-        raise LoadError(f"the file's tokens and merges do not fit together: {error}; use another file") from None
+        why = one_line(str(error))
+        raise LoadError(f"the file's tokens and merges do not fit together: {why}; use another file") from None
+
+
+def _build(metadata: Mapping[str, Any], vocabulary: Vocabulary) -> Tokenizer:
+    build = {"gpt2": _byte_level, "llama": _sentencepiece, "gemma4": _gemma4}[vocabulary.model]
+    tokenizer = build(metadata, vocabulary)
     _add_tokens(tokenizer, metadata, vocabulary)
     _add_ends(tokenizer, metadata, vocabulary)
     return tokenizer
@@ -154,7 +159,7 @@ def _merges(metadata: Mapping[str, Any], ids: Mapping[str, int]) -> list[tuple[s
 def _halves(merge: str) -> tuple[str, str]:
     at = merge.find(" ", 1)  # a token may begin with a space
     if at < 0:
-        raise LoadError(f"the file's merge {merge!r} is not of two tokens; it is broken, use another one")
+        raise LoadError(f"the file's merge {shown(merge)} is not of two tokens; it is broken, use another one")
     return merge[:at], merge[at + 1 :]
 
 

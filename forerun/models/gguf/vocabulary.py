@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from forerun.errors import LoadError
+from forerun.models.gguf.container import shown
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -86,8 +87,8 @@ def read_vocabulary(metadata: Mapping[str, Any], rows: int | None = None) -> Voc
     for text in SHOWN:
         if text in named:
             kinds[named[text]] = USER_DEFINED
-    ends = _ends(ids, named, kinds)
-    return Vocabulary(model, metadata.get(PREFIX + "pre") or None, texts, kinds, ids, ends)
+    ends, pre = _ends(ids, named, kinds), metadata.get(PREFIX + "pre", "")
+    return Vocabulary(model, (pre if isinstance(pre, str) else shown(pre)) or None, texts, kinds, ids, ends)
 
 
 def model_of(metadata: Mapping[str, Any]) -> str:
@@ -95,9 +96,10 @@ def model_of(metadata: Mapping[str, Any]) -> str:
     model = metadata.get(PREFIX + "model")
     if model is None:
         raise LoadError("the file has no tokenizer (tokenizer.ggml.model is missing); use one that has it")
-    if model not in (*READ, *LACKING):
-        raise LoadError(f"the file's tokenizer is a {model!r}, which forerun does not read: it reads {', '.join(READ)}")
-    return str(model)
+    if not isinstance(model, str) or model not in (*READ, *LACKING):
+        read = ", ".join(READ)
+        raise LoadError(f"the file's tokenizer is a {shown(model)}, which forerun does not read: it reads {read}")
+    return model
 
 
 def _texts(metadata: Mapping[str, Any], rows: int | None) -> list[str]:
@@ -121,7 +123,8 @@ def _apart(texts: list[str]) -> list[str]:
             text = f"[EMPTY_{i}]"
         elif text in seen:
             if "\N{REPLACEMENT CHARACTER}" not in text:
-                raise LoadError(f"tokens {seen[text]} and {i} of the file are both {text!r}; it is broken, use another")
+                both = f"tokens {seen[text]} and {i} of the file are both {shown(text)}"
+                raise LoadError(f"{both}; it is broken, use another")
             text = f"[BROKEN_{i}]"
         seen[text] = i
         found.append(text)
@@ -144,7 +147,7 @@ def _ids(metadata: Mapping[str, Any], model: str, count: int, whole: int) -> dic
         if isinstance(value, int) and 0 <= value < whole:
             ids[part] = value
         elif part in ("bos", "eos"):
-            raise LoadError(f"the file names token {value} as its {part} token, but has {whole}; it is broken")
+            raise LoadError(f"the file names token {shown(value)} as its {part} token, but has {whole}; it is broken")
     return {part: token for part, token in ids.items() if token < count}
 
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,7 +23,7 @@ NAMES: Names = {
     "down": "ffn_down",
 }  # fmt: skip
 # frequencies, which are read with the configuration; projectors of images and sound in the same file
-IGNORED = re.compile(r"rope_freqs\.weight|rope_factors_(long|short)\.weight|(v|mm|a|s|mtp)\..*")
+IGNORED = re.compile(r"rope_freqs\.weight|rope_factors_(long|short)\.weight|(v|mm|a|s|mtp|blk\.\d+\.nextn)\..*")
 
 
 class GgufBuilder(Builder):
@@ -84,17 +85,18 @@ class GgufBuilder(Builder):
 
     def finish(self) -> None:
         """Raise LoadError for tensors that fit no part of the model; modules that draft are left alone."""
-        layers = self.config.layers
+        count = np.ravel(self.gguf.metadata[f"{self.gguf.architecture}.block_count"])[0]
+        blocks = range(self.config.layers, int(count))
         left = [
             name for name in self.gguf.tensors.keys() - self.taken
-            if not IGNORED.fullmatch(name) and not _beyond(name, layers)
+            if not IGNORED.fullmatch(name) and _block(name) not in blocks
         ]  # fmt: skip
         if left:
             shown = ", ".join(sorted(left)[:4]) + (f" and {len(left) - 4} more" if len(left) > 4 else "")
             raise LoadError(f"{self.gguf.path}: {len(left)} tensors fit no part of this model: {shown}")
 
 
-def _beyond(name: str, layers: int) -> bool:
-    """Whether a tensor belongs to a block behind the model's layers: a module that predicts further tokens."""
-    block = re.match(r"blk\.(\d+)\.", name)
-    return block is not None and int(block[1]) >= layers
+def _block(name: str) -> int:
+    """Which block a tensor belongs to; those behind the model's layers are modules that predict further tokens."""
+    found = re.match(r"blk\.(\d+)\.", name)
+    return int(found[1]) if found else -1

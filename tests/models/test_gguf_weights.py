@@ -1,0 +1,267 @@
+"""GGUF weights are transformers' weights: every family, every type, every mix, to the last digits of float64.
+
+Protects: names and fusions, the permutation of queries and keys (biases too), Gemma's norms, GPT-2's transposition,
+rope scalings in keys and in tensors, windows; the order of bits of every type; what the native kernels make of each
+(the same numbers, bit for bit) and how many bytes they take for it; scales that are no numbers.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from forerun.cache.attention import Segment
+from forerun.config import Config
+from forerun.errors import LoadError
+from forerun.kernels import native
+from forerun.load import make_runner
+from forerun.models.config import load_config
+from forerun.models.decoder import Decoder, load_decoder
+from forerun.models.gguf.blocks import FORMS, permuted
+from forerun.models.weights import Linear
+from forerun.native import NativeDecoder
+from forerun.packed import Packed
+from forerun.runner import Runner
+from tests import gguf_files, tiny
+
+CPU = torch.device("cpu")
+KERNELS = pytest.mark.skipif(native.library() is None, reason=native.reason() or "compiled")
+GROUPED = tuple(kind for kind, form in FORMS.items() if form not in ("float32", "float16", "bfloat16"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def threads() -> None:
+    if native.library() is not None:
+        native.start(2)
+
+
+class Double(TorchFunctionMode):
+    """transformers computes norms, softmax and rotations in float32 whatever the weights are: here in float64."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        wide = {torch.float32: torch.float64}
+        function = Tensor.double if function is Tensor.float else function
+        swapped = [wide.get(a, a) if isinstance(a, torch.dtype) else a for a in args]
+        named = {k: wide.get(v, v) if isinstance(v, torch.dtype) else v for k, v in (kwargs or {}).items()}
+        return function(*swapped, **named)
+
+
+def ids(count: int) -> list[int]:
+    return torch.randint(3, tiny.VOCAB, (count,), generator=torch.Generator().manual_seed(1)).tolist()
+
+
+def truth(model: Any, text: list[int]) -> Tensor:
+    """transformers' logits in float64 after each token."""
+    with torch.no_grad(), Double():
+        return model(torch.tensor([text]), use_cache=False).logits[0]
+
+
+def logits(decoder: Decoder | NativeDecoder, text: list[int]) -> Tensor:
+    runner = Runner(decoder, tokens=128, page=4, slots=1)
+    assert runner.cache.pages.grow(0, len(text))
+    chain = list(range(-1, len(text) - 1))
+    return runner.forward([Segment(0, text, chain, list(range(len(text))))]).logits
+
+
+def off(found: Tensor, expected: Tensor) -> float:
+    """The root mean square of the difference, relative to that of what is expected."""
+    return float((found.double() - expected).norm() / expected.norm())
+
+
+def agrees(name: str, kinds: gguf_files.Kinds) -> None:
+    """The decoder on torch in float64 says what transformers says."""
+    written, long = gguf_files.written(name, kinds), name == "phi3-longrope"  # its long factors: from 64 tokens on
+    text = ids(80 if long else 24)
+    found = logits(load_decoder(written.path, torch.float64, CPU, 128), text)
+    # frequencies in float32: their divisors are in the file, and transformers computes longrope's anew, here in float64
+    assert off(found, truth(written.model, text)) < (1e-5 if name in ("llama-llama3", "phi3-longrope") else 1e-9)
+
+
+@pytest.mark.parametrize("name", gguf_files.NAMES)
+def test_every_family_with_all_types_in_one_file(name: str) -> None:
+    agrees(name, gguf_files.TYPES)
+
+
+@pytest.mark.parametrize("kind", gguf_files.TYPES)
+def test_every_type(kind: str) -> None:
+    agrees("llama", kind)
+
+
+@pytest.mark.parametrize("name", ["llama-biased", "smollm3", "gemma2", "gpt2"])
+def test_sizes_that_no_block_of_256_fits(name: str) -> None:
+    agrees(name, gguf_files.SIMPLE)
+
+
+@pytest.mark.parametrize(
+    "name, mix", [("qwen2", "q4_k_m"), ("llama", "q4_k_m"), ("qwen3", "q5_k"), ("gemma3", "gemma")]
+)
+def test_mixes_as_real_files_have_them(name: str, mix: str) -> None:
+    """Queries and values of different types, gate and up too; a quantised embedding that is the head as well."""
+    agrees(name, mix)
+
+
+def test_divisors_of_llama3_are_its_scaling() -> None:
+    divided = load_decoder(gguf_files.written("llama-llama3", "Q8_0").path, torch.float64, CPU, 256).ropes
+    published = gguf_files.written("llama-llama3", "Q8_0").model.model.rotary_emb.inv_freq
+    angles = torch.arange(256)[:, None, None] * published
+    assert (divided[0][0] - angles.cos()).abs().max() < 1e-4
+    assert (divided[0][1] - angles.sin()).abs().max() < 1e-4
+
+
+# ---------------------------------------------------------------- what the native kernels hold
+
+
+@KERNELS
+@pytest.mark.parametrize("kind", FORMS)
+def test_native_formats_hold_the_numbers_of_each_type(kind: str) -> None:
+    """Also with the rows of each head in another order, and rows of two tensors on top of each other."""
+    inputs = 512 if kind in gguf_files.SUPER else 416
+    rows, more = gguf_files.extreme_rows(kind, 72, inputs), gguf_files.random_rows(kind, 40, inputs, 1.0, seed=6)
+    values, others = (torch.from_numpy(gguf_files.values_of(kind, r)) for r in (rows, more))
+    one, two = gguf_files.blocks_of([(kind, rows)]), gguf_files.blocks_of([(kind, rows), (kind, more)])
+    turned = values.view(6, 6, 2, inputs).transpose(1, 2).reshape(72, inputs)
+    for blocks, expected in ((one, values), (permuted(one, 6), turned), (two, torch.cat((values, others)))):
+        packed = Packed(blocks, None, FORMS[kind], gated=False)
+        picked = torch.randperm(len(expected), generator=torch.Generator().manual_seed(1))
+        assert torch.equal(packed[picked], expected[picked])
+        assert torch.equal(blocks.dequantise(), expected)
+
+
+BYTES = {"IQ4_NL": 8.5 / 4.5, "Q3_K": 6.5625 / 3.4375}  # in the format of a larger type
+
+
+@KERNELS
+@pytest.mark.parametrize("kind", FORMS)
+def test_native_formats_take_the_bytes_of_the_file(kind: str) -> None:
+    rows = np.tile(gguf_files.random_rows(kind, 8, 1024, 1.0, seed=7), (128, 1))
+    packed = Packed(gguf_files.blocks_of([(kind, rows)]), None, FORMS[kind], gated=False)
+    ratio = packed.bytes / rows.nbytes / BYTES.get(kind, 1.0)
+    assert ratio < (1.1 if kind in ("Q4_0", "Q4_1", "Q4_K", "Q8_0") else 1.25)
+
+
+@KERNELS
+def test_weight_bytes_are_those_of_the_matrices() -> None:
+    path = gguf_files.written("qwen2", "q4_k_m").path
+    decoder = NativeDecoder(load_config(path), path, "bfloat16", 64, keep=True)
+    assert decoder.precision.startswith("q4_k and q6_k and q5_k, native")
+    assert 0.95 < decoder.weight_bytes / path.stat().st_size < 1.05  # the file has norms and a header too
+
+
+# ---------------------------------------------------------------- what the native kernels say
+
+
+class Rounded(Decoder):
+    """The decoder on torch whose linear layers read activations as native products do: int8, by groups of 64."""
+
+    def _linear(self, x: Tensor, linear: Linear) -> Tensor:
+        pad = -x.shape[-1] % 64
+        groups = torch.nn.functional.pad(x, (0, pad)).unflatten(-1, (-1, 64))
+        scale = (groups.abs().amax(-1, keepdim=True) / 127).clamp(min=1e-30)
+        rounded = ((groups / scale).round() * scale).flatten(-2)[..., : x.shape[-1]]
+        return super()._linear(rounded, linear)
+
+
+@functools.cache
+def kept(path: Path) -> NativeDecoder:
+    return NativeDecoder(load_config(path), path, "float32", 128, keep=True)
+
+
+NATIVE = [("llama", kind) for kind in GROUPED] + [(name, GROUPED) for name in gguf_files.NAMES]
+NATIVE += [("qwen2", "q4_k_m"), ("smollm3", "q5_k"), ("gemma3", "gemma"), ("llama-biased", ("Q4_0", "Q8_0", "Q5_1"))]
+
+
+@KERNELS
+@pytest.mark.parametrize("name, kinds", NATIVE, ids=str)
+def test_native_kernels_round_activations_and_nothing_else(name: str, kinds: gguf_files.Kinds) -> None:
+    """Measured: the root mean square of the difference, relative to the logits'. Where an activation lies between two
+    integers, float32 and float64 may choose either: seldom in one token, somewhere in a text of twenty."""
+    path = gguf_files.written(name, kinds).path
+    rounded, found = Rounded(load_config(path), path, torch.float64, CPU, 128), kept(path)
+    each = [off(logits(found, [token]), logits(rounded, [token])) for token in ids(9)]
+    assert sorted(each)[4] < 1e-6
+    text = ids(20)
+    expected, plain = logits(rounded, text), logits(load_decoder(path, torch.float64, CPU, 128), text)
+    assert off(logits(found, text), expected) < off(plain, expected)
+
+
+@KERNELS
+@pytest.mark.parametrize("kind, most", [("F32", 1e-5), ("F16", 1e-5), ("BF16", 0.05)])
+def test_native_kernels_on_floats(kind: str, most: float) -> None:
+    """Activations stay as they are; with bfloat16 some processors round them to it."""
+    path, text = gguf_files.written("llama", kind).path, ids(20)
+    assert off(logits(kept(path), text), truth(gguf_files.written("llama", kind).model, text)) < most
+
+
+@KERNELS
+@pytest.mark.parametrize("kind", [kind for kind in gguf_files.TYPES if kind not in FORMS])
+def test_types_without_a_native_format_become_bfloat16(kind: str) -> None:
+    path, text = gguf_files.written("llama", kind).path, ids(20)
+    assert set(kept(path).precision.split(",")[0].split(" and ")) == {"bfloat16"}
+    assert off(logits(kept(path), text), truth(gguf_files.written("llama", kind).model, text)) < 0.05
+
+
+# ---------------------------------------------------------------- options, and numbers that are none
+
+
+@KERNELS
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(quantization="int8"),
+        dict(quantization="int4"),
+        dict(dtype="float32"),
+        dict(dtype="bfloat16"),
+        dict(dtype="float64"),
+        dict(kernels="torch"),
+        {},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name, kinds", [("qwen2", "q4_k_m"), ("gemma3", "gemma"), ("llama", "Q4_0")])
+def test_every_precision_can_be_asked_for(name: str, kinds: str, options: dict[str, Any]) -> None:
+    """The text's logits stay near, and the precision is the one asked for."""
+    written, text = gguf_files.written(name, kinds), ids(12)
+    runner = make_runner(Config.of(kv_tokens=128, context=64, **options), written.path, CPU)
+    forms = runner.decoder.precision.split(",")[0].split(" and ")
+    asked = options.get("quantization") or options.get("dtype")
+    if asked == "int4":
+        assert set(forms) == {"int4", "int8"}
+    elif asked:
+        assert forms == [asked]
+    elif not options:
+        assert "bfloat16" not in forms and "int8" not in forms
+    runner.cache.pages.grow(0, len(text))
+    found = runner.forward([Segment(0, text, list(range(-1, 11)), list(range(12)))]).logits
+    assert off(found, truth(written.model, text)) < {"int4": 1.2, "float32": 1e-5, "float64": 1e-9}.get(asked, 0.3)
+
+
+def broken_scales(kind: str, bits: int, path: Path) -> Path:
+    """A file of a tiny Llama with one half-precision number of one matrix replaced."""
+    source = gguf_files.written("llama", kind).path
+    data, place = bytearray(source.read_bytes()), gguf_files.HALVES[kind][-1]
+    start, _, block = gguf_files.tensors_of(source)["blk.1.ffn_down.weight"]
+    at = start + 7 * block + place
+    data[at : at + 2] = bits.to_bytes(2, "little")
+    path.write_bytes(data)
+    return path
+
+
+@KERNELS
+@pytest.mark.parametrize("bits", [0x7C00, 0xFC00, 0x7E00, 0xFFFF], ids=hex)
+@pytest.mark.parametrize("kind", gguf_files.HALVES)
+def test_scales_that_are_no_numbers_are_refused(kind: str, bits: int, tmp_path: Path) -> None:
+    path = broken_scales(kind, bits, tmp_path / "broken.gguf")
+    for load in (lambda: NativeDecoder(load_config(path), path, "bfloat16", 64, keep=True),
+                 lambda: load_decoder(path, torch.float32, CPU, 64)):  # fmt: skip
+        with pytest.raises(
+            LoadError, match=r"tensor blk\.1\.ffn_down\.weight has scales that are no numbers"
+        ) as caught:
+            load()
+        assert "\n" not in str(caught.value)
