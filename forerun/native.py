@@ -21,12 +21,11 @@ from forerun.cache.kv import KVCache
 from forerun.kernels import native
 from forerun.kernels.native import CChain, CNorm, COp, CProgram, address
 from forerun.models.config import ModelConfig
-from forerun.models.gguf.blocks import Blocks
 from forerun.models.packed_cache import PackedCache, open_cache
 from forerun.models.quantized import is_quantised
 from forerun.models.rope import rope_tables
 from forerun.models.weights import Layer, Norm, Source, load_weights
-from forerun.packed import Mixed, Packed, all_packed, embed_op, fingerprint, pack, pack_blocks, parts_of
+from forerun.packed import Mixed, Packed, all_packed, embed_op, fingerprint, pack, pack_blocks, parts_of, stays
 from forerun.passes import Link, Pass, Steps
 from forerun.types import Forward
 
@@ -55,7 +54,7 @@ class NativeDecoder:
 
         def table(source: Source) -> Tensor | Packed:
             held = source.read()
-            if not (keep and isinstance(held, Blocks)):
+            if not stays(held, form, keep):
                 return source.weight()
             tables.extend(all_packed([pack_blocks(held, None, gated=False)]))
             return tables[0]

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from forerun.kernels.native.layout import interleave, lay_out
 from forerun.models.gguf.blocks import FLOATS, TYPE_IDS, Blocks, floats, no_numbers
 from forerun.models.packed_cache import Broken, Kept, PackedCache
 from forerun.models.quantized import Exact, Stored
-from forerun.models.weights import Source
+from forerun.models.weights import Matrix, Source
 
 BLOCK = 32
 AT_ONCE = 1 << 16  # floats of a block of rows that are converted together, or one block
@@ -163,7 +164,7 @@ def pack(source: Source, bias: Tensor | None, form: str, keep: bool, gated: bool
             cache.keep(source.name, kept.form, source.shape, (packed.data, packed.scale), new=False)
             return packed
     held = source.read()
-    if keep and isinstance(held, Blocks):
+    if stays(held, form, keep):
         return pack_blocks(held, bias, gated)
     exact = held.exact() if isinstance(held, Stored) else None
     chosen = "int8" if source.name == "head" and form == "int4" else form
@@ -176,6 +177,11 @@ def pack(source: Source, bias: Tensor | None, form: str, keep: bool, gated: bool
     if packed.form in ROUNDED:
         cache.keep(source.name, packed.form, source.shape, (packed.data, packed.scale))
     return packed
+
+
+def stays(held: Matrix, form: str, keep: bool) -> TypeGuard[Blocks]:
+    """Whether a matrix of a GGUF file is left in its numbers: where it may be, but not in floats if it is to be small."""
+    return keep and isinstance(held, Blocks) and not (form in ROUNDED and held.kind in FLOATS)
 
 
 def pack_blocks(blocks: Blocks, bias: Tensor | None, gated: bool) -> Packed | Mixed:

@@ -26,6 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from forerun import __version__
 from forerun.llm import LLM
 from forerun.models.hub import DEFAULT
+from forerun.models.names import title
 from forerun.sampling.params import SamplingParams
 from forerun.server import api, errors, translate
 from forerun.server.answers import started
@@ -102,7 +103,7 @@ def make_app(llm: LLM, settings: Settings) -> FastAPI:
 
 def served_name(llm: LLM, settings: Settings) -> str:
     """What the model is called in the API."""
-    return settings.served_name or (Path(llm.config.model).name if llm.config.model else DEFAULT)
+    return settings.served_name or title(llm.config.model or DEFAULT)
 
 
 def fingerprint(llm: LLM) -> str:

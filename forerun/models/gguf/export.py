@@ -96,7 +96,9 @@ def _layer(layer: Layer, c: ModelConfig, names: Any, at: str, path: Path) -> dic
         if bias is not None and not wanted:
             raise LoadError(f"{path}: {source.name} has a bias, as transformers' {c.family} models have none")
         stems, first = names[part], 0
-        for stem, rows in [(stems, source.shape[0])] if isinstance(stems, str) else zip(stems, sizes[part], strict=True):
+        for stem, rows in (
+            [(stems, source.shape[0])] if isinstance(stems, str) else zip(stems, sizes[part], strict=True)
+        ):
             found[f"{at}{stem}.weight"] = partial(_rows, source, first, rows, c.layout == "gpt2")
             if wanted:  # where the file has none, zeros say the same
                 own = torch.zeros(rows) if bias is None else bias[first : first + rows]
