@@ -143,6 +143,6 @@ def check_vocabulary(tokenizer: Tokenizer | None, drafter: Path, vocab: int) -> 
         first = min(apart)
         own, other = (repr(x[first]) if first in x else "none" for x in (drafted, said))
         raise ConfigError(
-            f"the draft model in {drafter} has another vocabulary than the target ({len(apart)} tokens differ, the first"
-            f" is {first}: {own} instead of {other}): use one of its family"
+            f"the draft model in {drafter} has another vocabulary than the target ({len(apart)} tokens differ, the"
+            f" first is {first}: {own} instead of {other}): use one of its family"
         )

@@ -180,7 +180,7 @@ def pack(source: Source, bias: Tensor | None, form: str, keep: bool, gated: bool
 
 
 def stays(held: Matrix, form: str, keep: bool) -> TypeGuard[Blocks]:
-    """Whether a matrix of a GGUF file is left in its numbers: where it may be, but not in floats if it is to be small."""
+    """Whether a matrix of a GGUF file is left in its numbers: where it may be, unless floats are to be rounded."""
     return keep and isinstance(held, Blocks) and not (form in ROUNDED and held.kind in FLOATS)
 
 

@@ -130,7 +130,8 @@ def model_digest(directory: Path, facts: Iterable[str]) -> str:
     """A name for what a model packs into: one in a directory, or a GGUF file.
 
     It follows from `facts`, and from the name, place, size, time of change and samples of the content of config.json
-    and of the weight files, or of all parts of a GGUF file (those from the Hub are links to a place that is named by their content).
+    and of the weight files, or of all parts of a GGUF file (those from the Hub are links to a place that is named by
+    their content).
     """
     digest = hashlib.sha256(json.dumps([MAGIC.decode(), *facts]).encode())
     for path in open_gguf(directory).parts if directory.is_file() else _files(directory):

@@ -103,7 +103,7 @@ def test_packed_weights_are_as_many_bytes_as_their_format_says(wide: Path, form:
 
 @needs_native
 def test_a_file_demands_its_own_numbers() -> None:
-    """Types by matrix and even by rows of one, each with the operations of its own format; rows of the embedding too."""
+    """Types by matrix, or by rows of one, each with operations of its own format; rows of the embedding too."""
     native.start(1)
     path = gguf_files.written("qwen2", "q4_k_m").path
     model = NativeDecoder(load_config(path), path, "bfloat16", 64, keep=True)

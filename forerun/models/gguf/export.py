@@ -6,7 +6,7 @@ The numbers are those of the file, as floats; names, shapes and the order of row
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ def to_directory(path: Path, folder: Path, dtype: torch.dtype = torch.float32) -
 
 
 def write_tokenizer(path: Path, folder: Path) -> None:
-    """Write the tokenizer of a file and its chat templates as files that transformers reads. Nothing, if it has none."""
+    """Write the tokenizer of a file, if it has one, and its chat templates as files that transformers reads."""
     gguf = open_gguf(path)
     tokenizer = build_tokenizer(gguf.metadata, gguf.tensors["token_embd.weight"].shape[0])
     if tokenizer is None:
