@@ -11,7 +11,10 @@ import pytest
 import torch
 import transformers
 
-from forerun.load import check_vocabulary
+from forerun.cache.attention import Segment
+from forerun.config import Config
+from forerun.kernels import native
+from forerun.load import check_vocabulary, make_runner
 from forerun.models.config import load_config
 from forerun.models.gguf.export import to_directory, write_tokenizer
 from forerun.models.hub import default_model
@@ -62,11 +65,18 @@ def test_tokens_and_templates_go_along(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.default_model
+@pytest.mark.skipif(native.library() is None, reason=native.reason() or "compiled")
 def test_the_default_model() -> None:
-    """Tokens, templates and layers of a file as it is on the Hub."""
+    """A file as it is on the Hub: what transformers makes of its first layer is what the engine does, but for the
+    rounding of activations."""
     path = default_model()
     assert path is not None
-    module = prune(path, 1)
-    assert module.config.num_hidden_layers == 1 and module.config.eos_token_id == [0, 2, 4]
+    module = prune(path, 2)
+    assert module.config.num_hidden_layers == 2 and module.config.eos_token_id == [0, 2, 4]
+    tokens = Tokenizer(path).chat([{"role": "user", "content": "What is the capital of France?"}])
     with torch.no_grad():
-        assert module(torch.tensor([[1, 2, 3]])).logits.isfinite().all()
+        theirs = module(torch.tensor([tokens]), output_hidden_states=True).hidden_states[1][0]
+    runner = make_runner(Config.of(kv_tokens=512, max_rows=1, context=256), path, torch.device("cpu"))
+    runner.cache.pages.grow(0, len(tokens))
+    ours = runner.forward([Segment(0, tokens, list(range(-1, len(tokens) - 1)), [])], (1,)).features[1]
+    assert off(ours, theirs) < 0.03
