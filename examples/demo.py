@@ -110,7 +110,7 @@ DEMANDS = [
     Demand("summary", f"Summarize this article in a few sentences. Quote what Maria Lopez said.\n\n{ARTICLE}"),
     Demand(
         "JSON by schema",
-        "Anna Keller lives in Zurich and speaks German, French and English. Give her name, city and languages as JSON.",
+        "Anna Keller lives in Paris and speaks German, French and English. Give her name, city and languages as JSON.",
         grammar=Grammar.of("json_schema", PERSON),
     ),
 ]  # fmt: skip

@@ -11,6 +11,8 @@ ForerunError
 import difflib
 from collections.abc import Iterable
 
+LONGEST_SHOWN = 200  # characters of what a file holds, in an error message
+
 
 class ForerunError(Exception):
     """Base of every error forerun raises on purpose."""
@@ -41,3 +43,14 @@ def nearest(name: str, known: Iterable[str]) -> str:
     known = sorted(known)
     close = difflib.get_close_matches(name, known, n=1)
     return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
+
+
+def one_line(text: str) -> str:
+    """A text with what a file holds, for an error message: in one line that is not too long."""
+    text = " ".join(text.split())
+    return text if len(text) <= LONGEST_SHOWN else text[: LONGEST_SHOWN - 3] + "..."
+
+
+def shown(value: object) -> str:
+    """A value of a file, for an error message."""
+    return one_line(repr(value))

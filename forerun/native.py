@@ -25,7 +25,18 @@ from forerun.models.packed_cache import PackedCache, open_cache
 from forerun.models.quantized import is_quantised
 from forerun.models.rope import rope_tables
 from forerun.models.weights import Layer, Norm, Source, load_weights
-from forerun.packed import Mixed, Packed, all_packed, embed_op, fingerprint, pack, pack_blocks, parts_of, stays
+from forerun.packed import (
+    Mixed,
+    Packed,
+    all_packed,
+    embed_op,
+    fingerprint,
+    pack,
+    pack_blocks,
+    parts_of,
+    say_what_is_rounded,
+    stays,
+)
 from forerun.passes import Link, Pass, Steps
 from forerun.types import Forward
 
@@ -61,6 +72,8 @@ class NativeDecoder:
 
         self.weights = load_weights(config, path, self.dtype, self.device, make, table)
         cache.finish()
+        if keep and path.is_file():
+            say_what_is_rounded(path)
         rotations = [rope_tables(config, rope, context, torch.float32) for rope in config.ropes]
         self.ropes = [(cos.contiguous(), sin.contiguous()) for cos, sin in rotations]
         self._keep: list[Any] = []  # what the program points to

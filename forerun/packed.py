@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeGuard
 
 import numpy as np
@@ -17,7 +20,8 @@ from torch import Tensor
 from forerun.kernels import native
 from forerun.kernels.native import CMatrix, COp
 from forerun.kernels.native.layout import interleave, lay_out
-from forerun.models.gguf.blocks import FLOATS, TYPE_IDS, Blocks, floats, no_numbers
+from forerun.models.gguf.blocks import FLOATS, FORMS, TYPE_IDS, Blocks, floats, no_numbers
+from forerun.models.gguf.container import open_gguf
 from forerun.models.packed_cache import Broken, Kept, PackedCache
 from forerun.models.quantized import Exact, Stored
 from forerun.models.weights import Matrix, Source
@@ -25,7 +29,7 @@ from forerun.models.weights import Matrix, Source
 BLOCK = 32
 AT_ONCE = 1 << 16  # floats of a block of rows that are converted together, or one block
 LARGE = 1 << 20  # bytes of a matrix whose temporaries are felt
-PART = 1 << 23  # bytes of a file that are repacked together
+PART = 1 << 21  # bytes of a file that are repacked together
 ROUNDED = ("int8", "int4")
 
 
@@ -47,12 +51,12 @@ class Packed:
         self._lib, self._memory = lib, native.allocate(size)
         self.data = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(self._memory))
         self.scale = np.zeros(max(scales, 4), np.uint8).view(SCALES.get(form, np.uint8))
-        self.bias = np.zeros(rows, dtype=np.float32)
-        if bias is not None:
+        self.rows, self.bias = rows, None if bias is None else np.zeros(rows, dtype=np.float32)
+        if bias is not None and self.bias is not None:
             self.bias[:outputs] = bias.float().numpy()
         self.form, self.bytes = form, size + scales
         self.matrix = CMatrix(
-            self._memory, self.scale.ctypes.data, self.bias.ctypes.data if bias is not None else None,
+            self._memory, self.scale.ctypes.data, None if self.bias is None else self.bias.ctypes.data,
             native.FORMATS[form], inputs, outputs, padded,
         )  # fmt: skip
         self._fill(weight, gated, padded)
@@ -64,7 +68,7 @@ class Packed:
             weight.fill(self.data, self.scale)
         elif isinstance(weight, Exact):
             integers = (interleave(t) if gated else t for t in (weight.values, weight.scale))
-            data, scale = lay_out(self.form, len(self.bias), padded, *integers)
+            data, scale = lay_out(self.form, self.rows, padded, *integers)
             self.data[:], self.scale[:] = data.numpy(), scale.numpy().view(self.scale.dtype)
         elif isinstance(weight, Tensor):
             self._pack(weight.shape, lambda at, count: weight[at : at + count], gated, padded)
@@ -77,7 +81,7 @@ class Packed:
         """Round and lay out floats, some rows at a time: a float32 copy of a large matrix would be felt."""
         halves = 2 if gated else 1
         rows, step = shape[0] // halves, max(AT_ONCE // (4 * padded), 1) * BLOCK
-        each, sizes = len(self.data) // len(self.bias), self.scale.nbytes // len(self.bias)
+        each, sizes = len(self.data) // self.rows, self.scale.nbytes // self.rows
         for at in range(0, rows, step):
             part = torch.cat([read(half * rows + at, min(step, rows - at)) for half in range(halves)]).float()
             given, first = (interleave(part) if gated else part).contiguous(), at * halves
@@ -91,7 +95,7 @@ class Packed:
         halves = 2 if gated else 1
         rows, each = blocks.shape[0] // halves, blocks.pieces[0].entry.row_bytes
         step = max(PART // each // BLOCK, 1) * BLOCK // halves
-        data, scale = (len(a.view(np.uint8)) // len(self.bias) for a in (self.data, self.scale))
+        data, scale = (len(a.view(np.uint8)) // self.rows for a in (self.data, self.scale))
 
         def run(at: int) -> None:
             parts = [blocks.read(half * rows + at, min(step, rows - at)) for half in range(halves)]
@@ -201,6 +205,17 @@ def pack_blocks(blocks: Blocks, bias: Tensor | None, gated: bool) -> Packed | Mi
 def _as_stored(blocks: Blocks, bias: Tensor | None, gated: bool) -> Packed:
     form = blocks.form
     return Packed(blocks, bias, form, gated) if form else Packed(blocks.dequantise(), bias, "bfloat16", gated)
+
+
+def say_what_is_rounded(path: Path) -> None:
+    """One line on stderr if a GGUF file has types that no native format holds."""
+    kinds = Counter(entry.kind for entry in open_gguf(path).tensors.values() if len(entry.shape) == 2)
+    rounded = [f"{count} in {kind}" for kind, count in kinds.items() if kind not in FORMS]
+    if rounded:
+        print(
+            f"note: matrices that run in bfloat16, since no native format holds them: {', '.join(rounded)}",
+            file=sys.stderr,
+        )
 
 
 def embed_op(table: Tensor | Packed, output: int, scale: float, positions: int | None = None) -> COp:

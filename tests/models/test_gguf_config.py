@@ -16,6 +16,8 @@ import torch
 from forerun.errors import LoadError
 from forerun.models.config import ModelConfig, load_config
 from forerun.models.decoder import load_decoder
+from forerun.models.gguf.config import ARCHITECTURES
+from forerun.models.gguf.kinds import READ
 from tests import gguf_files, tiny
 
 CPU = torch.device("cpu")
@@ -100,7 +102,8 @@ def test_blocks_behind_the_layers_are_left_alone(path: Path) -> None:
 @pytest.mark.parametrize(
     "key, value, words",
     [
-        ("expert_count", 8, "a mixture of experts"),
+        ("expert_count", 8, "a mixture of experts (llama.expert_count)"),
+        ("expert_count", [0, 8], "a mixture of experts (llama.expert_count)"),
         ("attention.temperature_scale", 0.1, "scaled attention temperatures"),
         ("logit_scale", 2.0, "scaled logits"),
         ("ssm.state_size", 16, "a recurrent state"),
@@ -112,6 +115,8 @@ def test_blocks_behind_the_layers_are_left_alone(path: Path) -> None:
         ("embedding_length", 128, "token_embd.weight"),
         ("feed_forward_length", 96, "ffn_gate.weight"),
         ("context_length", 0, "context"),
+        ("context_length", 2**32 - 1, "context_length (4294967295)"),
+        ("block_count", 2**32 - 1, "block_count (4294967295 layers"),
         ("attention.layer_norm_rms_epsilon", -1.0, "norm_eps"),
     ],
 )  # fmt: skip
@@ -122,6 +127,20 @@ def test_what_a_model_has_that_forerun_has_not_is_named(key: str, value: Any, wo
 def test_neutral_values_are_no_features(path: Path) -> None:
     changes = {"llama.expert_count": 0, "llama.logit_scale": 1.0, "llama.rope.scaling.type": "none"}
     assert config_of(path, changes).family == "llama"
+
+
+def test_the_list_of_architectures_is_that_of_their_readers() -> None:
+    assert sorted(READ) == sorted(ARCHITECTURES)
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+def test_divisors_of_frequencies_are_positive(value: float, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gguf_files, "_rope_tensors", lambda _: iter([rope_freqs([1.0] * 11 + [value])]))
+    refused(make(path, {}), "rope_freqs.weight", "positive")
+
+
+def rope_freqs(values: list[float]) -> tuple[str, np.ndarray, str]:
+    return "rope_freqs.weight", np.array(values, np.float32), "F32"
 
 
 @pytest.mark.parametrize("name, words", [("lama", "'llama'"), ("qwen35moe", "'qwen35moe'"), ("mamba", "known")])

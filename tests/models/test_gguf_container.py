@@ -7,7 +7,6 @@ and that no broken file, of hundreds, does anything else than that, in memory of
 from __future__ import annotations
 
 import functools
-import os
 import resource
 import struct
 import subprocess
@@ -27,9 +26,12 @@ from forerun.load import load_tokenizer
 from forerun.models.config import load_config
 from forerun.models.decoder import load_decoder
 from forerun.models.gguf.container import TYPES, open_gguf
+from forerun.models.places import Found
+from forerun.models.survey import survey
 from forerun.native import NativeDecoder
 from tests import gguf_files, tiny
 from tests.gguf_broken import ARRAY, SIZES, STRING, Container, Walk, array, number, spoiled, text
+from tests.test_cli import run
 
 CPU = torch.device("cpu")
 SMALL = Container(
@@ -300,28 +302,32 @@ def original(tokenizer: str) -> bytes:
     return path.read_bytes()
 
 
+def use(path: Path) -> None:
+    """All that is read of a file."""
+    config, tokenizer = load_config(path), load_tokenizer(path)
+    if tokenizer is not None:
+        tokenizer.decode(tokenizer.encode("the end.\n"))
+    if native.library() is not None:
+        NativeDecoder(config, path, "bfloat16", 64, keep=True)
+    else:
+        load_decoder(path, torch.float32, CPU, 64)
+
+
 def leak(path: Path) -> str | None:
-    """What comes of loading a file other than a model or an error in one line; warnings would be lines too."""
+    """What comes of a file other than a model or an error in one line; a warning would be a line too."""
+    said = survey([Found("file", path, "here")])[0].reason
     try:
-        warnings.simplefilter("error")
-        config = load_config(path)
-        tokenizer = load_tokenizer(path)
-        if tokenizer is not None:
-            tokenizer.decode(tokenizer.encode("the end.\n"))
-        if native.library() is not None:
-            NativeDecoder(config, path, "bfloat16", 64, keep=True)
-        else:
-            load_decoder(path, torch.float32, CPU, 64)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            use(path)
     except ForerunError as error:
-        message = str(error)
-        return f"a message of several lines: {message}" if "\n" in message or len(message) > 3000 else None
+        said += str(error)
     except BaseException as error:
         return f"{type(error).__name__}: {error}"
-    return None
+    return f"several lines: {said}" if "\n" in said or len(said) > 4000 else None
 
 
 @pytest.mark.parametrize("tokenizer", ["gpt2", "llama"])
-@pytest.mark.filterwarnings("default")  # what `leak` sets is undone
 def test_no_broken_file_does_anything_but_say_so(tokenizer: str, path: Path) -> None:
     """Deterministic: cut, renumbered, flipped, with other values and other tensors. What loads all the same is fine."""
     if native.library() is not None:
@@ -338,12 +344,23 @@ def test_no_broken_file_does_anything_but_say_so(tokenizer: str, path: Path) -> 
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 200 * 1024
 
 
-def test_what_the_command_line_says(tmp_path: Path) -> None:
-    """Two lines of code away from a stack trace: 2 and one line on stderr."""
-    data = original("llama")
-    for i, broken in enumerate((data[:5000], struct.pack("<4sI", b"GGUF", 1) + data[8:])):
-        file = written(tmp_path / f"{i}.gguf", broken)
-        command = [sys.executable, "-m", "forerun", "generate", "--model", str(file), "x"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ)
-        assert done.returncode == 2 and not done.stdout, done.stderr
-        assert len(done.stderr.strip().splitlines()) == 1 and file.name in done.stderr
+def test_what_the_command_line_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit code 2 and one line on stderr; once in a process of its own."""
+    data, files = original("llama"), []
+    parts = Walk(data).container()
+    for broken in (
+        data[:5000],
+        struct.pack("<4sI", b"GGUF", 1) + data[8:],
+        parts.with_pair("general.architecture", STRING, text("x\ny" * 999)),
+        parts.with_pair("tokenizer.ggml.scores", ARRAY, array(6, [0.5])),
+        parts.with_info(3, offset=0),
+    ):
+        files.append(written(tmp_path / f"{len(files)}.gguf", broken))
+        code, out, err = run(monkeypatch, capsys, "generate", "--model", str(files[-1]), "x")
+        assert (code, out, len(err.strip().splitlines())) == (2, "", 1), err
+        assert files[-1].name in err
+    command = [sys.executable, "-m", "forerun", "generate", "--model", str(files[0]), "x"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, len(done.stderr.strip().splitlines())) == (2, "", 1), done.stderr

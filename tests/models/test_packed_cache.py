@@ -61,7 +61,11 @@ def packed(decoder: NativeDecoder) -> list[Packed]:
 def same(one: NativeDecoder, other: NativeDecoder) -> None:
     for a, b in zip(packed(one), packed(other), strict=True):
         assert a.form == b.form and a.bytes == b.bytes
-        assert (a.data == b.data).all() and (a.scale == b.scale).all() and (a.bias == b.bias).all()
+        assert (
+            (a.data == b.data).all()
+            and (a.scale == b.scale).all()
+            and (a.bias is b.bias is None or (a.bias == b.bias).all())
+        )
     assert torch.equal(logits(one), logits(other))
 
 

@@ -425,7 +425,7 @@ def test_integers_and_scales_are_carried_over(layout: str, bits: int, size: int,
             values = torch.round(weight / scale.float().repeat_interleave(size or weight.shape[1], 1)).to(torch.int8)
             ours = scale.repeat_interleave(size // 32, 1) if form == "int4" else scale.float()[:, 0]
             parts = (interleave(t) if len(stems) == 2 else t for t in (values, ours))
-            data, scales = lay_out(form, len(packed.bias), packed.matrix.padded, *parts)
+            data, scales = lay_out(form, packed.rows, packed.matrix.padded, *parts)
             assert (packed.data == data.numpy()).all()
             assert (packed.scale == scales.numpy().view(packed.scale.dtype)).all()
 

@@ -183,7 +183,7 @@ class Memory {
   void *take(int64_t bytes) {
     std::lock_guard<std::mutex> lock(mutex_);
     bytes = (bytes + 63) / 64 * 64;
-    if (bytes + HEADER > SLAB) {  // a slab of its own: what lay behind it would not find the slab's beginning
+    if (bytes > LARGE) {  // a slab of its own, whose last pages are small ones: the end of a huge one would be wasted
       Slab *own = fresh((bytes + HEADER + PAGE - 1) / PAGE * PAGE);
       return own ? place(own, bytes) : nullptr;
     }
@@ -206,7 +206,7 @@ class Memory {
 
  private:
   struct Slab { int64_t used, taken; };
-  static constexpr int64_t SLAB = 32 << 20, PAGE = 2 << 20, HEADER = 64;
+  static constexpr int64_t SLAB = 32 << 20, LARGE = SLAB / 8, PAGE = 4 << 10, HEADER = 64;
   static Slab *fresh(int64_t size) {
     void *p = nullptr;
     if (posix_memalign(&p, SLAB, size)) return nullptr;

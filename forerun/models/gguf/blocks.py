@@ -27,7 +27,7 @@ FORMS = {
 }  # fmt: skip
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 TYPE_IDS = {name: kind for kind, (name, _, _) in TYPES.items()}
-PART = 1 << 23  # bytes of a file that are turned into floats together
+PART = 1 << 22  # bytes of a file that are turned into floats together
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,13 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from forerun.errors import LoadError, nearest
+from forerun.errors import LoadError, nearest, one_line, shown
 from forerun.models.config import Json, ModelConfig, make_config
 from forerun.models.gguf.blocks import FLOATS, Blocks, Piece
-from forerun.models.gguf.container import Gguf, one_line, open_gguf, shown
-from forerun.models.gguf.kinds import OTHER_KINDS, REFUSED
+from forerun.models.gguf.container import Gguf, open_gguf
+from forerun.models.gguf.kinds import OTHER_KINDS, refused
 from forerun.models.gguf.tokenizer import end_tokens
 
+MOST_CONTEXT = 1 << 24  # positions, for which tables are made
 ROTATED = ("llama", "mistral3", "smollm3")  # architectures whose queries and keys rotate neighbouring channels
 
 
@@ -34,6 +35,8 @@ def load_gguf_config(path: Path) -> ModelConfig:
         raise LoadError(f"{path}: models of the architecture {name} are not supported; {hint}")
     if not gguf.tensors:
         raise LoadError(f"{path} holds a vocabulary but no weights; give the model's own file")
+    for key, what in refused(gguf):
+        raise LoadError(f"{path}: the model has {what} ({key}), which is not supported")
     try:
         raw = _Metadata(gguf).hugging_face()
     except (LookupError, TypeError, ValueError, ArithmeticError) as error:
@@ -110,16 +113,18 @@ class _Metadata:
         entry = self.gguf.tensors[name]
         if entry.kind not in FLOATS or len(entry.shape) != 1:
             raise ValueError(f"the tensor {name}")
-        return [float(v) for v in Blocks((Piece(replace(entry, shape=(1, *entry.shape))),)).dequantise()[0]]
+        values = Blocks((Piece(replace(entry, shape=(1, *entry.shape))),)).dequantise()[0]
+        if not ((values > 0) & values.isfinite()).all():
+            raise ValueError(f"the tensor {name}, which is to hold positive numbers")
+        return [float(v) for v in values]
 
     def hugging_face(self) -> Json:
-        for key, what in REFUSED.items():
-            if self.get(key) not in (None, 0, 0.0, 1.0):
-                raise ValueError(f"what forerun has ({what}, {self.prefix}{key}, is not supported)")
         layers = self.same("block_count") - int(self.get("nextn_predict_layers", 0))
         if not 0 < layers <= len(self.gguf.tensors):
             raise ValueError(f"{self.prefix}block_count ({layers} layers of {len(self.gguf.tensors)} tensors)")
-        hidden, heads = self.same("embedding_length"), self.same("attention.head_count")
+        hidden, heads, context = map(self.same, ("embedding_length", "attention.head_count", "context_length"))
+        if context > MOST_CONTEXT:
+            raise ValueError(f"{self.prefix}context_length ({context})")
         head_dim = self.same("attention.key_length") if self.get("attention.key_length") else hidden // heads
         if self.get("attention.value_length", head_dim) != head_dim:
             raise ValueError(f"{self.prefix}attention.value_length, which differs from the keys'")
@@ -129,7 +134,7 @@ class _Metadata:
         common = dict(
             vocab_size=embedding.shape[0], hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads,
             num_key_value_heads=self.same("attention.head_count_kv", "attention.head_count"), head_dim=head_dim,
-            intermediate_size=self.same("feed_forward_length"), max_position_embeddings=self.same("context_length"),
+            intermediate_size=self.same("feed_forward_length"), max_position_embeddings=context,
             bos_token_id=self.gguf.metadata.get("tokenizer.ggml.bos_token_id"),
             eos_token_id=self.gguf.metadata.get("tokenizer.ggml.eos_token_id"),
         )  # fmt: skip

@@ -20,12 +20,11 @@ from typing import Any
 
 import numpy as np
 
-from forerun.errors import LoadError
+from forerun.errors import LoadError, one_line
 
 MAGIC = b"GGUF"
 ALIGNMENT, MOST_ALIGNMENT = 32, 1 << 20
 LONGEST_KEY, LONGEST_NAME, MOST_DIMENSIONS, LARGEST = 1 << 16, 63, 4, 1 << 63
-LONGEST_SHOWN = 200  # characters of what a file holds, in an error message
 STRING, ARRAY = 8, 9
 NUMBERS = {
     0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "|b1", 10: "<u8", 11: "<i8", 12: "<f8",
@@ -101,18 +100,7 @@ class Gguf:
     def architecture(self) -> str:
         """What the file calls its family; empty where it does not."""
         found = self.metadata.get("general.architecture")
-        return found if isinstance(found, str) else ""
-
-
-def one_line(text: str) -> str:
-    """A text with what a file holds, for an error message: in one line that is not too long."""
-    text = " ".join(text.split())
-    return text if len(text) <= LONGEST_SHOWN else text[: LONGEST_SHOWN - 3] + "..."
-
-
-def shown(value: object) -> str:
-    """A value of a file, for an error message."""
-    return one_line(repr(value))
+        return one_line(found) if isinstance(found, str) else ""
 
 
 def open_gguf(path: Path) -> Gguf:

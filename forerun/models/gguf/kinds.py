@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from forerun.errors import LoadError
 from forerun.models.gguf.container import Gguf
 from forerun.models.gguf.pretokenizers import find_pretokenizer
@@ -21,6 +23,12 @@ REFUSED = {
 }  # fmt: skip
 
 
+def refused(gguf: Gguf) -> list[tuple[str, str]]:
+    """(key, what it means) of all that a file says its model has and forerun does not."""
+    keys = {f"{gguf.architecture}.{key}": what for key, what in REFUSED.items()}
+    return [(key, what) for key, what in keys.items() if not np.isin(gguf.metadata.get(key, 0), (0, 1)).all()]
+
+
 def why_not(gguf: Gguf) -> str:
     """Why a file is no model that runs, in a few words; empty if nothing in its header speaks against it."""
     metadata, architecture = gguf.metadata, gguf.architecture
@@ -31,9 +39,8 @@ def why_not(gguf: Gguf) -> str:
         return f"family {architecture or 'without a name'} is not supported"
     if not gguf.tensors:
         return "holds a vocabulary but no weights"
-    for key, what in REFUSED.items():
-        if metadata.get(f"{architecture}.{key}") not in (None, 0, 0.0, 1.0):
-            return f"has {what}, which is not supported"
+    for key, what in refused(gguf):
+        return f"has {what} ({key}), which is not supported"
     try:
         if metadata.get(f"{PREFIX}model") not in (None, *LACKING) and model_of(metadata) == "gpt2":
             find_pretokenizer(metadata.get(f"{PREFIX}pre"))

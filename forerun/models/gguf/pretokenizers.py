@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from forerun.errors import LoadError
-from forerun.models.gguf.container import shown
+from forerun.errors import LoadError, shown
 
 _ANY = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"  # contractions in either case
 _LOWER = "'s|'t|'re|'ve|'m|'ll|'d"
@@ -165,11 +164,10 @@ def find_pretokenizer(name: str | None) -> PreTokenizer:
 
     Raises LoadError for a name that is not known: a guess would give a model tokens it was not trained on.
     """
-    if not name:
-        return PRE_TOKENIZERS["default"]
-    if name not in PRE_TOKENIZERS:
+    found = PRE_TOKENIZERS.get(name or "default") if name is None or isinstance(name, str) else None
+    if found is None:
         known = ", ".join(sorted(PRE_TOKENIZERS))
         raise LoadError(
             f"the pre-tokenizer {shown(name)} is not known; known are {known}; use another file of this model"
         )
-    return PRE_TOKENIZERS[name]
+    return found

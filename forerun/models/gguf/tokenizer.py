@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from forerun.errors import LoadError
-from forerun.models.gguf.container import one_line, shown
+from forerun.errors import LoadError, one_line, shown
 from forerun.models.gguf.pretokenizers import find_pretokenizer
 from forerun.models.gguf.spm import merges_by_score
 from forerun.models.gguf.vocabulary import (

@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from forerun.errors import LoadError
-from forerun.models.gguf.container import shown
+from forerun.errors import LoadError, shown
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -87,8 +86,7 @@ def read_vocabulary(metadata: Mapping[str, Any], rows: int | None = None) -> Voc
     for text in SHOWN:
         if text in named:
             kinds[named[text]] = USER_DEFINED
-    ends, pre = _ends(ids, named, kinds), metadata.get(PREFIX + "pre", "")
-    return Vocabulary(model, (pre if isinstance(pre, str) else shown(pre)) or None, texts, kinds, ids, ends)
+    return Vocabulary(model, metadata.get(PREFIX + "pre"), texts, kinds, ids, _ends(ids, named, kinds))
 
 
 def model_of(metadata: Mapping[str, Any]) -> str:
