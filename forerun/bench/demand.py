@@ -73,7 +73,7 @@ def _matrices(part: str, linear: Any, inputs: int, outputs: int) -> list[Matrix]
 def _row_bytes(table: Tensor | Packed) -> int:
     """Bytes of a row of an embedding, scales included."""
     if isinstance(table, Packed):
-        return table.bytes // len(table.bias)
+        return table.bytes // int(table.matrix.outputs)
     return table.shape[1] * table.element_size()
 
 
