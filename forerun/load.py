@@ -121,9 +121,10 @@ def load_tokenizer(directory: Path) -> Tokenizer | None:
     return Tokenizer(directory) if any((directory / name).is_file() for name in names) else None
 
 
-def _said(tokenizer: Tokenizer) -> dict[str, int]:
-    """Tokens and ids, without the padding in GGUF files: sizes of one family differ in it."""
-    return {text: i for text, i in tokenizer.vocabulary().items() if not PADDING.fullmatch(text)}
+def _said(tokenizer: Tokenizer, vocab: int) -> dict[int, str]:
+    """Tokens by their ids, as far as a model has rows for them, without the padding in GGUF files: sizes of one family
+    differ in it."""
+    return {i: text for text, i in tokenizer.vocabulary().items() if i < vocab and not PADDING.fullmatch(text)}
 
 
 def check_vocabulary(tokenizer: Tokenizer | None, drafter: Path, vocab: int) -> None:
@@ -135,5 +136,13 @@ def check_vocabulary(tokenizer: Tokenizer | None, drafter: Path, vocab: int) -> 
             raise ConfigError(
                 f"the draft model in {drafter} has {size} tokens, the target {vocab}: they must be the same"
             )
-    elif _said(tokenizer) != _said(theirs):
-        raise ConfigError(f"the draft model in {drafter} has another vocabulary than the target: use one of its family")
+        return
+    said, drafted = _said(tokenizer, vocab), _said(theirs, vocab)
+    apart = [i for i in said.keys() | drafted.keys() if said.get(i) != drafted.get(i)]
+    if apart:
+        first = min(apart)
+        own, other = (repr(x[first]) if first in x else "none" for x in (drafted, said))
+        raise ConfigError(
+            f"the draft model in {drafter} has another vocabulary than the target ({len(apart)} tokens differ, the"
+            f" first is {first}: {own} instead of {other}): use one of its family"
+        )

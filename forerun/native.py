@@ -21,7 +21,6 @@ from forerun.cache.kv import KVCache
 from forerun.kernels import native
 from forerun.kernels.native import CChain, CNorm, COp, CProgram, address
 from forerun.models.config import ModelConfig
-from forerun.models.gguf.blocks import Blocks
 from forerun.models.packed_cache import PackedCache, open_cache
 from forerun.models.quantized import is_quantised
 from forerun.models.rope import rope_tables
@@ -36,6 +35,7 @@ from forerun.packed import (
     pack_blocks,
     parts_of,
     say_what_is_rounded,
+    stays,
 )
 from forerun.passes import Link, Pass, Steps
 from forerun.types import Forward
@@ -65,7 +65,7 @@ class NativeDecoder:
 
         def table(source: Source) -> Tensor | Packed:
             held = source.read()
-            if not (keep and isinstance(held, Blocks)):
+            if not stays(held, form, keep):
                 return source.weight()
             tables.extend(all_packed([pack_blocks(held, None, gated=False)]))
             return tables[0]

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeGuard
 
 import numpy as np
 import torch
@@ -23,7 +24,7 @@ from forerun.models.gguf.blocks import FLOATS, FORMS, TYPE_IDS, Blocks, floats, 
 from forerun.models.gguf.container import open_gguf
 from forerun.models.packed_cache import Broken, Kept, PackedCache
 from forerun.models.quantized import Exact, Stored
-from forerun.models.weights import Source
+from forerun.models.weights import Matrix, Source
 
 BLOCK = 32
 AT_ONCE = 1 << 16  # floats of a block of rows that are converted together, or one block
@@ -167,7 +168,7 @@ def pack(source: Source, bias: Tensor | None, form: str, keep: bool, gated: bool
             cache.keep(source.name, kept.form, source.shape, (packed.data, packed.scale), new=False)
             return packed
     held = source.read()
-    if keep and isinstance(held, Blocks):
+    if stays(held, form, keep):
         return pack_blocks(held, bias, gated)
     exact = held.exact() if isinstance(held, Stored) else None
     chosen = "int8" if source.name == "head" and form == "int4" else form
@@ -180,6 +181,11 @@ def pack(source: Source, bias: Tensor | None, form: str, keep: bool, gated: bool
     if packed.form in ROUNDED:
         cache.keep(source.name, packed.form, source.shape, (packed.data, packed.scale))
     return packed
+
+
+def stays(held: Matrix, form: str, keep: bool) -> TypeGuard[Blocks]:
+    """Whether a matrix of a GGUF file is left in its numbers: where it may be, unless floats are to be rounded."""
+    return keep and isinstance(held, Blocks) and not (form in ROUNDED and held.kind in FLOATS)
 
 
 def pack_blocks(blocks: Blocks, bias: Tensor | None, gated: bool) -> Packed | Mixed:

@@ -7,9 +7,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from forerun import load
+from forerun.config import Config
 from forerun.errors import ConfigError
+from forerun.kernels import native
+from tests import gguf_files
 
 
 def tokenizer(*texts: str) -> Any:
@@ -29,5 +33,27 @@ def test_padding_is_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
         if fits:
             load.check_vocabulary(target, Path("m"), 4)
         else:
-            with pytest.raises(ConfigError, match="another vocabulary"):
+            with pytest.raises(
+                ConfigError, match=r"another vocabulary .*, the first is [12]: '(c|\[PAD\])' instead of"
+            ):
                 load.check_vocabulary(target, Path("m"), 4)
+
+
+def test_tokens_without_a_row_are_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokenizers of Hugging Face may name more than a model has rows for; GGUF files do not."""
+    monkeypatch.setattr(load, "load_tokenizer", lambda path: tokenizer("a", "b", "<image>"))
+    load.check_vocabulary(tokenizer("a", "b"), Path("m"), 2)
+
+
+@pytest.mark.skipif(native.library() is None, reason=native.reason() or "compiled")
+@pytest.mark.parametrize(
+    ("kinds", "asked", "form"),
+    [("Q4_0", "auto", "int4"), ("Q5_1", "auto", "q5_1"), ("Q5_1", "int4", "int4 and int8"), ("F16", "auto", "int8")],
+)
+def test_a_draft_model_stays_as_it_is_stored(kinds: str, asked: str, form: str) -> None:
+    """Unless another form is asked for; floats are rounded, as those of any draft model are."""
+    path = gguf_files.written("llama", kinds).path
+    config = Config.of(draft_quantization=asked, kv_tokens=512, max_rows=1)
+    target = load.make_runner(config, path, torch.device("cpu"))
+    drafter = load.make_runner(config, path, torch.device("cpu"), target).decoder
+    assert drafter.precision.startswith(f"{form}, native")

@@ -14,15 +14,17 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from forerun.models.decoder import Decoder
 from forerun.native import NativeDecoder
-from forerun.packed import Packed
+from forerun.packed import Mixed, Packed, all_packed
 
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A linear layer: what it is part of, its weights' format, their bytes (scales included), and its shape."""
+    """A linear layer, or those of its rows that are stored in one format: what it is part of, its weights' format,
+    their bytes (scales included), and its shape."""
 
     part: str
     format: str
@@ -51,19 +53,28 @@ def matrices(decoder: Decoder | NativeDecoder) -> list[Matrix]:
     found = []
     for layer in decoder.weights.layers:
         found += [
-            _matrix("attention", layer.qkv, c.hidden, both),
-            _matrix("attention", layer.out, heads, c.hidden),
-            _matrix("feed-forward", layer.up, c.hidden, c.intermediate * (2 if c.gated else 1)),
-            _matrix("feed-forward", layer.down, c.intermediate, c.hidden),
+            *_matrices("attention", layer.qkv, c.hidden, both),
+            *_matrices("attention", layer.out, heads, c.hidden),
+            *_matrices("feed-forward", layer.up, c.hidden, c.intermediate * (2 if c.gated else 1)),
+            *_matrices("feed-forward", layer.down, c.intermediate, c.hidden),
         ]
-    return [*found, _matrix("head", decoder.weights.head, c.hidden, c.vocab)]
+    return [*found, *_matrices("head", decoder.weights.head, c.hidden, c.vocab)]
 
 
-def _matrix(part: str, linear: Any, inputs: int, outputs: int) -> Matrix:
+def _matrices(part: str, linear: Any, inputs: int, outputs: int) -> list[Matrix]:
+    if isinstance(linear, Mixed):
+        return [Matrix(part, p.form, p.bytes, inputs, p.matrix.outputs) for p in all_packed([linear])]
     if isinstance(linear, Packed):
-        return Matrix(part, linear.form, linear.bytes, inputs, outputs)
+        return [Matrix(part, linear.form, linear.bytes, inputs, outputs)]
     weight = linear.weight
-    return Matrix(part, _name(weight.dtype), weight.numel() * weight.element_size(), inputs, outputs)
+    return [Matrix(part, _name(weight.dtype), weight.numel() * weight.element_size(), inputs, outputs)]
+
+
+def _row_bytes(table: Tensor | Packed) -> int:
+    """Bytes of a row of an embedding, scales included."""
+    if isinstance(table, Packed):
+        return table.bytes // int(table.matrix.outputs)
+    return table.shape[1] * table.element_size()
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -79,9 +90,9 @@ def demand_of(decoder: Decoder | NativeDecoder, rows: int, context: int) -> Dema
     for m in layers:
         size[m.part] += m.bytes
         operations[m.format] += 2 * m.inputs * m.outputs * rows
-    size["embedding"] = rows * c.hidden * decoder.weights.embed.element_size()
+    size["embedding"] = rows * _row_bytes(decoder.weights.embed)
     if decoder.weights.positions is not None:
-        size["embedding"] += rows * c.hidden * decoder.weights.positions.element_size()
+        size["embedding"] += rows * _row_bytes(decoder.weights.positions)
     for window in c.windows:
         most = window or context + rows
         seen = sum(np.minimum(context + 1 + np.arange(rows), most).tolist())  # keys, over all rows

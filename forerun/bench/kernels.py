@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,10 +21,12 @@ from forerun.bench.report import Tell, median, nothing
 from forerun.errors import ConfigError, nearest
 from forerun.kernels import native
 from forerun.kernels.native import CBatch, CMatrix, COp, CProgram
+from forerun.models.packed_cache import Kept
 from forerun.packed import Packed
 
 ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 32, 64)
 MOST_ROWS = 4096
+ROUNDING = ("float32", "bfloat16", "float16", "int8", "int4")  # formats that floats can be rounded to
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +34,7 @@ class KernelTime:
     """One format and number of rows.
 
     Attributes:
-        format: of the weights: float32, bfloat16, int8 or int4.
+        format: of the weights: float32, bfloat16, int8, int4 or one of GGUF files.
         rows: of activations.
         microseconds: median time of one layer.
         gigabytes_a_second: weights read, scales included, over that time.
@@ -151,6 +154,15 @@ def _result(
     )
 
 
+class _Anything(Kept):
+    """Numbers in a format that nothing is rounded to; how long a product takes does not depend on them."""
+
+    def fill(self, *arrays: np.ndarray) -> None:
+        weights, scales = arrays
+        weights[:] = np.random.default_rng(0).integers(0, 256, weights.shape, np.uint8)
+        scales.view(np.uint8)[:] = 0x1C  # a small number of either precision
+
+
 class _Layers:
     """Copies of one packed linear layer, `size` bytes or more in all, and a program that runs them one by one."""
 
@@ -158,7 +170,8 @@ class _Layers:
         """weight [out, in]"""
         self._lib = native.loaded()
         self.outputs, self.inputs = weight.shape
-        self.packed = Packed(weight, None, form, gated=False)
+        anything = _Anything(Path(), form, tuple(weight.shape), ())
+        self.packed = Packed(weight if form in ROUNDING else anything, None, form, gated=False)
         self.bytes_each = self.packed.bytes
         self._memory: list[int] = []
         self._scales: list[np.ndarray] = []
@@ -174,8 +187,7 @@ class _Layers:
 
     def _copy(self) -> CMatrix:
         """The same layer in memory of its own; packing it again would take most of the time."""
-        m, scale = self.packed.matrix, self.packed.scale.copy()
-        size = self.bytes_each - (scale.nbytes if m.format in (native.FORMATS["int8"], native.FORMATS["int4"]) else 0)
+        m, scale, size = self.packed.matrix, self.packed.scale.copy(), self.packed.data.nbytes
         memory = self._lib.forerun_allocate(size)
         ctypes.memmove(memory, m.weight, size)
         self._memory.append(memory)

@@ -43,8 +43,8 @@ class Scope:
 
     rules: tuple[str, ...]
     drafts: tuple[str, ...]
-    texts: int = 6
-    tokens: int = 64
+    texts: int = 4
+    tokens: int = 48
     samples: int = 2000
     seconds: float = 150.0
     fault: str | None = None

@@ -23,8 +23,8 @@ def check(
             autocompletion=model_names,
         ),
     ] = None,
-    texts: Annotated[int, typer.Option(help="Prompts, each continued at temperature 0 and 0.8.")] = 6,
-    tokens: Annotated[int, typer.Option(help="Tokens of each text.")] = 64,
+    texts: Annotated[int, typer.Option(help="Prompts, each continued at temperature 0 and 0.8.")] = 4,
+    tokens: Annotated[int, typer.Option(help="Tokens of each text.")] = 48,
     samples: Annotated[int, typer.Option(help="Tokens for each test of a law.")] = 2000,
     seconds: Annotated[float, typer.Option(help="Begin no further comparison after that.")] = 150.0,
     inject: Annotated[

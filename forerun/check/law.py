@@ -57,7 +57,7 @@ def _settle(wager: Wager, subject: Subject, ask: Ask, said: Said, coupled: bool)
             drafted.append(None if coupled else proposal(round_.draft, node, laws.shape[1]))
     for p, q, token in zip(laws, drafted, said.tokens, strict=True):
         events = _events(p, q)
-        wager.add([token in event for event in events], [sum(p[list(event)]) for event in events])
+        wager.add([bool(event[token]) for event in events], [float(p[event].sum()) for event in events])
 
 
 def proposal(draft: Draft, node: int, vocab: int) -> np.ndarray | None:
@@ -75,12 +75,12 @@ def proposal(draft: Draft, node: int, vocab: int) -> np.ndarray | None:
     return q
 
 
-def _events(p: np.ndarray, q: np.ndarray | None) -> list[set[int]]:
-    """What EVENTS says, or UNDRAFTED where there is no draft, as sets of tokens. p [V], q [V]"""
-    best = int(p.argmax())
+def _events(p: np.ndarray, q: np.ndarray | None) -> list[np.ndarray]:
+    """What EVENTS says, or UNDRAFTED where there is no draft, as marks of tokens, bool [V]. p [V], q [V]"""
+    ids = np.arange(len(p))
     if q is None:
-        return [{best}, set(range(0, len(p), 2)), {int(np.argpartition(p, -2)[-2])}]
-    return [{best}, set(np.flatnonzero(q > p).tolist()), {int(q.argmax())}]
+        return [ids == p.argmax(), ids % 2 == 0, ids == np.argpartition(p, -2)[-2]]
+    return [ids == p.argmax(), q > p, ids == q.argmax()]
 
 
 def check_law(

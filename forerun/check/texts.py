@@ -45,22 +45,23 @@ def check_texts(
     tell("texts: plain decoding")
     plain = subject.say(asks, RULES["match"], "off", PLAIN)
     greedy = [i for i, ask in enumerate(asks) if ask.params.greedy]
-    for rule in rules:
+    arms = [(rule, draft) for rule in rules for draft in [*(["off"] if rule.name == "match" else []), *drafts]]
+    for number, (rule, draft) in enumerate(arms):
         mine = list(range(len(asks))) if rule.name == "match" else greedy
-        for draft in [*(["off"] if rule.name == "match" else []), *drafts]:
-            done, apart = 0, list[Divergence]()
-            try:
-                for schedule in SCHEDULES:
-                    if time.monotonic() > deadline:
-                        break
-                    tell(f"texts: {rule.name} with {draft}, {schedule}")
-                    said = subject.say([asks[i] for i in mine], rule, draft, schedule)
-                    apart += _divergences(subject, asks, plain, dict(zip(mine, said, strict=True)), schedule)
-                    done += 1
-            except AssertionError as error:
-                yield Finding("texts", _name(rule.name, draft), False, f"the engine stopped: {error}")
-                continue
-            yield _finding(_name(rule.name, draft), [asks[i] for i in mine], done, apart, noise)
+        done, apart, now = 0, list[Divergence](), time.monotonic()
+        share = now + (deadline - now) / (len(arms) - number)  # no arm takes the time of those behind it
+        try:
+            for schedule in SCHEDULES:
+                if time.monotonic() > (share if done else deadline):
+                    break
+                tell(f"texts: {rule.name} with {draft}, {schedule}")
+                said = subject.say([asks[i] for i in mine], rule, draft, schedule)
+                apart += _divergences(subject, asks, plain, dict(zip(mine, said, strict=True)), schedule)
+                done += 1
+        except AssertionError as error:
+            yield Finding("texts", _name(rule.name, draft), False, f"the engine stopped: {error}")
+            continue
+        yield _finding(_name(rule.name, draft), [asks[i] for i in mine], done, apart, noise)
 
 
 def _name(rule: str, draft: str) -> str:

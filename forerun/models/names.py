@@ -21,6 +21,13 @@ LABEL = re.compile(
 MOST_NAMED = 12  # names in one error message
 
 
+def title(name: str) -> str:
+    """What to call a model that is named by a path or an id: the last part, a GGUF file without its ending."""
+    last = Path(name).name
+    shard = SHARD.fullmatch(last)
+    return shard[1] if shard else Path(last).stem if is_gguf(last) else last
+
+
 def is_gguf(file: str) -> bool:
     """Whether a name is one of a GGUF file."""
     return file.lower().endswith(".gguf")

@@ -26,6 +26,8 @@ from typing import Any
 
 import numpy as np
 
+from forerun.models.gguf.container import open_gguf
+
 LIMIT = 20 << 30  # bytes of all files together; the least recently used go first
 SMALLEST = 100 << 20  # what packs into less is packed again sooner than it is read
 RESERVE = 1 << 30  # bytes of the disk that are left free
@@ -125,14 +127,14 @@ def open_cache(directory: Path, facts: Iterable[str]) -> PackedCache:
 
 
 def model_digest(directory: Path, facts: Iterable[str]) -> str:
-    """A name for what a model packs into.
+    """A name for what a model packs into: one in a directory, or a GGUF file.
 
     It follows from `facts`, and from the name, place, size, time of change and samples of the content of config.json
-    and of the weight files (those from the Hub are links to a place that is named by their content).
+    and of the weight files, or of all parts of a GGUF file (those from the Hub are links to a place that is named by
+    their content).
     """
     digest = hashlib.sha256(json.dumps([MAGIC.decode(), *facts]).encode())
-    settings = [directory / name for name in ("config.json", "model.safetensors.index.json")]
-    for path in [path for path in settings if path.exists()] + sorted(directory.glob("*.safetensors")):
+    for path in open_gguf(directory).parts if directory.is_file() else _files(directory):
         real = path.resolve()
         with real.open("rb") as file:
             stat = os.fstat(file.fileno())
@@ -141,6 +143,11 @@ def model_digest(directory: Path, facts: Iterable[str]) -> str:
                 file.seek(i * max(stat.st_size - SAMPLE, 0) // SAMPLES)
                 digest.update(file.read(SAMPLE))
     return digest.hexdigest()[:40]
+
+
+def _files(directory: Path) -> list[Path]:
+    settings = [directory / name for name in ("config.json", "model.safetensors.index.json")]
+    return [path for path in settings if path.exists()] + sorted(directory.glob("*.safetensors"))
 
 
 def _read_index(path: Path) -> dict[str, Kept]:

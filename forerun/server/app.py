@@ -26,6 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from forerun import __version__
 from forerun.llm import LLM
 from forerun.models.hub import DEFAULT
+from forerun.models.names import title
 from forerun.sampling.params import SamplingParams
 from forerun.server import api, errors, translate
 from forerun.server.answers import started
@@ -100,9 +101,15 @@ def make_app(llm: LLM, settings: Settings) -> FastAPI:
     return app
 
 
+def _root(llm: LLM) -> str:
+    """What the model is known by, as vLLM says it; of a path only what says nothing of this machine."""
+    model = llm.config.model or DEFAULT
+    return title(model) if Path(model).expanduser().exists() else model
+
+
 def served_name(llm: LLM, settings: Settings) -> str:
     """What the model is called in the API."""
-    return settings.served_name or (Path(llm.config.model).name if llm.config.model else DEFAULT)
+    return settings.served_name or title(llm.config.model or DEFAULT)
 
 
 def fingerprint(llm: LLM) -> str:
@@ -173,7 +180,7 @@ def _operation(app: FastAPI, kitchen: Kitchen, metrics: Metrics) -> None:
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
         card = {"id": kitchen.name, "object": "model", "created": started(), "owned_by": "forerun"}
-        return {"object": "list", "data": [card | {"max_model_len": llm.decoder.context, "root": llm.config.model}]}
+        return {"object": "list", "data": [card | {"max_model_len": llm.decoder.context, "root": _root(llm)}]}
 
     @app.get("/metrics")
     async def prometheus() -> Response:

@@ -94,13 +94,13 @@ class Target:
         """Load it for texts of up to `settings.tokens` tokens. Raises ConfigError where that cannot be."""
         self.name = model  # None is the default model
         self.tokens, self.top, tokens = settings.tokens, settings.top, settings.tokens
-        self.directory: Path = find_model(model)
-        config = load_config(self.directory)
+        self.path: Path = find_model(model)  # a directory or a GGUF file
+        config = load_config(self.path)
         longest = longest_context(config)
         if tokens > longest:
             raise ConfigError(f"tokens={tokens} is over what the target can read: give at most {longest}")
-        if load_tokenizer(self.directory) is None:
-            raise ConfigError(f"the target in {self.directory} has no tokenizer: it cannot read texts to learn from")
+        if load_tokenizer(self.path) is None:
+            raise ConfigError(f"the target in {self.path} has no tokenizer: it cannot read texts to learn from")
         self.context = max(tokens, min(tokens + ROOM, default_context(config)))
         self.llm = LLM(
             model, draft="suffix", device=settings.device, context=self.context, max_rows=AT_ONCE, page=PAGE,
@@ -124,7 +124,7 @@ class Target:
             if part == "head":  # all else stays on disk
                 found.append(source.weight())
 
-        load_weights(self.llm.decoder.config, self.directory, torch.float32, self.device, make)
+        load_weights(self.llm.decoder.config, self.path, torch.float32, self.device, make)
         return found[0]
 
     @cached_property

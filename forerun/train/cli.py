@@ -43,7 +43,8 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 @with_flags(*RECIPES, LOSSES, TRAINING)
 def train(
     target: Annotated[
-        str | None, typer.Option(help="The model to draft for, a directory or Hub id; without it, the default model.")
+        str | None,
+        typer.Option(help="The model to draft for, named as --model elsewhere; without it, the default one."),
     ] = None,
     recipe: Annotated[str | None, typer.Option(help=f"What to train: {' or '.join(OPTIONS)}.")] = None,
     data: Annotated[

@@ -16,6 +16,7 @@ from torch import nn
 
 from forerun.bench.whole import whole_directory
 from forerun.errors import ConfigError, ForerunError
+from forerun.models.gguf.export import write_tokenizer
 from forerun.train.capture import Target
 from forerun.train.card import card
 from forerun.train.evaluate import Judge
@@ -52,9 +53,7 @@ def export(
     try:
         with whole_directory(out) as work:
             recipe.export(module, target, work)
-            for name in TOKENIZER:
-                if (target.directory / name).is_file():
-                    shutil.copyfile(target.directory / name, work / name)
+            _add_tokenizer(target.path, work)
             findings = find(judge, module, work, watch.tell)
             report = Report(facts, record, sum(p.numel() for p in module.parameters()), findings, recipe.draft)
             (work / "training.json").write_text(json.dumps(report.as_dict(), indent=1))
@@ -67,3 +66,13 @@ def export(
             " kept, make room and go on with --resume"
         ) from None
     return report
+
+
+def _add_tokenizer(target: Path, work: Path) -> None:
+    """The target's own, so that what is written is read by itself, and known to be of the same vocabulary."""
+    if target.is_file():
+        write_tokenizer(target, work)
+        return
+    for name in TOKENIZER:
+        if (target / name).is_file():
+            shutil.copyfile(target / name, work / name)

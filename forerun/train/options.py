@@ -40,7 +40,7 @@ class SmallLMOptions(LossOptions):
     """A small language model that drafts alone. It begins as some of the target's layers, or as a model given.
 
     Args:
-        init: a model directory or Hub id of the target's vocabulary to begin with.
+        init: a directory, GGUF file or Hub id of a model of the target's vocabulary to begin with.
         layers: of the target, evenly spaced, its embeddings, norm and head with them; 2 if there is no init.
     """
 

@@ -1,7 +1,7 @@
 """A small model out of a large one's layers, by the checkpoint's own tensors and transformers' own classes.
 
 Works for every family whose layers stand in one list: the tensors of the kept layers are renumbered, all others stay.
-Of a quantised checkpoint it takes the numbers that the stored ones stand for.
+Of a quantised checkpoint, and of a GGUF file, it takes the numbers that the stored ones stand for.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from torch import Tensor, nn
 from forerun.errors import ConfigError, ForerunError, LoadError
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.config import ModelConfig, load_config
+from forerun.models.gguf.config import hugging_face_config
+from forerun.models.gguf.export import readers, to_directory
 from forerun.models.quantized import SAYS_SO, Scheme, scheme_of
 
 BY_LAYER = ("layer_types", "no_rope_layers")  # lists in config.json with an entry for each layer
@@ -36,29 +38,42 @@ def kept_layers(layers: int, count: int) -> list[int]:
     return [round(i * (layers - 1) / (count - 1)) for i in range(count)]
 
 
-def prune(directory: Path, count: int) -> nn.Module:
-    """The model in `directory` with `count` of its layers, in float32. Raises ConfigError or LoadError."""
-    config = load_config(directory)
+def prune(path: Path, count: int) -> nn.Module:
+    """The model in a directory or a file with `count` of its layers, in float32. Raises ConfigError or LoadError."""
+    config = load_config(path)
     if count >= config.layers:
         raise ConfigError(f"layers={count} is not under the target's {config.layers}: a drafter has to be smaller")
     kept = kept_layers(config.layers, count)
+    read_from = readers(path, config) if path.is_file() else _readers(path, config)
     tensors = {}
-    for name, read in _readers(directory, config).items():
+    for name, read in read_from.items():
         renamed = _renamed(name, kept)
         if renamed:
             tensors[renamed] = read().contiguous()
+
+    def write(work: Path) -> None:
+        (work / "config.json").write_text(json.dumps(_config_of(path, config, kept)))
+        save_file(tensors, work / "model.safetensors", metadata={"format": "pt"})
+
+    return _by_way_of_files(write)
+
+
+def load_module(path: Path) -> nn.Module:
+    """A language model, a directory or a file, as a transformers module in float32. Raises LoadError."""
+    return _by_way_of_files(partial(to_directory, path)) if path.is_file() else _load(path)
+
+
+def _by_way_of_files(write: Callable[[Path], None]) -> nn.Module:
+    """The module of a directory that goes again."""
     with tempfile.TemporaryDirectory(prefix="forerun-") as folder:
-        work = Path(folder)
-        (work / "config.json").write_text(json.dumps(_config_of(directory, kept)))
         try:
-            save_file(tensors, work / "model.safetensors", metadata={"format": "pt"})
-        except SafetensorError as error:
-            raise ForerunError(f"the layers cannot be written to {work} for now: {error}") from None
-        return load_module(work)
+            write(Path(folder))
+        except (OSError, SafetensorError) as error:
+            raise ForerunError(f"the model cannot be written to {folder} for now: {error}") from None
+        return _load(Path(folder))
 
 
-def load_module(directory: Path) -> nn.Module:
-    """A language model directory as a transformers module in float32. Raises LoadError."""
+def _load(directory: Path) -> nn.Module:
     import transformers
 
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -117,11 +132,12 @@ def _renamed(name: str, kept: list[int]) -> str | None:
     return f"{before}{kept.index(int(layer))}{after}" if int(layer) in kept else None
 
 
-def _config_of(directory: Path, kept: list[int]) -> dict[str, Any]:
+def _config_of(path: Path, whole: ModelConfig, kept: list[int]) -> dict[str, Any]:
     """config.json with fewer layers. transformers fills in what older files leave out, such as layer_types."""
     from transformers import AutoConfig
 
-    config: dict[str, Any] = AutoConfig.from_pretrained(directory).to_dict()
+    made = AutoConfig.for_model(**hugging_face_config(whole)) if path.is_file() else AutoConfig.from_pretrained(path)
+    config: dict[str, Any] = made.to_dict()
     for name in COUNTS:
         if name in config:
             config[name] = len(kept)

@@ -39,7 +39,7 @@ class Plan:
     """What is to be trained.
 
     Attributes:
-        target: a model directory or Hub id; None is the default model.
+        target: a directory, GGUF file or Hub id; None is the default model.
         data: files, directories, or "library".
         recipe: its name.
         options: of the recipe.

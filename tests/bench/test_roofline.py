@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,11 @@ from forerun.bench.roofline import lesson, measure_roofline
 from forerun.errors import ConfigError
 from forerun.kernels import native
 from forerun.models.config import load_config
+from forerun.models.gguf.blocks import FORMS
+from forerun.models.gguf.container import open_gguf
 from forerun.native import NativeDecoder
 from forerun.runner import Runner
-from tests import tiny
+from tests import gguf_files, tiny
 from tests.test_cli import MODEL, run
 
 needs_native = pytest.mark.skipif(native.library() is None, reason=native.reason() or "compiled")
@@ -96,6 +99,25 @@ def test_packed_weights_are_as_many_bytes_as_their_format_says(wide: Path, form:
     assert set(demand.operations) == {form, "float32"} | ({"int8"} if form == "int4" else set())
     attention = 4 * model.config.heads * model.config.head_dim * model.config.layers * (33 + 34 + 35 + 36)
     assert form == "float32" or demand.operations["float32"] == attention
+
+
+@needs_native
+def test_a_file_demands_its_own_numbers() -> None:
+    """Types by matrix, or by rows of one, each with operations of its own format; rows of the embedding too."""
+    native.start(1)
+    path = gguf_files.written("qwen2", "q4_k_m").path
+    model = NativeDecoder(load_config(path), path, "bfloat16", 64, keep=True)
+    c, demand = model.config, demand_of(model, 2, 8)
+    assert sum(m.bytes for m in matrices(model)) == model.weight_bytes
+    counted = Counter[str]()
+    for entry in open_gguf(path).tensors.values():
+        if len(entry.shape) > 1 and entry.name != "token_embd.weight":
+            counted[FORMS[entry.kind]] += entry.shape[0] * entry.shape[1]
+    assert len(counted) == 3
+    if c.tied:
+        counted["q6_k"] += c.vocab * c.hidden
+    assert all(demand.operations[form] == 2 * 2 * count for form, count in counted.items())
+    assert 2 * c.hidden * 6.5 / 8 < demand.bytes["embedding"] < 2 * c.hidden * 8.6 / 8  # Q6_K, padded
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])

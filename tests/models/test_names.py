@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from forerun.errors import LoadError
-from forerun.models.names import choose, first_part, models_of, tag_of
+from forerun.models.names import choose, first_part, models_of, tag_of, title
 from tests.little_gguf import little
 
 MIXED = ["m-BF16.gguf", "m-IQ4_NL.gguf", "m-Q4_K_M.gguf", "m-Q8_0.gguf", "m-UD-Q4_K_XL.gguf", "mmproj-F16.gguf"]
@@ -70,3 +70,12 @@ def test_any_part_leads_to_the_first(tmp_path: Path) -> None:
     assert first_part(third) == first_part(first) == first
     odd = little(tmp_path / "m-00001-of-00000.gguf")
     assert first_part(odd) == odd
+
+
+def test_what_a_model_is_called() -> None:
+    """As the server names it: nothing of where it lies, and no ending, whatever dots are in a name."""
+    for name, said in (
+        ("/models/Qwen2.5-0.5B", "Qwen2.5-0.5B"), ("/models/a.b.Q4_K_M.gguf", "a.b.Q4_K_M"),
+        ("x/big-Q8_0-00001-of-00003.gguf", "big-Q8_0"), ("Qwen/Qwen3-0.6B", "Qwen3-0.6B"), ("a.GGUF", "a"),
+    ):  # fmt: skip
+        assert title(name) == said

@@ -23,7 +23,7 @@ from forerun.models.packed_cache import cache_folder, model_digest
 from forerun.native import NativeDecoder
 from forerun.packed import Packed
 from forerun.runner import Runner
-from tests import quantise, tiny
+from tests import gguf_files, quantise, tiny
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason=native.reason() or "compiled")
 
@@ -292,6 +292,14 @@ def test_changed_weights_are_packed_anew(folder: Path, model: Path) -> None:
     second = load(model)
     same(second, plain(model))
     assert not torch.equal(logits(first), logits(second))
+    assert len(list(folder.iterdir())) == 2
+
+
+def test_files_of_one_shape_are_told_apart(folder: Path) -> None:
+    """GGUF files, whose weights are all that differs."""
+    one, other = (gguf_files.written("llama", "Q8_0", gain=gain).path for gain in (1.0, 0.9))
+    for path in (one, other, one):
+        same(load(path), plain(path))
     assert len(list(folder.iterdir())) == 2
 
 

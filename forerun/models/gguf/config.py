@@ -41,8 +41,10 @@ def load_gguf_config(path: Path) -> ModelConfig:
         raw = _Metadata(gguf).hugging_face()
     except (LookupError, TypeError, ValueError, ArithmeticError) as error:
         raise LoadError(f"{path}: its metadata lacks or misstates {one_line(str(error))}") from None
-    if any(entry.kind != "F32" for entry in gguf.tensors.values() if len(entry.shape) > 1):
+    kinds = {entry.kind for entry in gguf.tensors.values() if len(entry.shape) > 1} - {"F32"}
+    if kinds:
         raw["quantization_config"] = {"quant_method": "gguf"}  # its own numbers are to be kept
+    raw["dtype"] = "float16" if kinds == {"F16"} else "bfloat16" if kinds else "float32"
     try:
         config = make_config(raw, path, lambda: end_tokens(gguf.metadata))
     except LoadError as error:
@@ -60,9 +62,17 @@ def load_gguf_config(path: Path) -> ModelConfig:
 
 
 def hugging_face_config(config: ModelConfig) -> Json:
-    """The config.json of a model that was read from a file."""
+    """The config.json of a model that was read from a file, in words that transformers knows too."""
     raw = {name: value for name, value in config.raw.items() if name != "quantization_config"}
-    return raw | {"tie_word_embeddings": config.tied}
+    ends = {"eos_token_id": list(config.end_ids) or raw.get("eos_token_id"), "pad_token_id": None}
+    biased = {"attention_bias": config.qkv_bias or config.out_bias, "mlp_bias": config.mlp_bias}
+    rope = raw.get("rope_parameters") or {}
+    if rope.get("rope_type") == "divided":  # longrope with both of its lists the same, wherever it changes them
+        divisors = {f"{length}_factor": rope["divisors"] for length in ("long", "short")}
+        common = {name: value for name, value in rope.items() if name != "divisors"} | {"rope_type": "longrope"}
+        context = {"original_max_position_embeddings": config.context, "attention_factor": 1.0}
+        raw["rope_parameters"] = common | divisors | context
+    return raw | ends | ({} if config.family == "gpt2" else biased) | {"tie_word_embeddings": config.tied}
 
 
 class _Metadata:

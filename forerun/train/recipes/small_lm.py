@@ -41,7 +41,7 @@ class SmallLM:
 
     def build(self, target: Target, corpus: Corpus) -> nn.Module:
         if self.options.init is None:
-            return prune(target.directory, self.options.layers or LAYERS)
+            return prune(target.path, self.options.layers or LAYERS)
         return self.load(find_model(self.options.init), target)
 
     def load(self, directory: Path, target: Target) -> nn.Module:

@@ -1,0 +1,82 @@
+"""GGUF models as Hugging Face directories: transformers computes from them what it computed before they were written.
+
+Protects: the converter's changes undone for every family, ropes and biases that transformers spells otherwise, tokens
+and templates, and that a drafter written with them counts as of the same vocabulary.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from forerun.cache.attention import Segment
+from forerun.config import Config
+from forerun.kernels import native
+from forerun.load import check_vocabulary, make_runner
+from forerun.models.config import load_config
+from forerun.models.gguf.export import to_directory, write_tokenizer
+from forerun.models.hub import default_model
+from forerun.models.text import Tokenizer
+from forerun.train.prune import load_module, prune
+from tests import gguf_files, tiny
+from tests.models.test_gguf_weights import ids, off
+
+FILES = [(name, "Q8_0") for name in gguf_files.NAMES] + [("llama", "q4_k_m"), ("qwen2", "F16"), ("qwen2", "q4_k_m")]
+MESSAGES = [{"role": "user", "content": "the end"}]
+
+
+@pytest.mark.parametrize("name, kinds", FILES)
+def test_transformers_reads_the_model_of_the_file(name: str, kinds: str, tmp_path: Path) -> None:
+    """In float32, against the model that the file was written from."""
+    written, text = gguf_files.written(name, kinds), torch.tensor([ids(80 if name == "phi3-longrope" else 24)])
+    to_directory(written.path, tmp_path)
+    module = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
+    with torch.no_grad():
+        assert off(module(text).logits, written.model(text).logits) < 1e-5
+    ours, theirs = load_config(written.path), load_config(tmp_path)
+    assert (theirs.tied, theirs.end_ids, theirs.windows) == (ours.tied, ours.end_ids, ours.windows)
+
+
+@pytest.mark.parametrize("name", gguf_files.NAMES)
+def test_layers_of_a_file_are_those_of_the_model(name: str) -> None:
+    """A drafter of the first and the last layer, whatever family they are of."""
+    written = gguf_files.written(name, "Q8_0")
+    kept, whole = prune(written.path, 2).state_dict(), load_module(written.path).state_dict()
+    last = load_config(written.path).layers - 1
+    pairs = [(n, n.replace(f".{last}.", ".1.")) for n in whole if f".{last}." in n]
+    assert len(pairs) > 3 and all(torch.equal(whole[n], kept[m]) for n, m in pairs)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_tokens_and_templates_go_along(kind: str, tmp_path: Path) -> None:
+    path = gguf_files.written("llama", "Q8_0", tokenizer=kind).path
+    write_tokenizer(path, tmp_path)
+    ours, theirs = Tokenizer(path), Tokenizer(tmp_path)
+    again = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    text = "the thing, and 12 others</s> in"
+    assert ours.encode(text) == theirs.encode(text) == again(text)["input_ids"]
+    assert ours.chat(MESSAGES) == theirs.chat(MESSAGES) == again.apply_chat_template(MESSAGES)["input_ids"]
+    check_vocabulary(ours, tmp_path, tiny.VOCAB)
+    check_vocabulary(theirs, path, tiny.VOCAB)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert (settings["bos_token"], settings["eos_token"]) == ("<s>", "</s>")
+
+
+@pytest.mark.default_model
+@pytest.mark.skipif(native.library() is None, reason=native.reason() or "compiled")
+def test_the_default_model() -> None:
+    """A file as it is on the Hub: what transformers makes of its first layer is what the engine does, but for the
+    rounding of activations."""
+    path = default_model()
+    assert path is not None
+    module = prune(path, 2)
+    assert module.config.num_hidden_layers == 2 and module.config.eos_token_id == [0, 2, 4]
+    tokens = Tokenizer(path).chat([{"role": "user", "content": "What is the capital of France?"}])
+    with torch.no_grad():
+        theirs = module(torch.tensor([tokens]), output_hidden_states=True).hidden_states[1][0]
+    runner = make_runner(Config.of(kv_tokens=512, max_rows=1, context=256), path, torch.device("cpu"))
+    runner.cache.pages.grow(0, len(tokens))
+    ours = runner.forward([Segment(0, tokens, list(range(-1, len(tokens) - 1)), [])], (1,)).features[1]
+    assert off(ours, theirs) < 0.03
