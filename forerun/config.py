@@ -23,16 +23,17 @@ class Config:
     """How an engine is built.
 
     Args:
-        model: a Hugging Face model directory or Hub id; None is the default model, SmolLM2-135M-Instruct.
+        model: a GGUF file, a Hugging Face directory, ollama:NAME, lmstudio:NAME, or a Hub id (ORG/REPO:QUANT for GGUF);
+            None is the default model, SmolLM2-135M-Instruct.
         draft: off, ngram, suffix, model:, medusa:, eagle3:, mtp: or block:DIR_OR_HUB_ID; suffix+model:.. copies
             what repeats and drafts the rest with weights; auto is suffix.
         depth: most tokens drafted ahead: a number, or auto to choose by measured cost and acceptance, zero included.
         width: nodes a level of the trees of a draft with weights; 1 drafts chains.
         rule: match (same tokens as plain decoding), token, block or tree (same distribution), or typical (lossy).
         dtype: auto is the checkpoint's own, but float32 where the native CPU kernels cannot compute it.
-        quantization: int8 or int4 weights for the target, made while loading with the native kernels. None keeps
-            the dtype, or the integers of a quantised checkpoint where int8 or int4 hold them exactly; a dtype
-            given by name dequantises them.
+        quantization: int8 or int4 weights for the target, rounded while loading with the native kernels. None keeps
+            the numbers of a GGUF file, the integers of a quantised checkpoint where int8 or int4 hold them exactly,
+            or else the dtype; a dtype given by name dequantises them.
         draft_quantization: the same for a draft model, whose precision never changes the text; auto is int8 with the
             native kernels (but a quantised checkpoint's own integers first), none keeps the dtype.
         kernels: native (compiled, exact in every dtype), torch, or auto: native on CPU where they can be used.
