@@ -296,7 +296,7 @@ class Reader:
                 self.fail(f"has the tensors {before} and {entry.name} in the same place")
             end, before = entry.offset + entry.size, entry.name
             if end > self.size:
-                self.fail(f"has the tensor {entry.name} ending at byte {end}, but only {self.size} bytes")
+                self.fail(f"has only {self.size} bytes, but its tensor {entry.name} ends at byte {end}")
         return placed
 
     def entry(self, alignment: int) -> Entry:
@@ -317,8 +317,8 @@ class Reader:
             total *= n
         if min(sizes) < 1 or total >= LARGEST or sizes[0] % values:
             self.fail(f"has the tensor {name} of the shape {sizes[::-1]}, which cannot be {label}")
-        if offset % alignment or offset > self.size:
-            self.fail(f"has the tensor {name} at offset {offset}, outside the data or off its alignment")
+        if offset % alignment:
+            self.fail(f"has the tensor {name} at offset {offset}, off its alignment")
         return Entry(name, label, tuple(sizes[::-1]), self.path, offset, total // values * size)
 
 
