@@ -31,7 +31,7 @@ from forerun.server.cli import batch, serve
 from forerun.train.cli import train
 
 if TYPE_CHECKING:
-    from forerun.llm import LLM, Completion
+    from forerun.llm import LLM, Completion, Prompt
 
 app = typer.Typer(
     rich_markup_mode="rich",
@@ -112,10 +112,19 @@ def _grammar(schema: str | None, regex: str | None) -> dict[str, Any]:
     return {"grammar": Grammar.of("json_schema", schema)}
 
 
-@app.command(epilog="[dim]forerun generate 'def fib(n):' --temperature 0.8 --seed 1 --max-tokens 64[/dim]")
+@app.command(
+    epilog="[dim]forerun generate 'Why is the sky blue?' --temperature 0.8 --seed 1 --max-tokens 64\n\n"
+    "git diff | forerun generate --system 'Describe this change in one line.'[/dim]"
+)
 @with_flags(ENGINE, SAMPLING)
 def generate(
-    prompt: Annotated[str, typer.Argument(help="The text to continue; - reads it from stdin.")],
+    prompt: Annotated[
+        str | None, typer.Argument(help="What to answer or continue; without it, or as -, it is read from stdin.")
+    ] = None,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Continue the text as it is, without the chat template of a chat model.")
+    ] = False,
+    system: Annotated[str | None, typer.Option(help="A system message for a chat model.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a completion.")] = False,
     json_schema: Annotated[
         str | None, typer.Option(help="JSON that fits this schema, a file or the schema itself.", metavar="SCHEMA")
@@ -125,16 +134,39 @@ def generate(
     config: dict[str, Any],
     sampling: dict[str, Any],
 ) -> None:
-    """Continue a text. Accepted drafted tokens are coloured on a terminal."""
+    """Answer a question, or continue a text where the model is none for chats. Accepted drafted tokens are coloured on
+    a terminal."""
     params = _params(sampling | _grammar(json_schema, regex))
-    text = sys.stdin.read() if prompt == "-" else prompt
+    if raw and system is not None:
+        raise RequestError("--raw and --system contradict each other: a system message is part of a chat")
+    text = _given(prompt)
     llm = _load(config, as_json)
+    asked = _asked(llm, text, raw, system)
     if params.n > 1 or as_json:
-        for completion in llm.generate(text, params):
+        for completion in llm.generate(asked, params):
             print(json.dumps(_as_dict(completion)) if as_json else completion.text)
             _summarise(completion, as_json)
         return
-    _summarise(_show(llm, text, params), as_json)
+    _summarise(_show(llm, asked, params), as_json)
+
+
+def _given(prompt: str | None) -> str:
+    """The prompt of the command line, or what comes in, without the newline that ends it."""
+    if prompt not in (None, "-"):
+        return str(prompt)
+    if prompt is None and sys.stdin.isatty():
+        raise RequestError("there is no prompt: write it behind generate, or pipe it in")
+    return sys.stdin.read().removesuffix("\n")
+
+
+def _asked(llm: LLM, text: str, raw: bool, system: str | None) -> Prompt:
+    """A prompt for this model: a chat of one turn where it has a template for chats."""
+    if llm.tokenizer is not None and llm.tokenizer.has_chat_template and not raw:
+        said = [{"role": "system", "content": system}] if system else []
+        return [*said, {"role": "user", "content": text}]
+    if system is not None:
+        raise RequestError("--system needs a chat model, and this one has no chat template: put it into the prompt")
+    return text
 
 
 @app.command(epilog="[dim]forerun chat --model path/of/a/chat/model[/dim]")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -39,9 +40,12 @@ def test_generate_prints_text_and_a_summary(forerun) -> None:
 @pytest.mark.default_model
 def test_generate_without_a_model_takes_the_default(forerun) -> None:
     """Without a flag there is a model, and it knows something: its weights and its tokenizer are read as they are."""
-    flags = ["--json", "--temperature", "0", "--max-tokens", "4", "--kv-tokens", "2048"]
-    code, out, err = forerun("generate", "The capital of France is", *flags)
+    flags = ["--json", "--temperature", "0", "--kv-tokens", "2048"]
+    code, out, err = forerun("generate", "The capital of France is", "--raw", "--max-tokens", "4", *flags)
     assert code == 0 and not err and "Paris" in json.loads(out)["text"]
+    code, out, _ = forerun("generate", "What is the capital of France?", "--max-tokens", "20", *flags)
+    answer = json.loads(out)
+    assert code == 0 and answer["finish_reason"] == "stop" and answer["text"] == "The capital of France is Paris."
 
 
 def test_json_is_one_object_and_nothing_else(forerun) -> None:
@@ -72,10 +76,31 @@ def test_a_schema_as_text_or_file_and_a_regex(forerun, tmp_path: Path) -> None:
 
 
 def test_prompt_from_stdin(forerun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With - and without; the newline that ends a file is none of the prompt's."""
     import io
 
-    monkeypatch.setattr(sys, "stdin", io.StringIO("def add(a, b):\n"))
-    assert json.loads(forerun("generate", "-", "--json", *SMALL)[1])["stats"]["prompt_tokens"] > 3
+    found = []
+    for text, given in (("def add(a, b):", ["-"]), ("def add(a, b):\n", []), ("def add(a, b):\n\n", [])):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+        found.append(json.loads(forerun("generate", *given, "--json", *SMALL)[1])["stats"]["prompt_tokens"])
+    assert found[0] == found[1] > 3 and found[2] == found[0] + 1
+
+
+def test_a_chat_model_is_asked_in_its_template(forerun, tmp_path: Path) -> None:
+    """With a system message if there is one; --raw continues the text; a model without a template is no chat model."""
+    model = tmp_path / "chat"
+    shutil.copytree(tiny.spoken(), model)
+    (model / "chat_template.jinja").write_text("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}:")
+    small = ["--json", "--model", str(model), "--max-tokens", "2", "--kv-tokens", "2048"]
+
+    def read(*given: str) -> int:
+        return json.loads(forerun("generate", *given, *small)[1])["stats"]["prompt_tokens"]
+
+    assert read("ab") == read("<user>ab:", "--raw") != read("ab", "--raw")
+    assert read("ab", "--system", "cd") == read("<system>cd<user>ab:", "--raw")
+    for flags, why in ((["--raw", *small], "contradict"), (SMALL, "no chat template")):
+        code, _, err = forerun("generate", "ab", "--system", "cd", *flags)
+        assert code == 2 and why in err and len(err.splitlines()) == 1
 
 
 def test_bytes_that_are_no_text_are_one_line(forerun, monkeypatch: pytest.MonkeyPatch) -> None:
