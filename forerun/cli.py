@@ -43,6 +43,7 @@ app = typer.Typer(
 app.add_typer(bench, name="bench")
 
 USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]  # typer does not export it by name
+ADVISED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # what models' authors set
 COLOURS = {"model": "cyan", "ngram": "green", "suffix": "yellow", "grammar": "magenta"}
 
 
@@ -141,10 +142,12 @@ def generate(
         raise RequestError("--raw and --system contradict each other: a system message is part of a chat")
     text = _given(prompt)
     llm = _load(config, as_json)
+    params = _params(llm.recommended | sampling | _grammar(json_schema, regex))
     asked = _asked(llm, text, raw, system)
     if params.n > 1 or as_json:
         for completion in llm.generate(asked, params):
-            print(json.dumps(_as_dict(completion)) if as_json else completion.text)
+            used = {"sampling": {name: getattr(params, name) for name in ADVISED}}
+            print(json.dumps(_as_dict(completion) | used) if as_json else completion.text)
             _summarise(completion, as_json)
         return
     _summarise(_show(llm, asked, params), as_json)

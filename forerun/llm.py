@@ -21,6 +21,7 @@ from forerun.engine.request import Request
 from forerun.engine.stats import RequestStats
 from forerun.errors import RequestError
 from forerun.load import check_vocabulary, load_tokenizer, make_runner, pick_device
+from forerun.models.advice import recommended
 from forerun.models.decoder import Decoder
 from forerun.models.hub import find_model
 from forerun.models.text import Message, Tokenizer
@@ -69,8 +70,11 @@ class LLM:
         llm.generate(["def fib(n):"], SamplingParams(temperature=0.8, seed=1))[0].text
         for event in llm.stream("def fib(n):"): print(event.text, end="")
 
+    `recommended` are the sampling parameters that the model's authors set; nothing uses them but the command line and
+    the server.
+
     Args:
-        model: a Hugging Face model directory or Hub id; None is the default model.
+        model: as in `Config`; None is the default model.
         options: the fields of `Config`.
     """
 
@@ -82,6 +86,7 @@ class LLM:
         name, argument = parse_draft(self.config.draft)
         directory = find_model(self.config.model)
         self.tokenizer = load_tokenizer(directory)
+        self.recommended = recommended(directory)
         target = make_runner(self.config, directory, device)
         vocab = target.decoder.config.vocab
 

@@ -86,6 +86,18 @@ def test_prompt_from_stdin(forerun, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found[0] == found[1] > 3 and found[2] == found[0] + 1
 
 
+def test_what_the_authors_set_counts_where_nothing_is_said(forerun, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tiny.spoken(), model)
+    settings = {"do_sample": True, "temperature": 0.7, "top_k": 11, "eos_token_id": 2}
+    (model / "generation_config.json").write_text(json.dumps(settings))
+    small = ["generate", "ab", "--json", "--model", str(model), "--max-tokens", "2", "--kv-tokens", "2048"]
+    used = json.loads(forerun(*small)[1])["sampling"]
+    assert used["temperature"] == 0.7 and used["top_k"] == 11 and used["top_p"] == 1.0
+    used = json.loads(forerun(*small, "--temperature", "0")[1])["sampling"]
+    assert used["temperature"] == 0.0 and used["top_k"] == 11
+
+
 def test_a_chat_model_is_asked_in_its_template(forerun, tmp_path: Path) -> None:
     """With a system message if there is one; --raw continues the text; a model without a template is no chat model."""
     model = tmp_path / "chat"

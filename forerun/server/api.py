@@ -60,7 +60,7 @@ async def completions(kitchen: Kitchen, body: CompletionRequest, http: Request) 
     prompts = await run_in_threadpool(translate.completion_prompts, llm, body)
     kitchen.check(body.model, prompts)
     wanted = translate.COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
-    params = translate.sampling(body, wanted, body.logprobs, translate.grammar_of(body.response_format))
+    params = translate.sampling(llm, body, wanted, body.logprobs, translate.grammar_of(body.response_format))
     orders = await run_in_threadpool(
         lambda: [order for prompt in prompts for order in translate.orders(llm, prompt, params, body)]
     )
@@ -86,6 +86,7 @@ def chat_orders(kitchen: Kitchen, body: ChatRequest) -> tuple[Chat, list[Order]]
         raise ApiError(400, "top_logprobs needs logprobs to be true", "top_logprobs")
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     params = translate.sampling(
+        llm,
         body,
         translate.room(llm, prompt, asked),
         (body.top_logprobs or 0) if body.logprobs else None,
