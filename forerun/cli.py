@@ -19,6 +19,7 @@ import typer
 
 from forerun.bench.cli import app as bench
 from forerun.bench.cli_tune import tune
+from forerun.chat.cli import chat
 from forerun.check.cli import check
 from forerun.completion import words_of_bash
 from forerun.config import Config
@@ -31,7 +32,7 @@ from forerun.server.cli import batch, serve
 from forerun.train.cli import train
 
 if TYPE_CHECKING:
-    from forerun.llm import LLM, Completion, Prompt
+    from forerun.llm import LLM, Completion, Prompt, Stream
 
 app = typer.Typer(
     rich_markup_mode="rich",
@@ -172,35 +173,6 @@ def _asked(llm: LLM, text: str, raw: bool, system: str | None) -> Prompt:
     return text
 
 
-@app.command(epilog="[dim]forerun chat --model path/of/a/chat/model[/dim]")
-@with_flags(ENGINE, SAMPLING.without("n"))
-def chat(
-    system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object an answer.")] = False,
-    *,
-    config: dict[str, Any],
-    sampling: dict[str, Any],
-) -> None:
-    """Talk with a model, a line at a time. Ctrl-D or /exit ends."""
-    params = _params(sampling, max_tokens=sampling.get("max_tokens", 512))
-    llm = _load(config, as_json)
-    if llm.tokenizer is not None and not llm.tokenizer.has_chat_template:
-        print("note: this model has no chat template; it may not answer like an assistant", file=sys.stderr)
-        params = _params({**sampling, "stop": [*sampling.get("stop", []), "\nuser:"]}, max_tokens=params.max_tokens)
-    messages = [{"role": "system", "content": system}] if system else []
-    for line in _lines():
-        if line.strip() == "/exit":
-            return
-        messages.append({"role": "user", "content": line})
-        if as_json:
-            (completion,) = llm.generate(messages, params)
-            print(json.dumps(_as_dict(completion)), flush=True)
-        else:
-            completion = _show(llm, messages, params)
-            _summarise(completion, as_json)
-        messages.append({"role": "assistant", "content": completion.text})
-
-
 @app.command(epilog="[dim]forerun doctor --json[/dim]")
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
     """Say what forerun finds on this machine, and what of it costs speed."""
@@ -217,21 +189,19 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON 
             print(f"{'':<15}-> {finding.advice}")
 
 
-def _lines() -> Iterator[str]:
-    """What the user types, prompted for on a terminal."""
-    while True:
-        try:
-            yield input("> " if sys.stdin.isatty() else "")
-        except EOFError:
-            return
-
-
 def _show(llm: LLM, prompt: Any, params: SamplingParams) -> Completion:
-    """Print a completion as it comes, tokens that were drafted in the colour of their source."""
+    """Print a completion as it comes."""
+    stream = llm.stream(prompt, params)
+    _print(stream)
+    return stream.completion
+
+
+def _print(stream: Stream) -> None:
+    """Print events as they come, tokens that were drafted in the colour of their source."""
     from rich.console import Console
     from rich.text import Text
 
-    stream, console = llm.stream(prompt, params), Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, soft_wrap=True)
     for event in stream:
         for piece, source in zip(event.pieces, [*event.sources, ""], strict=False):
             if console.is_terminal:
@@ -240,7 +210,6 @@ def _show(llm: LLM, prompt: Any, params: SamplingParams) -> Completion:
                 sys.stdout.write(piece)
         sys.stdout.flush()
     print()
-    return stream.completion
 
 
 def _summarise(completion: Completion, quiet: bool) -> None:
@@ -275,6 +244,7 @@ def _as_dict(completion: Completion) -> dict[str, Any]:
     return values
 
 
+app.command(epilog="[dim]forerun chat --model path/of/a/chat/model[/dim]")(chat)
 app.command(epilog="[dim]forerun check        forerun check Qwen/Qwen3-0.6B --draft suffix --json[/dim]")(check)
 app.command(
     epilog="[dim]forerun train --data library --steps 200 --out drafter        forerun train --data prompts.jsonl"

@@ -245,15 +245,19 @@ class Stream:
     """The events of one request. Leaving the loop early ends the request; `completion` is what there is so far."""
 
     def __init__(self, llm: LLM, job: _Job) -> None:
-        self._llm, self._job = llm, job
+        self._llm, self._job, self._stopped = llm, job, False
+
+    def stop(self) -> None:
+        """End the request: the loop ends with the step in progress. A signal's handler may call this at any moment."""
+        self._stopped = True
 
     def __iter__(self) -> Iterator[Event]:
         job = self._job
         try:
             while job.inbox or not job.done:
                 while not job.inbox:
-                    if job.request.id not in self._llm._jobs:
-                        return  # an earlier loop over this stream was left, which ended the request
+                    if self._stopped or job.request.id not in self._llm._jobs:
+                        return  # as it was told to, or an earlier loop over this stream was left
                     self._llm._step()
                 yield job.inbox.popleft()
         finally:

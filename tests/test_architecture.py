@@ -20,7 +20,7 @@ FLOORS = [
     {"engine"},
     {"completion", "flags", "llm"},
     {"bench", "check", "doctor", "models_cli", "server", "train"},
-    {"cli", "__main__", "__init__"},
+    {"chat", "cli", "__main__", "__init__"},
 ]
 FLOOR = {name: i for i, names in enumerate(FLOORS) for name in names}
 

@@ -137,15 +137,6 @@ def test_a_full_disk_is_one_line() -> None:
     assert done.returncode == 1 and "No space left" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_chat_answers_each_line(forerun, monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = iter(["hello", "again", "/exit"])
-    monkeypatch.setattr("builtins.input", lambda _: next(lines))
-    code, out, err = forerun("chat", "--json", "--system", "be brief", *SMALL)
-    first, second = map(json.loads, out.splitlines())
-    assert code == 0 and "no chat template" in err
-    assert second["stats"]["prompt_tokens"] > first["stats"]["prompt_tokens"]
-
-
 BAD = {
     "no such path": (["--model", "./nowhere"], "no directory ./nowhere"),
     "a file": (["--model", __file__], "is a file"),

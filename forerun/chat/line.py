@@ -1,0 +1,82 @@
+"""The line that one types on a terminal: keys, history, messages of several lines."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from prompt_toolkit import PromptSession
+from prompt_toolkit.history import FileHistory, History, InMemoryHistory
+from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+from prompt_toolkit.output import create_output
+
+from forerun.chat.commands import unfinished
+
+PROMPT, MORE, HINT = ">>> ", "... ", "Send a message (/? for help)"
+HOW_TO_LEAVE = "Ctrl-D or /bye leaves"
+
+
+def typed() -> Iterator[str]:
+    """What the user types, until Ctrl-D."""
+    session: PromptSession[str] = PromptSession(
+        PROMPT,
+        multiline=True,  # pasted lines stay together; Enter sends all the same, see below
+        prompt_continuation=MORE,
+        placeholder=[("ansibrightblack", HINT)],
+        history=_history(),
+        key_bindings=_keys(),
+        output=create_output(always_prefer_tty=True),  # answers may go to a file
+    )
+    while True:
+        try:
+            yield session.prompt()
+        except KeyboardInterrupt:
+            print(HOW_TO_LEAVE, file=sys.stderr)
+        except EOFError:
+            return
+
+
+def _keys() -> KeyBindings:
+    keys = KeyBindings()
+
+    @keys.add("enter")
+    def _(event: KeyPressEvent) -> None:
+        buffer = event.current_buffer
+        if unfinished(buffer.text):
+            buffer.insert_text("\n")
+        else:
+            buffer.validate_and_handle()
+
+    @keys.add("escape", "enter")
+    def _(event: KeyPressEvent) -> None:
+        event.current_buffer.insert_text("\n")
+
+    return keys
+
+
+class _File(FileHistory):
+    """A history whose file may cease to take anything: that is no reason to lose a conversation."""
+
+    def store_string(self, string: str) -> None:
+        with suppress(OSError, ValueError):  # ValueError: bytes that are no text
+            super().store_string(string)
+
+
+def _history() -> History:
+    """What was typed in earlier sessions too, where there is a place to keep it."""
+    path = _place()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_APPEND, 0o600))  # what one says is one's own affair
+    except OSError as error:
+        print(f"note: what you type is not kept: {path} cannot be written: {error.strerror}", file=sys.stderr)
+        return InMemoryHistory()
+    return _File(path)
+
+
+def _place() -> Path:
+    state = os.environ.get("XDG_STATE_HOME")
+    return (Path(state) if state else Path("~/.local/state").expanduser()) / "forerun" / "history"

@@ -1,0 +1,105 @@
+"""Sampling parameters that change while one talks, and where each of them comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+from forerun.errors import RequestError, nearest
+from forerun.flags import SAMPLING_TYPES
+from forerun.sampling.params import SamplingParams
+
+FIELDS = {f.name.replace("_", "-"): f for f in fields(SamplingParams) if f.name not in ("n", "grammar")}
+DEFAULTS = {"max_tokens": 512}  # of a conversation; all else is SamplingParams' own
+AS_BEFORE = "default"  # the value that takes a /set back
+
+
+class Parameters:
+    """The parameters in force: defaults, over them the command line's, over them those that were set.
+
+    `make` makes SamplingParams of options as the command line gives them; `stop` are stops that always count.
+    """
+
+    def __init__(
+        self, make: Callable[[dict[str, Any]], SamplingParams], given: dict[str, Any], stop: tuple[str, ...] = ()
+    ) -> None:
+        self._make, self._stop = make, stop
+        self._layers: dict[str, dict[str, Any]] = {"default": DEFAULTS, "command line": given, "/set": {}}
+        self.params = self._made(self._layers)
+
+    def set(self, name: str, value: str) -> None:
+        """Change one parameter, by its name on the command line. Raises RequestError, and nothing is changed."""
+        field = FIELDS.get(name.replace("_", "-").lstrip("-"))
+        if field is None:
+            raise RequestError(f"there is no parameter {name!r}: {nearest(name, FIELDS)}")
+        chosen = {key: kept for key, kept in self._layers["/set"].items() if key != field.name}
+        if value != AS_BEFORE:
+            chosen[field.name] = _value(field.name, SAMPLING_TYPES.get(field.name, type(field.default)), value)
+        layers = self._layers | {"/set": chosen}
+        try:
+            self.params = self._made(layers)
+        except RequestError as error:
+            raise RequestError(_as_flags(str(error))) from None
+        self._layers = layers
+
+    def asked(self, name: str) -> bool:
+        """Whether somebody gave this parameter."""
+        return self.origin(name) != "default"
+
+    def origin(self, name: str) -> str:
+        """Where the value of a field comes from."""
+        return next(origin for origin in ("/set", "command line", "default") if self._has(origin, name))
+
+    def lines(self) -> list[tuple[str, str, str]]:
+        """(name on the command line, value, where from) of every parameter."""
+        values = {name: getattr(self.params, f.name) for name, f in FIELDS.items()}
+        return [(name, _text(value), self.origin(FIELDS[name].name)) for name, value in values.items()]
+
+    def _has(self, origin: str, name: str) -> bool:
+        return origin == "default" or name in self._layers[origin]
+
+    def _made(self, layers: dict[str, dict[str, Any]]) -> SamplingParams:
+        options = {name: value for layer in layers.values() for name, value in layer.items()}
+        if self._stop:
+            options["stop"] = [*options.get("stop", []), *self._stop]
+        return self._make(options)
+
+
+def _value(name: str, kind: Any, text: str) -> Any:
+    """The value that a flag of that kind would have."""
+    flag = name.replace("_", "-")
+    if kind is bool:
+        if text not in ("true", "false"):
+            raise RequestError(f"{flag} is true or false, not {text!r}")
+        return text == "true"
+    if kind in (int, float):
+        return _number(flag, kind, text)
+    if name == "stop":
+        return [text]  # one string, spaces and all
+    return [_number(flag, int, part) for part in text.split()] if kind == list[int] else text.split()
+
+
+def _number(flag: str, kind: type, text: str) -> Any:
+    try:
+        return kind(text)
+    except ValueError:
+        raise RequestError(f"{flag} {text!r} is not a {'whole ' if kind is int else ''}number") from None
+
+
+def _text(value: Any) -> str:
+    """A value as one would type it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, dict):
+        value = [f"{token}={amount:g}" for token, amount in value.items()]
+    if isinstance(value, list | tuple):
+        return " ".join(repr(v) if isinstance(v, str) and not v.isprintable() else str(v) for v in value) or "none"
+    return "none" if value is None else str(value)
+
+
+def _as_flags(message: str) -> str:
+    """An error of SamplingParams in the words of the command line."""
+    for name, field in FIELDS.items():
+        message = message.replace(field.name, name)
+    return message
