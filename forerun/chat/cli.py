@@ -39,7 +39,7 @@ def chat(
 
     Parameters(_params, sampling)  # bad ones are told before a model is loaded
     llm = _load(config, as_json)
-    parameters = Parameters(_params, sampling, _stop(llm))
+    parameters = Parameters(_params, sampling, llm.recommended, _stop(llm))
     commands = Commands(Conversation(llm, system), parameters, stats)
     alone = not sys.stdin.isatty()
     failed = _talk(_piped() if alone else _typed(), commands, as_json, alone)

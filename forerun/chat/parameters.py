@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields
+from types import MappingProxyType
 from typing import Any
 
 from forerun.errors import RequestError, nearest
@@ -16,16 +17,23 @@ AS_BEFORE = "default"  # the value that takes a /set back
 
 
 class Parameters:
-    """The parameters in force: defaults, over them the command line's, over them those that were set.
+    """The parameters in force: defaults, over them the model's authors', the command line's, and those that were set.
 
-    `make` makes SamplingParams of options as the command line gives them; `stop` are stops that always count.
+    `make` makes SamplingParams of options as the command line gives them; `advised` is what the authors set; `stop` are
+    stops that always count.
     """
 
     def __init__(
-        self, make: Callable[[dict[str, Any]], SamplingParams], given: dict[str, Any], stop: tuple[str, ...] = ()
+        self,
+        make: Callable[[dict[str, Any]], SamplingParams],
+        given: dict[str, Any],
+        advised: Mapping[str, Any] = MappingProxyType({}),
+        stop: tuple[str, ...] = (),
     ) -> None:
         self._make, self._stop = make, stop
-        self._layers: dict[str, dict[str, Any]] = {"default": DEFAULTS, "command line": given, "/set": {}}
+        self._layers: dict[str, Mapping[str, Any]] = {
+            "default": DEFAULTS, "model's authors": advised, "command line": given, "/set": {}
+        }  # fmt: skip
         self.params = self._made(self._layers)
 
     def set(self, name: str, value: str) -> None:
@@ -45,11 +53,11 @@ class Parameters:
 
     def asked(self, name: str) -> bool:
         """Whether somebody gave this parameter."""
-        return self.origin(name) != "default"
+        return self.origin(name) in ("/set", "command line")
 
     def origin(self, name: str) -> str:
         """Where the value of a field comes from."""
-        return next(origin for origin in ("/set", "command line", "default") if self._has(origin, name))
+        return next(origin for origin in reversed(self._layers) if self._has(origin, name))
 
     def lines(self) -> list[tuple[str, str, str]]:
         """(name on the command line, value, where from) of every parameter."""
@@ -59,7 +67,7 @@ class Parameters:
     def _has(self, origin: str, name: str) -> bool:
         return origin == "default" or name in self._layers[origin]
 
-    def _made(self, layers: dict[str, dict[str, Any]]) -> SamplingParams:
+    def _made(self, layers: Mapping[str, Mapping[str, Any]]) -> SamplingParams:
         options = {name: value for layer in layers.values() for name, value in layer.items()}
         if self._stop:
             options["stop"] = [*options.get("stop", []), *self._stop]
