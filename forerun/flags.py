@@ -14,6 +14,13 @@ from forerun.completion import draft_names, model_names
 from forerun.config import Config
 from forerun.sampling.params import SamplingParams
 
+MODEL = Annotated[
+    str | None,
+    typer.Argument(
+        help="A GGUF file, a directory, ollama:NAME, lmstudio:NAME or a Hub id (:QUANT); else the default model.",
+        autocompletion=model_names,
+    ),
+]  # where a verb takes it first
 SHORT = {"model": "-m", "max_tokens": "-n", "temperature": "-t"}
 COMPLETION = {"model": model_names, "draft": draft_names}  # what the shell offers
 

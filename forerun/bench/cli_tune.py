@@ -9,10 +9,9 @@ import typer
 
 from forerun.bench.cli_decode import DECODED, Categories, Prompts
 from forerun.bench.lists import plural
-from forerun.completion import model_names
 from forerun.config import Config, parse_depth
 from forerun.errors import ConfigError
-from forerun.flags import ENGINE, with_flags
+from forerun.flags import ENGINE, MODEL, with_flags
 from forerun.sampling.params import SamplingParams
 
 DEPTHS = "auto,2,5"
@@ -21,13 +20,7 @@ ROUNDS, BATCHES = 5, 3
 
 @with_flags(ENGINE.without("model", "rule"), DECODED)
 def tune(
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            help="A GGUF file, a directory, ollama:NAME, lmstudio:NAME or a Hub id (:QUANT); else the default model.",
-            autocompletion=model_names,
-        ),
-    ] = None,
+    model: MODEL = None,
     drafts: Annotated[
         str | None,
         typer.Option(help="Drafts to try, as --draft takes them, by commas. Without it, those that need nothing more."),

@@ -8,21 +8,14 @@ from typing import Annotated, Any
 
 import typer
 
-from forerun.completion import model_names
-from forerun.flags import ENGINE, with_flags
+from forerun.flags import ENGINE, MODEL, with_flags
 
 SIGNS = {True: ("ok", "green"), False: ("FAILED", "bold red"), None: ("untested", "yellow")}
 
 
 @with_flags(ENGINE.without("model", "depth"))
 def check(
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            help="A GGUF file, a directory, ollama:NAME, lmstudio:NAME or a Hub id (:QUANT); else the default model.",
-            autocompletion=model_names,
-        ),
-    ] = None,
+    model: MODEL = None,
     texts: Annotated[int, typer.Option(help="Prompts, each continued at temperature 0 and 0.8.")] = 4,
     tokens: Annotated[int, typer.Option(help="Tokens of each text.")] = 48,
     samples: Annotated[int, typer.Option(help="Tokens for each test of a law.")] = 2000,

@@ -8,10 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
-from forerun.completion import model_names
 from forerun.config import Config
 from forerun.errors import ConfigError
-from forerun.flags import ENGINE, Group, with_flags
+from forerun.flags import ENGINE, MODEL, Group, with_flags
 from forerun.server.settings import Settings, read_file
 
 SERVER = Group("server", Settings, "Server", {"api_key": list[str], "allowed_origins": list[str]})
@@ -20,13 +19,7 @@ FILE = Annotated[Path | None, typer.Option("--config", help="A TOML file with an
 
 @with_flags(ENGINE.without("model"), SERVER)
 def serve(
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            help="A GGUF file, a directory, ollama:NAME, lmstudio:NAME or a Hub id (:QUANT); else the default model.",
-            autocompletion=model_names,
-        ),
-    ] = None,
+    model: MODEL = None,
     file: FILE = None,
     verbose: Annotated[bool, typer.Option("--verbose", help="Log every request.")] = False,
     *,
