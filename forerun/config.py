@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
-from forerun.errors import ConfigError, nearest
+from forerun.errors import ConfigError, brief, nearest
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 RULE_NAMES = ("match", "token", "block", "tree", "typical")  # verify.RULES, named here so that --help needs no torch
+COPYING = ("ngram", "suffix")  # drafts without weights
+SIMPLE = ("off", "auto", *COPYING)
+LOADED = ("model", "medusa", "eagle3", "mtp", "block")  # drafts with weights
 CHOICES: dict[str, tuple[str, ...]] = {
     "rule": RULE_NAMES,
     "dtype": DTYPES,
@@ -29,6 +32,8 @@ class Config:
             what repeats and drafts the rest with weights; auto is suffix.
         depth: most tokens drafted ahead: a number, or auto to choose by measured cost and acceptance, zero included.
         width: nodes a level of the trees of a draft with weights; 1 drafts chains.
+        draft_threshold: a block drafter with a confidence head goes no further along a path whose chance to stand, as
+            the head says, is below it; 0 follows all.
         rule: match (same tokens as plain decoding), token, block or tree (same distribution), or typical (lossy).
         dtype: auto is the checkpoint's own, but float32 where the native CPU kernels cannot compute it.
         quantization: int8 or int4 weights for the target, rounded while loading with the native kernels. None keeps
@@ -50,6 +55,7 @@ class Config:
     draft: str = "auto"
     depth: int | str = "auto"
     width: int = 1
+    draft_threshold: float = 0.0
     rule: str = "match"
     dtype: str = "auto"
     quantization: str | None = None
@@ -78,6 +84,7 @@ class Config:
             )
         if not isinstance(self.draft, str):
             raise ConfigError(f"draft={self.draft!r} is no draft: give a name such as 'suffix', or 'off'")
+        parse_draft(self.draft)
         object.__setattr__(self, "depth", parse_depth(self.depth))
         for name, low, high in (
             ("width", 1, 16),
@@ -93,6 +100,9 @@ class Config:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
                 raise ConfigError(f"{name}={value!r} is out of range: give a whole number from {low} to {high}")
+        threshold = self.draft_threshold
+        if not isinstance(threshold, (int, float)) or isinstance(threshold, bool) or not 0 <= threshold <= 1:
+            raise ConfigError(f"draft_threshold={threshold!r} is out of range: give a number from 0 to 1")
         if self.width > 1 and self.rule in ("token", "block"):
             raise ConfigError(
                 f"rule {self.rule} verifies chains, but width={self.width} drafts trees: use rule match or tree"
@@ -108,10 +118,32 @@ class Config:
         return cls(**options)
 
 
+def parse_draft(spec: str) -> tuple[str, str]:
+    """A draft option as (name of the proposer, argument); `auto` becomes what it stands for. Raises ConfigError."""
+    first, plus, second = spec.partition("+")
+    if plus and first in COPYING:
+        name, argument = parse_draft(second)
+        if name not in LOADED:
+            raise ConfigError(f"{first}+ goes before a draft with weights, not {second!r}: write {first}+model:..")
+        return f"{first}+{name}", argument
+    name, _, argument = spec.partition(":")
+    if name == "auto" and not argument:
+        return "suffix", ""
+    if name in LOADED:
+        if not argument:
+            raise ConfigError(f"draft {name!r} needs to be told where it is: write {name}:DIRECTORY or {name}:HUB_ID")
+        return name, argument
+    if name not in SIMPLE:
+        raise ConfigError(f"there is no draft {spec!r}: {nearest(name, [*SIMPLE, *(f'{n}:...' for n in LOADED)])}")
+    if argument:
+        raise ConfigError(f"draft {name!r} takes no argument, but was given {argument!r}")
+    return name, argument
+
+
 def parse_depth(depth: int | str) -> int | str:
     """`auto`, or a number of tokens from 0 to 64."""
     if isinstance(depth, str) and depth.isdigit():
         depth = int(depth)
     if depth != "auto" and (not isinstance(depth, int) or isinstance(depth, bool) or not 0 <= depth <= 64):
-        raise ConfigError(f"depth={depth!r} is out of range: give auto or a whole number from 0 to 64")
+        raise ConfigError(f"depth={brief(depth)} is out of range: give auto or a whole number from 0 to 64")
     return depth

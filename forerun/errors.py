@@ -5,13 +5,19 @@ ForerunError
 ├── LoadError       a model directory, checkpoint or tokenizer that cannot be read
 ├── CapacityError   more than this engine can ever hold (context, KV pool)
 ├── RequestError    a prompt or sampling parameters that make no sense
+├── BusyError       no room for it now: come back later
+├── StateError      what the engine works with cannot be trusted any more: it has to start over
 └── Interrupted     Ctrl-C, where there is something to say of what is left
 """
 
 import difflib
+import reprlib
 from collections.abc import Iterable
 
 LONGEST_SHOWN = 200  # characters of what a file holds, in an error message
+LONGEST_NAME = 64  # characters of a name that is compared with those that are known
+_BRIEF = reprlib.Repr()
+_BRIEF.maxlong = _BRIEF.maxstring = _BRIEF.maxother = 60
 
 
 class ForerunError(Exception):
@@ -34,6 +40,14 @@ class RequestError(ForerunError):
     """A prompt or sampling parameters that make no sense."""
 
 
+class BusyError(ForerunError):
+    """No room for it now: come back later."""
+
+
+class StateError(ForerunError):
+    """What the engine works with cannot be trusted any more: it has to start over."""
+
+
 class Interrupted(ForerunError):
     """Ctrl-C, where there is something to say of what is left."""
 
@@ -41,16 +55,23 @@ class Interrupted(ForerunError):
 def nearest(name: str, known: Iterable[str]) -> str:
     """The end of an error message: the known name closest to `name`, or all of them."""
     known = sorted(known)
-    close = difflib.get_close_matches(name, known, n=1)
+    close = difflib.get_close_matches(name[:LONGEST_NAME], known, n=1)
     return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
 
 
 def one_line(text: str) -> str:
-    """A text with what a file holds, for an error message: in one line that is not too long."""
+    """A text with what a file holds, for an error message: in one line that is not too long, and shows what a terminal
+    would obey."""
     text = " ".join(text.split())
-    return text if len(text) <= LONGEST_SHOWN else text[: LONGEST_SHOWN - 3] + "..."
+    text = text if len(text) <= LONGEST_SHOWN else text[: LONGEST_SHOWN - 3] + "..."
+    return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def shown(value: object) -> str:
     """A value of a file, for an error message."""
     return one_line(repr(value))
+
+
+def brief(value: object) -> str:
+    """A value of a request, for an error message: what is long is cut in its middle, and not written down before."""
+    return _BRIEF.repr(value)

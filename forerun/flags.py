@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any
 
@@ -12,15 +12,9 @@ import typer
 
 from forerun.completion import draft_names, model_names
 from forerun.config import Config
+from forerun.errors import ConfigError
 from forerun.sampling.params import SamplingParams
 
-MODEL = Annotated[
-    str | None,
-    typer.Argument(
-        help="A GGUF file, a directory, ollama:NAME, lmstudio:NAME or a Hub id (:QUANT); else the default model.",
-        autocompletion=model_names,
-    ),
-]  # where a verb takes it first
 SHORT = {"model": "-m", "max_tokens": "-n", "temperature": "-t"}
 COMPLETION = {"model": model_names, "draft": draft_names}  # what the shell offers
 
@@ -29,7 +23,9 @@ COMPLETION = {"model": model_names, "draft": draft_names}  # what the shell offe
 class Group:
     """The flags of one dataclass, collected into the keyword argument `name` of a verb.
 
-    `types` are the kinds of fields whose default does not show them; `leave_out` the fields without a flag.
+    `types` are the kinds of fields whose default does not show them; `leave_out` the fields without a flag. With
+    `model` the field of that name can also be given as the verb's first argument. `defaults` are the
+    verb's, where they are not the dataclass's own.
     """
 
     name: str
@@ -37,6 +33,8 @@ class Group:
     panel: str
     types: dict[str, Any] = field(default_factory=dict)
     leave_out: tuple[str, ...] = ()
+    model: bool = False
+    defaults: dict[str, Any] = field(default_factory=dict)
 
     def without(self, *names: str) -> Group:
         """The same flags but for these."""
@@ -44,13 +42,13 @@ class Group:
 
     def parameters(self) -> list[inspect.Parameter]:
         """One command-line option a field; None means that the flag was not given."""
-        texts, parameters = _help_of(self.cls), []
+        texts, parameters = _help_of(self.cls), [MODEL] if self.model else []
         for f in fields(self.cls):
             if f.name in self.leave_out:
                 continue
             kind = self.types.get(f.name, type(f.default))
             names = [f"--{f.name.replace('_', '-')}", *([SHORT[f.name]] if f.name in SHORT else [])]
-            default = "" if f.name in self.types else f" [dim](default: {f.default})[/dim]"
+            default = "" if f.name in self.types else f" [dim](default: {self.defaults.get(f.name, f.default)})[/dim]"
             text = texts[f.name].replace("[", "\\[") + (default if kind is not bool else "")
             offers = COMPLETION.get(f.name)
             option = typer.Option(
@@ -63,10 +61,51 @@ class Group:
         return parameters
 
 
+MODEL = inspect.Parameter(
+    "model_argument",
+    inspect.Parameter.KEYWORD_ONLY,
+    default=None,
+    annotation=Annotated[
+        str | None,
+        typer.Argument(
+            help="The same as --model: a GGUF file, a directory, ollama:NAME, lmstudio:NAME or a Hub id.",
+            metavar="MODEL", show_default=False, autocompletion=model_names,
+        ),
+    ],
+)  # fmt: skip
 CONFIG_TYPES = {"model": str, "quantization": str, "depth": str, "context": int, "kv_tokens": int}
 SAMPLING_TYPES = {"logit_bias": list[str], "stop": list[str], "stop_token_ids": list[int], "seed": int, "logprobs": int}
-ENGINE = Group("config", Config, "Engine", CONFIG_TYPES)
-SAMPLING = Group("sampling", SamplingParams, "Sampling", SAMPLING_TYPES, leave_out=("grammar",))
+ENGINE = Group("config", Config, "Engine", CONFIG_TYPES, model=True)
+ENGINE_FLAGS = replace(ENGINE, model=False)  # for verbs with arguments of their own
+ANSWER = {"max_tokens": 512}  # where nobody says how long an answer may be
+SAMPLING = Group("sampling", SamplingParams, "Sampling", SAMPLING_TYPES, leave_out=("grammar",), defaults=ANSWER)
+
+
+def with_model(argument: str | None, config: dict[str, Any]) -> dict[str, Any]:
+    """The options of an engine with the model, given as an argument or by --model. Raises ConfigError for both."""
+    if argument is None:
+        return config
+    if "model" in config:
+        raise ConfigError(f"the model is given twice, {argument} and --model {config['model']}: give it once")
+    return config | {"model": argument}
+
+
+def in_flags(message: str, options: Mapping[str, str]) -> str:
+    """An error message in the words of a command line.
+
+    Args:
+        message: with names as the library has them: "max_tokens=0 is out of range", "lower max_tokens".
+        options: {"max_tokens": "--max-tokens"} of those that can be given.
+    """
+
+    def as_option(match: re.Match[str]) -> str:
+        name, value = match["name"], match["quoted"] or match["bare"]
+        if name not in options or (value is None and "_" not in name):  # without a value only what can be no word
+            return match[0]
+        return options[name] if value is None else f"{options[name]} {value}"
+
+    named = r"(?<![\w-])(?P<name>[a-z][a-z_]*)\b(?:=(?:'(?P<quoted>[^']*)'|(?P<bare>[^\s,:;]+)))?"
+    return re.sub(named, as_option, message)
 
 
 def _help_of(cls: type) -> dict[str, str]:
@@ -90,13 +129,15 @@ def with_flags(*groups: Group) -> Callable[[Callable[..., None]], Callable[..., 
         def run(**given: Any) -> None:
             def take(parameters: list[inspect.Parameter]) -> dict[str, Any]:
                 values = {p.name: given.pop(p.name) for p in parameters}
-                return {name: value for name, value in values.items() if value not in (None, [])}
+                values = {name: value for name, value in values.items() if value not in (None, [])}
+                return with_model(values.pop(MODEL.name, None), values)
 
             taken = {name: take(parameters) for name, parameters in flags.items()}
             verb(**taken, **given)
 
         run.__name__, run.__doc__ = verb.__name__, verb.__doc__
         made = [p for parameters in flags.values() for p in parameters]
+        made.sort(key=lambda p: p is not MODEL)  # an argument stands before options
         run.__signature__ = inspect.Signature([*own, *made])  # type: ignore[attr-defined]
         return run
 

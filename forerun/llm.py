@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -12,14 +11,13 @@ from typing import Any
 import torch
 
 from forerun import rng
-from forerun.config import Config
+from forerun.config import Config, parse_draft
 from forerun.draft.base import Reference
-from forerun.draft.registry import make_proposers, parse_draft, with_references
+from forerun.draft.registry import make_proposers, with_references
 from forerun.draft.view import view_of
 from forerun.engine.engine import Engine
-from forerun.engine.request import Request
-from forerun.engine.stats import RequestStats
 from forerun.errors import RequestError
+from forerun.job import Completion, Job
 from forerun.load import check_vocabulary, load_tokenizer, make_runner, pick_device
 from forerun.models.advice import recommended
 from forerun.models.decoder import Decoder
@@ -28,36 +26,11 @@ from forerun.models.text import Message, Tokenizer
 from forerun.native import NativeDecoder
 from forerun.runner import Runner
 from forerun.sampling.params import SamplingParams
-from forerun.types import Event, TokenLogprobs
+from forerun.types import Event
 
 WHAT_IS_A_PROMPT = "a prompt is a string, a list of token ids or a list of chat messages"
 CHARACTERS = 16  # of a token, more than any text has on average
 Prompt = str | Sequence[int] | Sequence[Message]
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """One finished output.
-
-    Attributes:
-        text: the output as text, without the stop string or end-of-text token; "" without a tokenizer.
-        token_ids: the output's tokens, the one that ended it included.
-        finish_reason: stop (a stop string or token), length (max_tokens or the context), or abort.
-        stats: what it took: steps, drafted, accepted, accepted_length, by_source, seconds.
-        sources: for each token, the proposer whose draft was accepted, or "" for the target's own.
-        logprobs: one entry a token where the parameters asked for them.
-        seed: the seed it was drawn with; the same seed gives the same tokens.
-        prompt_token_ids: the prompt as the model read it.
-    """
-
-    text: str
-    token_ids: list[int]
-    finish_reason: str
-    stats: RequestStats
-    sources: list[str]
-    logprobs: list[TokenLogprobs] | None
-    seed: int
-    prompt_token_ids: list[int]
 
 
 class LLM:
@@ -85,7 +58,7 @@ class LLM:
         device = pick_device(self.config.device)
         name, argument = parse_draft(self.config.draft)
         directory = find_model(self.config.model)
-        self.tokenizer = load_tokenizer(directory)
+        self.tokenizer = load_tokenizer(directory, check=True)
         self.recommended = recommended(directory)
         target = make_runner(self.config, directory, device)
         vocab = target.decoder.config.vocab
@@ -96,17 +69,24 @@ class LLM:
             return make_runner(self.config, drafter, device, target)
 
         view = view_of(target.decoder)
-        proposers = make_proposers(name, argument, load_draft, view, target.cache, self.config.width)
+        width, threshold = self.config.width, self.config.draft_threshold
+        proposers = make_proposers(name, argument, load_draft, view, target.cache, width, threshold)
         self.draft = name
         self.engine = Engine(
             target, proposers, rule=self.config.rule, chunk=self.config.chunk, tokenizer=self.tokenizer
         )
-        self._jobs: dict[int, _Job] = {}
+        self._jobs: dict[int, Job] = {}
 
     @property
     def decoder(self) -> Decoder | NativeDecoder:
         """The target model."""
         return self.engine.target.decoder
+
+    @property
+    def room(self) -> int:
+        """Most tokens of a prompt and its output together."""
+        pages = self.engine.target.cache.pages
+        return min(self.decoder.context, pages.count * pages.size)
 
     def generate(
         self,
@@ -136,14 +116,17 @@ class LLM:
             RequestError, CapacityError: a prompt or parameters that cannot be served; nothing is generated then.
         """
         params = params or SamplingParams()
-        jobs: list[_Job] = []
+        jobs: list[Job] = []
         try:
+            references = self.references(prediction, documents)
             for prompt in _as_list(prompts):
-                jobs += self._add(self.tokens(prompt), params, draft, depth, prediction, documents)
+                jobs += self._add(self.tokens(prompt), params, draft, depth, references)
             while any(not job.done for job in jobs):
                 self._step()
         finally:
             self._drop(jobs)
+        for job in jobs:
+            job.check()
         return [job.completion() for job in jobs]
 
     def stream(
@@ -160,7 +143,7 @@ class LLM:
         params = params or SamplingParams()
         if params.n != 1:
             raise RequestError(f"stream gives one completion, not n={params.n}: use generate, or several streams")
-        (job,) = self._add(self.tokens(prompt), params, draft, depth, prediction, documents)
+        (job,) = self._add(self.tokens(prompt), params, draft, depth, self.references(prediction, documents))
         return Stream(self, job)
 
     def forget(self) -> None:
@@ -174,23 +157,22 @@ class LLM:
         params: SamplingParams,
         draft: str | None,
         depth: int | str | None,
-        prediction: str | None,
-        documents: Sequence[str],
-    ) -> list[_Job]:
+        references: Sequence[Reference],
+    ) -> list[Job]:
         draft = self.draft if draft in (None, "auto") else str(draft)
         depth = self.config.depth if depth is None else depth
-        references = self.references(len(tokens), prediction, documents)
+        references = [reference.behind(len(tokens)) for reference in references]
         if references and draft != "off":
             draft = with_references(draft)
         jobs = []
         for mine in separate(params):
-            job = _Job(self.engine.add(tokens, mine, draft=draft, depth=depth, references=references))
+            job = Job(self.engine.add(tokens, mine, draft=draft, depth=depth, references=references))
             self._jobs[job.request.id] = job
             jobs.append(job)
         return jobs
 
-    def references(self, prompt: int, prediction: str | None, documents: Sequence[str]) -> list[Reference]:
-        """A prediction and documents as references for an output behind `prompt` tokens. Raises RequestError."""
+    def references(self, prediction: str | None, documents: Sequence[str]) -> list[Reference]:
+        """A prediction and documents as references, indexed once for any number of prompts. Raises RequestError."""
         texts = [("prediction", prediction)] if prediction else []
         texts += [("document", text) for text in documents if text]
         limit = 4 * self.decoder.context
@@ -201,7 +183,7 @@ class LLM:
         vocab, encode = self.decoder.config.vocab, self._text().encode
         references = [  # up to a token that the model has not: some tokenizers have more
             Reference(
-                name, tuple(takewhile(lambda token: token < vocab, encode(text, special=False))), prompt,
+                name, tuple(takewhile(lambda token: token < vocab, encode(text, special=False))), start=0,
                 whole=name == "prediction",
             )
             for name, text in texts
@@ -210,7 +192,7 @@ class LLM:
         if total > limit:
             raise RequestError(f"prediction and documents have {total} tokens: give at most {limit} in all")
         for reference in references:
-            _ = reference.index  # made here, so that the engine's steps do not wait for it
+            _ = reference.index, reference.packed  # made here, so that the engine's steps do not wait for it
         return references
 
     def _step(self) -> None:
@@ -218,7 +200,7 @@ class LLM:
             if event.request_id in self._jobs:
                 self._jobs[event.request_id].receive(event)
 
-    def _drop(self, jobs: Sequence[_Job]) -> None:
+    def _drop(self, jobs: Sequence[Job]) -> None:
         for job in jobs:
             self._jobs.pop(job.request.id, None)
             self.engine.abort(job.request)
@@ -244,7 +226,7 @@ class LLM:
 class Stream:
     """The events of one request. Leaving the loop early ends the request; `completion` is what there is so far."""
 
-    def __init__(self, llm: LLM, job: _Job) -> None:
+    def __init__(self, llm: LLM, job: Job) -> None:
         self._llm, self._job, self._stopped = llm, job, False
 
     def stop(self) -> None:
@@ -260,6 +242,7 @@ class Stream:
                         return  # as it was told to, or an earlier loop over this stream was left
                     self._llm._step()
                 yield job.inbox.popleft()
+            job.check()
         finally:
             self._llm._drop([job])
 
@@ -267,34 +250,6 @@ class Stream:
     def completion(self) -> Completion:
         """The output so far, whole once the loop has ended."""
         return self._job.completion()
-
-
-class _Job:
-    """One request of this LLM and what has come of it."""
-
-    def __init__(self, request: Request) -> None:
-        self.request = request
-        self.inbox: deque[Event] = deque()
-        self.events: list[Event] = []
-        self.done = False
-
-    def receive(self, event: Event) -> None:
-        self.inbox.append(event)
-        self.events.append(event)
-        self.done = event.finish_reason is not None
-
-    def completion(self) -> Completion:
-        request, wants = self.request, self.request.params.logprobs is not None
-        return Completion(
-            text="".join(event.text for event in self.events),
-            token_ids=list(request.output),
-            finish_reason=request.finish_reason or "abort",
-            stats=request.stats,
-            sources=[source for event in self.events for source in event.sources],
-            logprobs=[entry for event in self.events for entry in event.logprobs or ()] if wants else None,
-            seed=request.seed,
-            prompt_token_ids=request.tokens[: request.prompt_length],
-        )
 
 
 def separate(params: SamplingParams) -> list[SamplingParams]:

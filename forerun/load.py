@@ -12,8 +12,8 @@ from forerun.cache.kv import KVCache
 from forerun.config import Config
 from forerun.errors import CapacityError, ConfigError
 from forerun.kernels import native
-from forerun.memory import free_ram
-from forerun.models.config import load_config
+from forerun.memory import free_ram, give_back
+from forerun.models.config import ModelConfig, load_config, note
 from forerun.models.decoder import Decoder, default_context, load_decoder, longest_context
 from forerun.models.gguf.container import open_gguf
 from forerun.models.gguf.vocabulary import LACKING
@@ -22,6 +22,7 @@ from forerun.models.text import Tokenizer
 from forerun.native import NativeDecoder
 from forerun.runner import Runner
 
+ANGLE, ROW = 16, 8  # bytes of a position: of each channel that rotates, while its table is made; of each request
 PADDING = re.compile(r"\[PAD\d+\]")  # tokens that only fill up the rows of an embedding
 
 
@@ -79,6 +80,7 @@ def make_runner(config: Config, directory: Path, device: torch.device, target: R
     if target is None and config.context and config.context > longest:
         raise ConfigError(f"context={config.context} is over what this model can serve: at most {longest}")
     context = min(config.context, longest) if config.context else default_context(shape)
+    _check_tables(config, shape, directory, context)
     is_native, form = pick_form(config, device, shape.raw, drafter=target is not None)
     decoder: Decoder | NativeDecoder
     if is_native:
@@ -94,6 +96,15 @@ def make_runner(config: Config, directory: Path, device: torch.device, target: R
     else:
         tokens = config.kv_tokens or fit_kv_tokens(config, decoder)
     return Runner(decoder, tokens=tokens, page=config.page, slots=config.max_rows)
+
+
+def _check_tables(config: Config, shape: ModelConfig, directory: Path, context: int) -> None:
+    """Raise CapacityError where the tables of so many positions do not fit: a configuration may promise anything."""
+    needed = context * (ANGLE * sum(rope.dim for rope in shape.ropes) + ROW * config.max_rows)
+    if needed > free_ram() // 2:
+        raise CapacityError(
+            f"{directory} is made for {context} positions, whose tables need {needed / 1e9:.1f} GB: set a lower context"
+        )
 
 
 def fit_kv_tokens(config: Config, decoder: Decoder | NativeDecoder) -> int:
@@ -112,11 +123,21 @@ def free_memory(device: torch.device) -> int:
     return free_ram()
 
 
-def load_tokenizer(directory: Path) -> Tokenizer | None:
-    """The tokenizer of a directory or a GGUF file; None where it has none at all (prompts are token ids then)."""
+def load_tokenizer(directory: Path, check: bool = False) -> Tokenizer | None:
+    """The tokenizer of a directory or a GGUF file; None where it has none at all (prompts are token ids then). `check`
+    sees whether it fits the model beside it, and tells what does not. Raises LoadError."""
+    tokenizer = _tokenizer(directory)
+    if tokenizer and check and (fault := tokenizer.check(load_config(directory).vocab)):
+        note(fault)
+    return tokenizer
+
+
+def _tokenizer(directory: Path) -> Tokenizer | None:
     if directory.is_file():
         kind = open_gguf(directory).metadata.get("tokenizer.ggml.model")
-        return None if kind in (None, *LACKING) else Tokenizer(directory)
+        tokenizer = None if kind in (None, *LACKING) else Tokenizer(directory)
+        give_back()  # building one takes several times what it keeps
+        return tokenizer
     names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
     return Tokenizer(directory) if any((directory / name).is_file() for name in names) else None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -10,6 +11,12 @@ from pathlib import Path
 def free_ram() -> int:
     """Bytes of main memory that can still be allocated, as far as the system and the container say."""
     return min(_available(), _allowed(Path("/sys/fs/cgroup")))
+
+
+def give_back() -> None:
+    """Return to the system what the C library keeps of memory that was freed, where that can be asked for."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _available() -> int:

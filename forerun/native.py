@@ -6,8 +6,10 @@ float32 between operations; a product reads them as its format asks (float32, bf
 
 from __future__ import annotations
 
+import ctypes
 from array import array
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -219,13 +221,55 @@ class Recorded:
         pointers, scratch = self.buffers.fit(len(links), len(links))
         for buffer, rows in given.items():
             self.buffers.arrays[buffer][: len(links)] = rows[steps.order]
-        chain = CChain(
-            levels=steps.levels, rows=len(links), logits=LOGITS, vocab=vocab, active=address(steps.active),
-            temperature=address(steps.temperature), keys=address(steps.keys), tokens=address(steps.drafted),
-            ids=None if ids is None else ids.ctypes.data, said=0 if ids is None else len(ids),
-        )  # fmt: skip
+        chain = _chain(steps, vocab, ids)
         native.loaded().forerun_chain(self.program, steps.fill(pointers, scratch, cache), chain)
         return steps.said()
+
+    def round(
+        self, starts: Sequence[Start], cache: KVCache, vocab: int, ids: np.ndarray | None, state: int
+    ) -> tuple[list[list[int]], np.ndarray]:
+        """Read what each start brings, and say token after token behind it: the same in one call. What was read is not
+        committed. `state` is the buffer of what each token is paired with. Also what the layers left of each start's
+        last token, [starts, H]."""
+        steps = Steps([start.link for start in starts], cache)
+        ordered = [starts[i] for i in steps.order]
+        first = Pass([start.segment for start in ordered], cache)
+        pointers, scratch = self.buffers.fit(first.tokens, len(starts))
+        np.concatenate([start.states for start in ordered], out=self.buffers.arrays[state][: first.tokens])
+        keys = array("Q", [start.key for start in ordered])
+        last, batch = array("i", first.want.tolist()), first.fill(pointers, scratch, cache)
+        chain = _chain(steps, vocab, ids)
+        chain.state, chain.first, chain.last = state, ctypes.pointer(batch), address(last)
+        left = np.empty((len(starts), int(self.widths[X])), np.float32)
+        chain.first_keys, chain.left = address(keys), left.ctypes.data
+        native.loaded().forerun_chain(self.program, steps.fill(pointers, scratch, cache), chain)
+        said = [[begun, *rest] for begun, rest in zip(steps.begun(), steps.said(), strict=True)]
+        return said, left[np.argsort(steps.order)]
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Where a round begins in one slot: what is read first, whose last token says the one that `link` goes on from.
+
+    Attributes:
+        segment: tokens that nobody has read yet; it wants the last one's logits.
+        states: float32 [tokens, width] what they are paired with.
+        key: the stream of noise that the first token is said with.
+        link: the token in it is not known yet.
+    """
+
+    segment: Segment
+    states: np.ndarray
+    key: int
+    link: Link
+
+
+def _chain(steps: Steps, vocab: int, ids: np.ndarray | None) -> CChain:
+    return CChain(
+        levels=steps.levels, rows=steps.tokens, logits=LOGITS, vocab=vocab, active=address(steps.active),
+        temperature=address(steps.temperature), keys=address(steps.keys), tokens=address(steps.drafted),
+        ids=None if ids is None else ids.ctypes.data, said=0 if ids is None else len(ids),
+    )  # fmt: skip
 
 
 class _Buffers:

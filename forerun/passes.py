@@ -96,6 +96,13 @@ class Steps(Pass):
         self.ids = array("q", [link.token for link in links])
         self.drafted = array("q", [*self.ids, *[0] * (self.levels * len(links))])
 
+    def begun(self) -> list[int]:
+        """The token behind which each link's are said, in the order in which they were given."""
+        found = [0] * len(self.order)
+        for column, i in enumerate(self.order):
+            found[i] = self.drafted[column]
+        return found
+
     def said(self) -> list[list[int]]:
         """What was said behind each link, in the order in which they were given."""
         found: list[list[int]] = [[]] * len(self.order)

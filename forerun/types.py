@@ -15,6 +15,11 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
+    from forerun.errors import ForerunError
+
+
+MEMORY = "memory"  # the source of drafts that come from other requests than the one they are for
+
 
 class Law(IntEnum):
     """How a drafted token was drawn, given everything drafted before it: what its q is."""
@@ -142,7 +147,8 @@ class Event:
 
     `sources[i]` names the proposer whose drafted token was accepted, or is "" where the token is the target's own
     draw; `pieces[i]` is the text it made printable (none while a character or a stop string is unfinished).
-    `finish_reason` is None until the last event ("stop", "length", "abort").
+    `finish_reason` is None until the last event ("stop", "length", "abort"); `error` is what ended this request and no
+    other.
     """
 
     request_id: int
@@ -151,6 +157,7 @@ class Event:
     pieces: list[str]
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: str | None = None
+    error: ForerunError | None = None
     round: Round | None = None  # where the request asked to be traced
 
     @property

@@ -1,6 +1,7 @@
 """A picture of the playground after a run, for the README.
 
-    python scripts/playground_screenshot.py http://127.0.0.1:8000/ OUT.png [--dark] [--ghosts] [--width 375 --height 0]
+    python scripts/playground_screenshot.py http://127.0.0.1:8000/ playground.png --warm
+    python scripts/playground_screenshot.py http://127.0.0.1:8000/ phone.png --warm --width 390 --height 1230
 
 Needs the package `playwright` and a `chromium` on the path.
 """
@@ -16,27 +17,38 @@ from pathlib import Path
 from playwright.sync_api import Page, sync_playwright
 
 
-def screenshot(
-    url: str, out: Path, size: tuple[int, int] = (1280, 900), dark: bool = False, ghosts: bool = False
-) -> None:
-    """Run what the page proposes, open the first round that both kept and lost something, and take the picture."""
+def screenshot(url: str, args: argparse.Namespace) -> None:
+    """Race with the first ready prompt and take the picture."""
     chromium = shutil.which("chromium")
     if chromium is None:
         sys.exit("no `chromium` on the path; on Debian: apt-get install chromium")
     sandbox = ["--no-sandbox"] if os.geteuid() == 0 else []  # Chromium has no sandbox for root
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=sandbox)
-        viewport = {"width": size[0], "height": size[1] or 900}
-        scheme = "dark" if dark else "light"
-        page = browser.new_page(viewport=viewport, color_scheme=scheme, device_scale_factor=2)
+        viewport = {"width": args.width, "height": args.height or 900}
+        page = browser.new_page(
+            viewport=viewport, color_scheme="dark" if args.dark else "light", device_scale_factor=1.5
+        )
         page.goto(url)
-        page.click("#run:enabled")
-        page.locator("#run:enabled").wait_for(timeout=120_000)
-        page.set_checked("#ghosts", ghosts)
-        show_a_mixed_round(page)
-        page.evaluate("document.activeElement.blur(); document.getElementById('output').scrollTop = 0; scrollTo(0, 0)")
-        page.screenshot(path=out, full_page=size[1] == 0)
+        if args.warm:
+            race(page, 3)
+            page.reload()
+        race(page, 0)
+        page.set_checked("#ghosts", args.ghosts)
+        if args.details:
+            page.click("#details summary")
+            show_a_mixed_round(page)
+        tops = "for (const lane of document.querySelectorAll('.paper')) lane.scrollTop = 0"
+        page.evaluate(f"document.activeElement.blur(); {tops}; scrollTo(0, 0)")
+        page.screenshot(path=args.out, full_page=args.height == 0)
         browser.close()
+
+
+def race(page: Page, ready: int) -> None:
+    """Run a ready prompt with speculation and without."""
+    page.locator("#ready button").nth(ready).click()
+    page.click("#run:enabled")
+    page.locator("#run:enabled").wait_for(timeout=120_000)
 
 
 def show_a_mixed_round(page: Page) -> None:
@@ -56,8 +68,14 @@ def main() -> None:
     parser.add_argument("--height", type=int, default=900, help="0 for the whole page")
     parser.add_argument("--dark", action="store_true")
     parser.add_argument("--ghosts", action="store_true", help="show rejected tokens")
+    parser.add_argument(
+        "--details", action="store_true", help="open the details at a round that kept and lost something"
+    )
+    parser.add_argument(
+        "--warm", action="store_true", help="race once before with another prompt: costs are known then"
+    )
     args = parser.parse_args()
-    screenshot(args.url, args.out, (args.width, args.height), args.dark, args.ghosts)
+    screenshot(args.url, args)
 
 
 if __name__ == "__main__":

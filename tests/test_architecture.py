@@ -11,15 +11,15 @@ PACKAGE = Path(forerun.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 # Each floor may import from itself and from those below it.
 FLOORS = [
-    {"errors", "types", "rng", "config", "memory"},
+    {"errors", "types", "rng", "config", "memory", "progress", "sandbox", "sandbox_worker"},
     {"kernels", "sampling", "verify"},
     {"models"},
     {"cache"},
     {"native", "packed", "passes", "runner", "linear", "load"},
     {"draft"},
     {"engine"},
-    {"completion", "flags", "llm"},
-    {"bench", "check", "doctor", "models_cli", "server", "train"},
+    {"completion", "flags", "job", "llm", "terminal"},
+    {"bench", "check", "doctor", "generate_cli", "models_cli", "server", "train"},
     {"chat", "cli", "__main__", "__init__"},
 ]
 FLOOR = {name: i for i, names in enumerate(FLOORS) for name in names}

@@ -34,7 +34,7 @@ def forerun(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 def test_generate_prints_text_and_a_summary(forerun) -> None:
     code, out, err = forerun("generate", "def add(a, b):\n", *SMALL)
     assert code == 0 and out.strip()
-    assert "tokens per target pass" in err and len(err.splitlines()) == 1
+    assert " · context " in err and " per pass" in err and len(err.splitlines()) == 1
 
 
 @pytest.mark.default_model
@@ -148,16 +148,16 @@ BAD = {
     "unknown rule": (["--rule", "mach"], "did you mean 'match'"),
     "unknown dtype": (["--dtype", "float23"], "did you mean 'float32'"),
     "unknown device": (["--device", "gpu"], "device"),
-    "depth": (["--depth", "many"], "depth='many'"),
-    "width of a chain rule": (["--rule", "block", "--width", "2"], "width=2"),
+    "depth": (["--depth", "many"], "--depth many is out of range"),
+    "draft threshold": (["--draft-threshold", "1.5"], "--draft-threshold 1.5 is out of range: give a number"),
+    "width of a chain rule": (["--rule", "block", "--width", "2"], "--width 2"),
     "context": (["--context", "100000"], f"at most {tiny.SPOKEN}"),
-    "temperature": (["--temperature", "-1"], "temperature=-1.0 is out of range"),
-    "top-p": (["--top-p", "0"], "top_p"),
-    "nan": (["--temperature", "nan"], "temperature=nan"),
-    "contradiction": (["--min-tokens", "9", "--max-tokens", "3"], "min_tokens=9 is over max_tokens=3"),
+    "temperature": (["--temperature", "-1"], "--temperature -1.0 is out of range"),
+    "top-p": (["--top-p", "0"], "--top-p 0.0 is out of range"),
+    "nan": (["--temperature", "nan"], "--temperature nan"),
+    "contradiction": (["--min-tokens", "9", "--max-tokens", "3"], "--min-tokens 9 is over --max-tokens 3"),
     "logit bias": (["--logit-bias", "42=-5", "--logit-bias", "4:1"], "'4:1' is not ID=AMOUNT"),
     "token outside": (["--logit-bias", "99999=1"], "token id 99999"),
-    "kv too small": (["--kv-tokens", "64"], "kv_tokens"),
     "no schema": (["--json-schema", "nowhere.json"], "neither a JSON object nor a text file"),
     "a broken schema": (["--json-schema", "{"], "not valid JSON"),
     "a wrong schema": (["--json-schema", '{"type": "strin"}'], "grammar cannot be used"),
@@ -185,6 +185,78 @@ def test_a_lossy_rule_says_so(forerun) -> None:
 def test_an_unknown_verb(forerun) -> None:
     code, out, err = forerun("generat", "x")
     assert (code, out) == (2, "") and "generate" in err and len(err.splitlines()) == 1
+
+
+def test_more_tokens_than_there_is_room_for_are_cut_and_that_is_said_to_who_asked(forerun) -> None:
+    code, out, err = forerun("generate", "x = 1\n", "-n", "500", "--kv-tokens", "64", "--json", *MODEL)
+    answer = json.loads(out)
+    most = 64 - answer["stats"]["prompt_tokens"]
+    assert code == 0 and answer["stats"]["completion_tokens"] <= most
+    assert err.startswith(f"note: --max-tokens 500 is cut to {most}: ") and len(err.splitlines()) == 1
+    code, out, err = forerun("generate", "x = 1\n", "--kv-tokens", "64", "--json", *MODEL)
+    assert code == 0 and not err and json.loads(out)["stats"]["completion_tokens"] <= most
+
+
+def test_a_prompt_larger_than_the_cache_names_the_flags(forerun) -> None:
+    code, out, err = forerun("generate", "x = 1\n" * 40, "--kv-tokens", "64", *MODEL)
+    assert (code, out) == (2, "") and "lower --max-tokens or raise --kv-tokens" in err
+
+
+def test_the_model_is_an_argument_or_a_flag(forerun) -> None:
+    flags = ["--json", "--max-tokens", "4", "--kv-tokens", "2048"]
+    one = forerun("generate", MODEL[1], "x = 1", *flags)
+    other = forerun("generate", "x = 1", "-m", MODEL[1], *flags)
+    assert one[0] == other[0] == 0 and json.loads(one[1])["token_ids"] == json.loads(other[1])["token_ids"]
+    for words, says in (
+        (["generate", MODEL[1], "x", "-m", MODEL[1]], "the model is given twice"),
+        (["check", MODEL[1], "-m", MODEL[1]], "the model is given twice"),
+        (["generate", "why", "is it"], "'why' begins the prompt, put the prompt in quotes"),
+    ):
+        code, out, err = forerun(*words)
+        assert (code, out) == (2, "") and says in err and len(err.splitlines()) == 1
+
+
+def test_every_verb_that_runs_a_model_takes_it_as_the_first_argument_or_by_its_flag() -> None:
+    """One syntax: only those whose arguments are files take it by the flag alone."""
+    import typer
+
+    def verbs(command, path=()):
+        for name, sub in getattr(command, "commands", {}).items():
+            yield from verbs(sub, (*path, name))
+        yield path, command
+
+    for path, command in verbs(typer.main.get_command(cli.app)):
+        by_flag = any("--model" in p.opts for p in command.params)
+        arguments = [(p.metavar or p.name) for p in command.params if p.param_type_name == "argument"]
+        if by_flag and path not in (("batch",), ("train",), ("bench", "peers"), ("bench", "serve")):
+            assert arguments[:1] == ["MODEL"], path
+        assert not by_flag or any("-m" in p.opts for p in command.params), path
+
+
+def test_errors_in_flags_names_and_ports_come_before_torch() -> None:
+    """What is wrong with a command is told at once, not after two seconds of imports."""
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        wrong = [
+            (["generate", "x", "--draft", "ngrm"], "did you mean 'ngram'"),
+            (["generate", "x", "--temperature", "-1"], "--temperature"),
+            (["generate", "x", "--model", "./nowhere"], "no directory ./nowhere"),
+            (["chat", "./nowhere"], "no directory ./nowhere"),
+            (["serve", "./nowhere"], "no directory ./nowhere"),
+            (["serve", MODEL[1], "--port", str(port)], f"{port}: address already in use; another program has it: give"),
+        ]
+        code = "import sys\nfrom forerun import cli\n"
+        for words, _ in wrong:
+            code += f"sys.argv = {['forerun', *words]!r}\ntry: cli.main()\nexcept SystemExit as e: assert e.code == 2\n"
+        code += "assert not {'torch', 'transformers'} & set(sys.modules)"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    lines = done.stderr.splitlines()
+    assert len(lines) == len(wrong) and all(says in line for line, (_, says) in zip(lines, wrong, strict=True)), lines
 
 
 def test_a_prompt_over_the_context(forerun) -> None:

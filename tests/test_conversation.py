@@ -20,7 +20,7 @@ def llm() -> LLM:
 
 @pytest.fixture
 def commands(llm: LLM) -> Commands:
-    return Commands(Conversation(llm), Parameters(lambda options: SamplingParams.of(**options), {"temperature": 0.5}))
+    return Commands(Conversation(llm), Parameters({"temperature": 0.5}))
 
 
 def turn(talk: Conversation, text: str, tokens: int = 16):
@@ -103,7 +103,7 @@ def test_parameters_are_set_by_their_names(commands: Commands) -> None:
     [
         ("/set temperature hot", "temperature 'hot' is not a number"),
         ("/set max-tokens 1.5", "max-tokens '1.5' is not a whole number"),
-        ("/set top-p 0", "top-p=0.0 is out of range"),
+        ("/set top-p 0", "top-p 0.0 is out of range"),
         ("/set temprature 1", "did you mean 'temperature'"),
         ("/set n 2", "there is no parameter 'n'"),
         ("/set ignore-eos maybe", "true or false"),

@@ -1,11 +1,14 @@
 """The library's surface: prompts of every kind, n, streams, stop strings, seeds, and refusals before any work."""
 
+import gc
 import itertools
+import weakref
 
 import pytest
 import torch
 
 from forerun import LLM, ConfigError, RequestError, SamplingParams
+from forerun.draft.automaton import SuffixAutomaton
 from forerun.llm import derive_seed
 from forerun.load import pick_device
 from tests import tiny
@@ -174,7 +177,7 @@ def test_references_end_at_a_token_that_the_model_has_not(monkeypatch: pytest.Mo
     assert llm.tokenizer is not None
     encode, vocab = llm.tokenizer.encode, llm.decoder.config.vocab
     monkeypatch.setattr(llm.tokenizer, "encode", lambda text, special=True: [*encode(text, special), vocab, 5])
-    (reference,) = llm.references(3, "x = 1", [])
+    (reference,) = llm.references("x = 1", [])
     assert list(reference.tokens) == encode("x = 1", special=False)
 
 
@@ -183,3 +186,23 @@ def test_references_that_are_too_long_are_refused() -> None:
     for options in ({"prediction": "a = 1\n" * 5000}, {"documents": ["b" * 100_000]}):
         with pytest.raises(RequestError, match=f"at most {4 * llm.decoder.context}"):
             llm.generate("def f(", SamplingParams(max_tokens=2), **options)
+
+
+def test_documents_are_indexed_once_for_all_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And freed with the last of the requests, whether or not somebody looks for cycles."""
+    llm = LLM(tiny.spoken(), draft="suffix", context=2048, kv_tokens=2048)
+    made: list[weakref.ref[SuffixAutomaton]] = []
+
+    class Counted(SuffixAutomaton):
+        def __init__(self) -> None:
+            super().__init__()
+            made.append(weakref.ref(self))
+
+    monkeypatch.setattr("forerun.draft.base.SuffixAutomaton", Counted)
+    prompts, params = ["def f(", "x =", "for i"], SamplingParams(n=2, max_tokens=4)
+    gc.disable()
+    try:
+        assert len(llm.generate(prompts, params, documents=["a = 1\n" * 20, "b"], prediction="c = 2")) == 6
+        assert len(made) == 3 and not any(automaton() for automaton in made)
+    finally:
+        gc.enable()

@@ -74,7 +74,7 @@ def test_two_thousand_tokens_in_a_batch_of_eight(form: str) -> None:
         params = [SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=2000, ignore_eos=True) for i in range(8)]
         requests = [engine.add([3 + i, 7, 9], p, draft=draft, depth=3) for i, p in enumerate(params)]
         while engine.busy:
-            engine.step()
+            engine.step_or_raise()
         outputs.append([list(r.output) for r in requests])
         assert all(len(r.output) == 2000 for r in requests)
     assert outputs[0] == outputs[1]

@@ -11,6 +11,7 @@ from forerun.bench.cli_decode import decode, energy, page, sweep
 from forerun.bench.cli_peers import peers
 from forerun.bench.cli_roofline import roofline
 from forerun.bench.cli_serve import serve
+from forerun.bench.cli_start import start
 from forerun.bench.lists import listed, number, whole
 from forerun.bench.recipe import PairRecipe
 from forerun.errors import ConfigError
@@ -18,7 +19,7 @@ from forerun.flags import Group, with_flags
 
 app = typer.Typer(
     rich_markup_mode="rich",
-    help="Measure: decoding, servers, other engines, energy, kernels; models to measure with; and the arithmetic.",
+    help="Measure: decoding, starts, servers, other engines, energy, kernels; make models for that; do the arithmetic.",
 )
 RECIPE = Group("recipe", PairRecipe, "Pair")
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
@@ -43,7 +44,8 @@ def pair(
     """Write a random-weight target and a draft that agrees with it as often as asked."""
     wanted = PairRecipe(**recipe)
     from forerun.bench.pair import make_pair
-    from forerun.bench.report import print_json, progress
+    from forerun.bench.report import print_json
+    from forerun.progress import progress
 
     with progress(as_json) as tell:
         made = make_pair(out, wanted, tell)
@@ -74,9 +76,10 @@ def kernels(
     """Time the native linear kernels by format and rows, beside the read bandwidth of the moment."""
     counts = [whole(count, "rows") for count in listed(rows)]
     from forerun.bench.kernels import measure_kernels
-    from forerun.bench.report import print_json, print_table, progress
+    from forerun.bench.report import print_json, print_table
+    from forerun.progress import progress
 
-    with progress(as_json) as tell:
+    with progress(as_json, measuring=True) as tell:
         report = measure_kernels(
             listed(formats), counts, inputs=inputs, outputs=outputs, megabytes=megabytes, repeats=repeats,
             threads=threads, tell=tell,
@@ -109,6 +112,9 @@ app.command(
     " --requests 1,4 --out sweep.html[/dim]"
 )(sweep)
 app.command(epilog="[dim]forerun bench energy --model Qwen/Qwen3-0.6B --drafts suffix --price 0.4[/dim]")(energy)
+app.command(
+    epilog="[dim]forerun bench start model.gguf        forerun bench start --command 'old/bin/python -m forerun'[/dim]"
+)(start)
 app.command(epilog="[dim]forerun bench serve http://127.0.0.1:8000 --requests 1,4,16 --drafts suffix[/dim]")(serve)
 
 

@@ -134,12 +134,13 @@ def energy(
     from forerun.bench.choice import choose_tasks
     from forerun.bench.decode import Plan
     from forerun.bench.joules import measure_energy
-    from forerun.bench.report import print_columns, print_json, progress
+    from forerun.bench.report import print_columns, print_json
+    from forerun.progress import progress
 
     temperature = sampling.get("temperature", 0.0)
     plan = Plan(params, names, numbers, [rule], [temperature], [requests], [weights or "none"], repeats, price=price)
     tasks = choose_tasks(config.get("model"), prompts, categories, requests, repeats)
-    with progress(as_json) as tell:
+    with progress(as_json, measuring=True) as tell:
         report = measure_energy(config, plan, tasks, seconds, tell)
     if as_json:
         print_json(report.as_dict())
@@ -224,14 +225,15 @@ def _measure(
     check_out(asked.out)
     from forerun.bench.choice import choose_tasks
     from forerun.bench.decode import Plan, measure_decoding
-    from forerun.bench.report import print_json, progress
+    from forerun.bench.report import print_json
+    from forerun.progress import progress
 
     plan = Plan(
         params, drafts, numbers, rules, temperatures, requests, weights, asked.repeats, asked.batches, asked.price,
         asked.settle,
     )  # fmt: skip
     tasks = choose_tasks(config.get("model"), asked.prompts, asked.categories, max(requests), asked.batches)
-    with progress(asked.as_json) as tell:
+    with progress(asked.as_json, measuring=True) as tell:
         report = measure_decoding(config, plan, tasks, tell, kind)
     if asked.as_json:
         print_json(report.as_dict())

@@ -87,14 +87,15 @@ def peers(
     depths_ = [parse_depth(depth) for depth in listed(depths)]
     from forerun.bench.peer_plan import Plan, parse_peers
     from forerun.bench.peers import measure_peers
-    from forerun.bench.report import print_json, progress
+    from forerun.bench.report import print_json
+    from forerun.progress import progress
 
     plan = Plan(
         parse_peers(listed(peers)), listed(formats), draft_format, depths_, tokens, repeats, threads or cores(),
         device, timeout, converted, [whole(length, "prefill") for length in listed(prefill)],
     )  # fmt: skip
     loads = [load for count in dict.fromkeys(counts) for load in _loads(model, prompts, categories, count, repeats)]
-    with progress(as_json) as tell:
+    with progress(as_json, measuring=True) as tell:
         report = measure_peers(model, draft, plan, loads, tell)
     if as_json:
         print_json(report.as_dict())

@@ -11,7 +11,8 @@ from forerun.errors import ConfigError
 from forerun.flags import ENGINE, with_flags
 
 MODEL = ENGINE.without(  # the model and where it runs: nothing is drafted, and there is one request
-    *("draft", "depth", "width", "rule", "draft_quantization", "context", "max_rows", "chunk", "page", "kv_tokens")
+    *("draft", "depth", "width", "draft_threshold", "rule", "draft_quantization"),
+    *("context", "max_rows", "chunk", "page", "kv_tokens"),
 )
 
 
@@ -29,10 +30,11 @@ def roofline(
     """Set a pass of the target beside the limits of this machine: bytes moved, operations, and what binds."""
     counts = [_whole(part.strip()) for part in rows.split(",") if part.strip()]
     Config.of(**config)  # cheaper to refuse before torch is imported
-    from forerun.bench.report import print_json, progress
+    from forerun.bench.report import print_json
     from forerun.bench.roofline import measure_roofline
+    from forerun.progress import progress
 
-    with progress(as_json) as tell:
+    with progress(as_json, measuring=True) as tell:
         report = measure_roofline(config, counts, context=context, repeats=repeats, tell=tell)
     if as_json:
         print_json(report.as_dict())

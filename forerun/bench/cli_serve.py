@@ -63,8 +63,9 @@ def serve(
         from forerun.bench.endpoint import Endpoint
     except ImportError as error:
         raise ForerunError(f"this needs {error.name}: pip install 'forerun[bench]'") from None
-    from forerun.bench.report import print_json, progress
+    from forerun.bench.report import print_json
     from forerun.bench.serve import INTERRUPTED, Plan, measure_serving
+    from forerun.progress import progress
 
     plan = Plan(
         endpoint=Endpoint(url, model, chat, key, timeout),
@@ -79,7 +80,7 @@ def serve(
     )
     if drafts is not None and not plan.drafts:
         raise ConfigError("--drafts names none: give one or more, such as --drafts suffix")
-    with progress(as_json) as tell:
+    with progress(as_json, measuring=True) as tell:
         report = measure_serving(plan, _prompts(prompts, category), tell)
     if as_json:
         print_json(report.as_dict())

@@ -11,16 +11,15 @@ from forerun.bench.cli_decode import DECODED, Categories, Prompts
 from forerun.bench.lists import plural
 from forerun.config import Config, parse_depth
 from forerun.errors import ConfigError
-from forerun.flags import ENGINE, MODEL, with_flags
+from forerun.flags import ENGINE, with_flags
 from forerun.sampling.params import SamplingParams
 
 DEPTHS = "auto,2,5"
 ROUNDS, BATCHES = 5, 3
 
 
-@with_flags(ENGINE.without("model", "rule"), DECODED)
+@with_flags(ENGINE.without("rule"), DECODED)
 def tune(
-    model: MODEL = None,
     drafts: Annotated[
         str | None,
         typer.Option(help="Drafts to try, as --draft takes them, by commas. Without it, those that need nothing more."),
@@ -43,27 +42,27 @@ def tune(
     """
     tried = plural(depths, config.pop("depth", None), "depth", DEPTHS)
     weights, named = config.pop("quantization", None), config.pop("draft", None)
-    options = config | ({"model": model} if model else {})
-    Config.of(**options, quantization=weights)
+    Config.of(**config, quantization=weights)
     params = SamplingParams.of(**{"seed": 0} | sampling, max_tokens=tokens, ignore_eos=True)
     if out is not None and (out.suffix != ".toml" or out.is_dir() or not out.absolute().parent.is_dir()):
         raise ConfigError(f"--out {out} cannot be written: give a name that ends in .toml, in a directory that exists")
     from forerun.bench.choice import choose_tasks
     from forerun.bench.decode import Plan
-    from forerun.bench.report import print_columns, print_json, progress
+    from forerun.bench.report import print_columns, print_json
     from forerun.bench.tune import AT_HAND, write_choice
     from forerun.bench.tune import tune as measure
+    from forerun.progress import progress
 
     names = plural(drafts, named, "draft", ",".join(AT_HAND))
     plan = Plan(
         params, names, [parse_depth(depth) for depth in tried], temperatures=[sampling.get("temperature", 0.0)],
         requests=[requests], quantizations=[weights or "none"], repeats=ROUNDS, batches=BATCHES, settle=seconds,
     )  # fmt: skip
-    tasks = choose_tasks(model, prompts, categories, requests, BATCHES)
-    with progress(as_json) as tell:
-        tuned = measure(options, plan, tasks, tell)
+    tasks = choose_tasks(config.get("model"), prompts, categories, requests, BATCHES)
+    with progress(as_json, measuring=True) as tell:
+        tuned = measure(config, plan, tasks, tell)
     if out is not None:
-        write_choice(out, options, weights, tuned)
+        write_choice(out, config, weights, tuned)
     if as_json:
         print_json(tuned.as_dict())
         return

@@ -8,16 +8,16 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from forerun.bench.energy import Meter
-from forerun.bench.report import Tell, machine, nothing
+from forerun.bench.report import machine
 from forerun.bench.rounds import Batch, Limit, Result, Rounds, Setting
 from forerun.bench.run import PLAIN, Arm, Work
 from forerun.bench.workloads import Task
-from forerun.config import RULE_NAMES, Config, parse_depth
-from forerun.draft.registry import parse_draft
+from forerun.config import RULE_NAMES, Config, parse_depth, parse_draft
 from forerun.engine.drafting import OFF
 from forerun.errors import ConfigError, RequestError, nearest
 from forerun.llm import LLM
 from forerun.models.hub import DEFAULT
+from forerun.progress import Part, Tell, nothing
 from forerun.sampling.params import SamplingParams
 
 
@@ -117,7 +117,7 @@ def measure_decoding(
         options: fields of `Config` but for draft, depth, rule and quantization.
         plan: what to measure.
         tasks: at least one of each category; a category of fewer than run at once repeats its own.
-        tell: is given a line about each stage.
+        tell: is told what goes on.
         kind: what the report calls itself.
 
     Raises:
@@ -130,12 +130,15 @@ def measure_decoding(
     results: list[Result] = []
     most_rounds = 0
     limits: dict[tuple[str, int], Limit] = {}
-    for quantization, draft, arms in plan.engines():
-        tell(f"loading, {quantization}")
+    engines, settings = plan.engines(), list(plan.settings(tasks))
+    parts = iter(Part(tell, i, len(engines) * len(settings)) for i in itertools.count())
+    for quantization, draft, arms in engines:
+        tell("loading" + f", {quantization}" * (quantization != "none"))
         llm = LLM(**options, draft=draft, quantization=None if quantization == "none" else quantization)
-        for setting, mine in plan.settings(tasks):
+        for setting, mine in settings:
             rounds = Rounds(llm, setting, [PLAIN, *arms], plan.params, plan.repeats, meter)
-            rounds.play(batches(llm, mine, setting.requests, plan.params.max_tokens)[: plan.batches], tell, plan.settle)
+            works = batches(llm, mine, setting.requests, plan.params.max_tokens)[: plan.batches]
+            rounds.play(works, next(parts), plan.settle)
             most_rounds = max(most_rounds, rounds.done)
             results += [rounds.result(quantization, arm, plan.price) for arm in rounds.runs]
             limits.setdefault((quantization, setting.requests), rounds.limit(quantization))
@@ -158,7 +161,8 @@ def batches(llm: LLM, tasks: Sequence[Task], requests: int, tokens: int) -> list
                 f"task {task.id}: a prompt of {len(prompt)} tokens and {tokens} more are over this model's context of"
                 f" {llm.decoder.context}: ask for fewer"
             )
-        works.append(Work(prompt, tuple(llm.references(len(prompt), task.prediction, task.documents))))
+        references = llm.references(task.prediction, task.documents)
+        works.append(Work(prompt, tuple(reference.behind(len(prompt)) for reference in references)))
     if len(works) < requests:
         works = list(itertools.islice(itertools.cycle(works), requests))
     return [works[i : i + requests] for i in range(0, len(works) - requests + 1, requests)]

@@ -7,6 +7,7 @@ and given beside. Where no counter can be read there are no figures, and the rea
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -14,12 +15,13 @@ from typing import Any
 
 from forerun.bench.decode import Plan, batches
 from forerun.bench.energy import MINIMUM_SECONDS, Energy, Meter, cost_per_million
-from forerun.bench.report import Tell, machine, median, nothing
+from forerun.bench.report import machine, median
 from forerun.bench.run import PLAIN, Arm, timed_run
 from forerun.bench.workloads import Task
 from forerun.errors import ConfigError, ForerunError
 from forerun.llm import LLM
 from forerun.models.hub import DEFAULT
+from forerun.progress import Tell, nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,17 +76,19 @@ def measure_energy(
     meter = meter or Meter()
     if not meter.sources:
         raise ForerunError(f"energy cannot be measured here. {meter.method}")
-    tell("idle")
+    engines = plan.engines()
+    whole, done = 1 + plan.repeats * sum(1 + len(arms) for _, _, arms in engines), itertools.count()
+    tell("idle", next(done), whole)  # counted, so that no spinner turns
     meter.idle(max(seconds, MINIMUM_SECONDS))
     results: list[Consumption] = []
-    for quantization, draft, arms in plan.engines():
+    for quantization, draft, arms in engines:
         llm = LLM(**options, draft=draft, quantization=None if quantization == "none" else quantization)
         works = batches(llm, tasks, plan.requests[0], plan.params.max_tokens)
         params = replace(plan.params, temperature=plan.temperatures[0])
         windows: dict[Arm, list[tuple[Energy, int]]] = {arm: [] for arm in (PLAIN, *arms)}
         for i in range(plan.repeats):
             for arm in windows:
-                tell(f"{arm.draft}, round {i + 1} of {plan.repeats}")
+                tell(f"{arm.draft}, round {i + 1} of {plan.repeats}", next(done), whole)
                 started, tokens, at = time.monotonic(), 0, i
                 with meter.window() as window:
                     while time.monotonic() - started < seconds:

@@ -17,12 +17,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from forerun.bench.report import Tell, median, nothing
+from forerun.bench.report import median
 from forerun.errors import ConfigError, nearest
 from forerun.kernels import native
 from forerun.kernels.native import CBatch, CMatrix, COp, CProgram
 from forerun.models.packed_cache import Kept
 from forerun.packed import Packed
+from forerun.progress import Tell, nothing
 
 ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 32, 64)
 MOST_ROWS = 4096
@@ -87,7 +88,7 @@ def measure_kernels(
         megabytes: the weights of each format, at least; more than the last-level cache holds.
         repeats: rounds.
         threads: 0 takes one for each core.
-        tell: is given a line about each stage.
+        tell: is told what goes on.
 
     Raises:
         ConfigError: something is out of range, or there are no native kernels.
@@ -107,7 +108,7 @@ def measure_kernels(
     times: dict[tuple[str, int], list[float]] = {case: [] for case in cases}
     bandwidths: list[float] = []
     for i in range(repeats):
-        tell(f"round {i + 1} of {repeats}")
+        tell(f"round {i + 1} of {repeats}", i, repeats)
         bandwidths.append(native.read_bandwidth(megabytes))
         for form, count in cases[:: -1 if i % 2 else 1]:  # drifting one way, no case is always the later one
             times[form, count].append(layers[form].seconds(count))

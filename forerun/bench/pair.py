@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,12 +28,12 @@ from forerun.bench.corpus import excerpts, library_texts
 from forerun.bench.recipe import SPECIAL, PairRecipe
 from forerun.bench.whole import whole_directory
 from forerun.errors import ConfigError
+from forerun.progress import Tell, nothing
 
 TEXT_A_TOKEN = 732  # characters of text to learn a token from
 JUDGED_TOKENS, JUDGED_PROMPTS = 128, 16  # greedy tokens of each prompt that are compared, and of how many prompts
 ROUNDS = 10  # pairs tried before the nearest is taken
 Weights = dict[str, Tensor]
-Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +65,13 @@ class Pair:
         }
 
 
-def make_pair(out: Path, recipe: PairRecipe, tell: Tell = lambda _: None) -> Pair:
+def make_pair(out: Path, recipe: PairRecipe, tell: Tell = nothing) -> Pair:
     """Write a pair into `out`, which must not exist or be empty.
 
     Args:
         out: the directory to make, its parents too.
         recipe: what to make.
-        tell: is given a line about each stage.
+        tell: is told what goes on.
 
     Raises:
         ConfigError: `out` holds something, or cannot be a directory.

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from forerun.bench.peer_process import Prompts
 from forerun.bench.peer_results import OURS, PrefillResult
 from forerun.bench.peer_turns import Company, in_turn
-from forerun.bench.report import Tell, median
+from forerun.bench.report import median
+from forerun.progress import Part, Tell
 
 
 def measure_prefill(
@@ -18,10 +19,12 @@ def measure_prefill(
     does not count."""
     results = []
     starts = itertools.count()  # no two prompts begin alike: an engine may remember what it has read
-    for length in lengths:
+    for at, length in enumerate(lengths):
+        part = Part(tell, at, len(lengths))
         runs: dict[str, list[float]] = {player.name: [] for player in company.players if player.ready.plain}
         for i in range(-1, repeats):
-            tell(f"reading {length} tokens, {f'round {i + 1} of {repeats}' if i >= 0 else 'warming up'}")
+            what = f"round {i + 1} of {repeats}" if i >= 0 else "warming up"
+            part(f"reading {length} tokens, {what}", i + 1, repeats + 1)
             prompt = prompt_of(texts, length, next(starts))
             for name in in_turn(list(runs), i):
                 outcome = company.ask(name, 0, [prompt], 1)

@@ -25,13 +25,13 @@ from forerun.bench.peer_prefill import measure_prefill
 from forerun.bench.peer_process import Outcome, PeerError, Prompts, Ready, Worker
 from forerun.bench.peer_results import ITS_OWN, OURS, Failure, PeerResult, PeersReport, PrefillResult, spread, summarise
 from forerun.bench.peer_turns import Company, Player, in_turn
-from forerun.bench.report import Tell, nothing
 from forerun.bench.run import PLAIN, Arm, Work, timed_run
 from forerun.config import parse_depth
 from forerun.engine.drafting import OFF
 from forerun.errors import ConfigError, ForerunError, RequestError
 from forerun.kernels import native
 from forerun.llm import LLM
+from forerun.progress import Part, Tell, nothing
 from forerun.sampling.params import SamplingParams
 
 WARMING = 64  # tokens of the round that does not count
@@ -72,7 +72,7 @@ def measure_peers(
         draft: model:PLACE, lookup, off (then only plain decoding is compared), or None for what suits the model.
         plan: what to measure.
         loads: prompts by category and requests at once.
-        tell: is given a line about each stage.
+        tell: is told what goes on.
 
     Raises:
         ForerunError: an option, a model or a prompt that cannot be; or no other engine could run.
@@ -84,23 +84,26 @@ def measure_peers(
     failures: list[Failure] = []
     bandwidths: list[float] = []
     with _folder(plan.converted) as folder:
-        for form in plan.formats:
+        for number, form in enumerate(plan.formats):
+            part = Part(tell, number, len(plan.formats))
             with ExitStack() as stack:
                 label = models.label(form)
-                tell(f"loading {OURS}, {label}")
+                part(f"loading {OURS}, {label}")
                 ours = Ours(models, form, max(load.requests for load in loads), plan)
                 options = _options(ours, models, form, plan, loads, folder)
                 company = Company([ours], failures)
                 for name in plan.peers:
-                    tell(f"loading {name}, {label}")
+                    part(f"loading {name}, {label}")
                     company.players += _start(name, form, options, plan, stack, failures)
-                for load in loads:
+                turns = len(loads) + bool(plan.prefill)
+                for turn, load in enumerate(loads):
                     if len(company.players) == 1:
                         break  # nobody is left to be compared with
-                    runs = _rounds(company, load, plan, bandwidths, tell)
+                    runs = _rounds(company, load, plan, bandwidths, Part(part, turn, turns))
                     results += summarise(label, load.requests, company.players, runs, load.category)
                 if len(company.players) > 1:
-                    prefills += measure_prefill(label, company, plan.prefill, _texts(loads), plan.repeats, tell)
+                    last = Part(part, turns - 1, turns)
+                    prefills += measure_prefill(label, company, plan.prefill, _texts(loads), plan.repeats, last)
     if not any(result.engine != OURS for result in results):
         raise ForerunError(f"no other engine could run: {'; '.join(dict.fromkeys(map(str, failures)))}")
     draft_format = STORED if models.drafter and models.drafter.is_file() else plan.draft_format
@@ -164,7 +167,8 @@ def _rounds(
         native.start(plan.threads)
     what = f"{load.category}, " * bool(load.category) + f"{load.requests} requests, " * (load.requests > 1)
     for i in range(-1, plan.repeats):  # -1 warms up, with the prompts that are used last
-        tell(what + ("warming up" if i < 0 else f"round {i + 1} of {plan.repeats}"))
+        now = "warming up" if i < 0 else f"round {i + 1} of {plan.repeats}"
+        tell(what + now, i + 1, plan.repeats + 1)
         for name, depth in in_turn(list(runs), i):
             tokens = plan.tokens if i >= 0 else min(WARMING, plan.tokens)
             outcome = company.ask(name, depth, load.groups[i % len(load.groups)], tokens)

@@ -1,22 +1,16 @@
 """What measurements have in common: where they were made, medians with their uncertainty, whether two outputs are the
-same, tables, progress. Nothing of torch until it is asked for a machine: clients of a server use this too."""
+same, tables. Nothing of torch until it is asked for a machine: clients of a server use this too."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 RESAMPLES = 4000
-Tell = Callable[[str], None]
-
-
-def nothing(message: str) -> None:
-    """The progress of a measurement that nobody watches."""
 
 
 def bootstrap_interval(values: Sequence[float], level: float = 0.95) -> tuple[float, float] | None:
@@ -43,24 +37,6 @@ def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
     if list(one) == list(other):
         return None
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
-
-
-@contextmanager
-def progress(quiet: bool) -> Iterator[Tell]:
-    """What takes lines of progress: one changing line on a terminal, lines on stderr elsewhere, nowhere if `quiet`.
-
-    No spinner: the thread that turns one would take time from what is measured.
-    """
-    if quiet:
-        yield nothing
-    elif sys.stderr.isatty():
-        clear = "\r\x1b[2K"
-        try:
-            yield lambda message: print(f"{clear}{message}", end="", file=sys.stderr, flush=True)
-        finally:
-            print(clear, end="", file=sys.stderr, flush=True)
-    else:
-        yield lambda message: print(message, file=sys.stderr, flush=True)
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

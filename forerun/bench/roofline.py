@@ -21,7 +21,7 @@ import torch
 
 from forerun.bench.demand import Demand, demand_of
 from forerun.bench.limits import limits_of
-from forerun.bench.report import Tell, median, nothing
+from forerun.bench.report import median
 from forerun.cache.attention import Segment
 from forerun.config import Config
 from forerun.errors import CapacityError, ConfigError
@@ -31,6 +31,7 @@ from forerun.models.config import load_config
 from forerun.models.decoder import Decoder, longest_context
 from forerun.models.hub import DEFAULT, find_model
 from forerun.native import NativeDecoder
+from forerun.progress import Tell, nothing
 from forerun.runner import Runner
 
 MOST_ROWS = 1024
@@ -104,7 +105,7 @@ def measure_roofline(
         rows: numbers of tokens of a pass; one row is measured always.
         context: committed tokens that they see.
         repeats: rounds; each measures the limits and every number of rows in turn.
-        tell: is given a line about each stage.
+        tell: is told what goes on.
 
     Raises:
         ForerunError: an option, a model, or a number of rows that cannot be.
@@ -128,7 +129,7 @@ def measure_roofline(
     peaks: dict[str, list[float]] = {form: [] for form in demands[1].operations}
     times: dict[int, list[float]] = {count: [] for count in counts}
     for i in range(repeats):
-        tell(f"round {i + 1} of {repeats}")
+        tell(f"round {i + 1} of {repeats}", i, repeats)
         speed = limits.bandwidth()
         bandwidths += [] if speed is None else [speed]
         for form, measured in peaks.items():

@@ -12,17 +12,18 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from forerun.bench.energy import Meter, cost_per_million
-from forerun.bench.report import RESAMPLES, Tell, first_difference, median
+from forerun.bench.report import RESAMPLES, first_difference, median
 from forerun.bench.run import PLAIN, Arm, Run, Work, timed_run
 from forerun.bench.tally import tally
 from forerun.kernels import native
 from forerun.llm import LLM
+from forerun.progress import Tell
 from forerun.sampling.params import SamplingParams
 
 Batch = list[Work]
@@ -108,6 +109,11 @@ class Limit:
     share: float | None
 
 
+def always(seconds: float, done: int) -> bool:
+    """There is time for any round."""
+    return True
+
+
 class Rounds:
     """The runs of every arm in one setting: runs[arm][batch][round]."""
 
@@ -119,32 +125,46 @@ class Rounds:
         self.energies: dict[Arm, list[float | None]] = {arm: [] for arm in arms}  # joules a token of each run
         self.bandwidths: list[float] = []
 
-    def play(self, works: Sequence[Batch], tell: Tell, settle: float = 0.0) -> None:
-        """The warm-up and all rounds, then further ones for up to `settle` seconds, until every ratio has settled."""
+    def play(
+        self, works: Sequence[Batch], tell: Tell, settle: float = 0.0, fits: Callable[[float, int], bool] = always
+    ) -> None:
+        """The warm-up and all rounds, then further ones for up to `settle` seconds, until every ratio has settled.
+
+        Before each, `fits` is asked whether there is time for it: the seconds it may take, by the warm-up or the one
+        before, and how many rounds are over.
+        """
         llm, arms = self.llm, list(self.runs)
         params = replace(self.params, temperature=self.setting.temperature)
         has_limit = llm.decoder.device.type == "cpu" and native.library() is not None
         if has_limit:
             native.start(llm.config.threads)  # torch kernels have not
-        tell(f"{self.setting}: warming up")
+        tell(f"{self.setting}: warming up", 0, 1)
+        began = time.monotonic()
         for arm in arms:
             llm.forget()
             timed_run(llm.engine, works[0], params, arm)
         for arm in arms:
             self.runs[arm] = [[] for _ in works]
-        until = time.monotonic() + settle
-        while self.done < self.repeats or (time.monotonic() < until and not self.settled()):
-            self._round(works, tell)
+        began, expected = time.monotonic(), (time.monotonic() - began) * len(works)
+        while self.done < self.repeats or (time.monotonic() < began + settle and not self.settled()):
+            if not fits(expected, self.done):
+                return
+            begun = time.monotonic()
+            self._round(works, tell, began, settle)
+            expected = time.monotonic() - begun
             self.bandwidths += [native.read_bandwidth()] if has_limit else []
 
-    def _round(self, works: Sequence[Batch], tell: Tell) -> None:
+    def _round(self, works: Sequence[Batch], tell: Tell, began: float, settle: float) -> None:
         """Every arm on every batch, the arms in turns."""
         llm, arms, done = self.llm, list(self.runs), self.done
         params = replace(self.params, temperature=self.setting.temperature)
         of = f" of {self.repeats}" if done < self.repeats else ", until ratios have settled"
         for batch in range(len(works)):
-            tell(f"{self.setting}: round {done + 1}{of}, prompts {batch + 1} of {len(works)}")
             i = done * len(works) + batch
+            share = (1 + i) / (1 + self.repeats * len(works))  # 1 for the warm-up
+            if settle:
+                share = min(share, (time.monotonic() - began) / settle)
+            tell(f"{self.setting}: round {done + 1}{of}, prompts {batch + 1} of {len(works)}", min(share, 1.0), 1)
             for turn in range(len(arms)):
                 arm = arms[(turn + i) % len(arms)]
                 llm.forget()

@@ -13,8 +13,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from forerun.config import parse_draft
 from forerun.draft.base import Reference
-from forerun.draft.registry import parse_draft, with_references
+from forerun.draft.registry import with_references
 from forerun.engine.drafting import OFF
 from forerun.engine.engine import Engine
 from forerun.engine.stats import RequestStats
@@ -108,7 +109,7 @@ def timed_run(engine: Engine, works: Sequence[Work], params: SamplingParams, arm
     opened = closed = time.perf_counter()
     tokens = steps = 0
     while engine.busy:
-        events = engine.step()
+        events = engine.step_or_raise()
         closed = time.perf_counter()
         if waiting:
             waiting -= {event.request_id for event in events if event.token_ids}

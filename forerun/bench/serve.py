@@ -25,10 +25,10 @@ from typing import Any
 from forerun.bench.answer import Answer
 from forerun.bench.closed_loop import Request, Run, drive
 from forerun.bench.endpoint import Endpoint, Prompt, Server, as_asked, connect
-from forerun.bench.report import Tell, nothing
 from forerun.bench.serve_result import OFF, Arm, Result, result
 from forerun.config import parse_depth
 from forerun.errors import ConfigError, ForerunError, RequestError
+from forerun.progress import Tell, nothing
 
 EACH = 3  # requests a client sends in a run that has no length in seconds
 INTERRUPTED = "interrupted"
@@ -130,6 +130,7 @@ class Measurement:
         self.prompts = [as_asked(prompt, plan.endpoint.chat) for prompt in prompts]
         self.runs: dict[tuple[int, Arm], list[Run]] = {(n, arm): [] for n in plan.requests for arm in plan.arms()}
         self.sent = 0  # requests of each arm up to here: the index of the next one
+        self.told = 0  # runs begun, those that warm up included
         self.repeated = False
         self.server: Server | None = None
 
@@ -160,7 +161,9 @@ class Measurement:
         for i in range(len(arms)):
             arm, run = arms[(turn + i) % len(arms)], Run()
             what = f"{clients} at once" + (f", {arm.draft}" if arm.draft else "")
-            self.tell(f"{what}: " + ("warming up" if turn < 0 else f"round {turn + 1} of {self.plan.repeats}"))
+            now = "warming up" if turn < 0 else f"round {turn + 1} of {self.plan.repeats}"
+            self.tell(f"{what}: {now}", self.told, (self.plan.repeats + 1) * len(self.runs))
+            self.told += 1
             if turn >= 0:
                 self.runs[clients, arm].append(run)
             await self._run(run, server, clients, self._requests(arm, clients, warm=turn < 0))

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from forerun.bench.decode import Plan, measure_decoding
-from forerun.bench.report import Tell, machine, nothing
+from forerun.bench.report import machine
 from forerun.bench.rounds import Result
 from forerun.bench.whole import write_whole
 from forerun.bench.workloads import Task
 from forerun.engine.drafting import OFF
 from forerun.errors import ConfigError
+from forerun.progress import Part, Tell, nothing
 
 AT_HAND = ("suffix", "ngram")  # the drafts that need nothing but the model
 CLOSE = 0.9  # of the best of the short look: worth a long one
@@ -66,13 +67,17 @@ def tune(options: dict[str, Any], plan: Plan, tasks: Sequence[Task], tell: Tell 
             "there is nothing to choose between: plain decoding is measured anyway, so give --drafts others"
         )
     tasks = [replace(task, category="all") for task in tasks]
-    look = measure_decoding(options, replace(plan, repeats=SHORT, settle=0.0), tasks, tell, "tune")
+    look = measure_decoding(
+        options, replace(plan, repeats=SHORT, settle=0.0), tasks, Part(tell, 0, 2, "short look, "), "tune"
+    )
     short = ranked(look.results)
     close = [r for r in short if r.times_plain >= CLOSE * short[0].times_plain][:FINALISTS]
     results: list[Result] = []
-    for draft in dict.fromkeys(r.draft for r in close):
+    drafts = list(dict.fromkeys(r.draft for r in close))
+    for i, draft in enumerate(drafts):
         again = replace(plan, drafts=[draft], depths=[r.depth for r in close if r.draft == draft])
-        results += measure_decoding(options, again, tasks, tell, "tune").results
+        part = Part(Part(tell, 1, 2, "long look, "), i, len(drafts))
+        results += measure_decoding(options, again, tasks, part, "tune").results
     best = ranked(results)
     return Tuned(look.model, machine(options.get("threads", 0)), plan.params.max_tokens, choose(best), best, short)
 

@@ -59,9 +59,9 @@ class KVCache:
         """Bytes of one token's keys and values."""
         return 2 * config.layers * config.kv_heads * config.head_dim * dtype.itemsize
 
-    def open(self, slot: int, tokens: Sequence[int]) -> int:
-        """Start a slot with whatever prefix of `tokens` is cached; returns how many tokens that is."""
-        self.length[slot] = self.pages.match(slot, tokens)
+    def open(self, slot: int, tokens: Sequence[int], tenant: str = "") -> int:
+        """Start a slot with whatever prefix of `tokens` is cached of this tenant; returns how many tokens that is."""
+        self.length[slot] = self.pages.match(slot, tokens, tenant)
         return self.length[slot]
 
     def close(self, slot: int) -> None:

@@ -1,9 +1,10 @@
 """The host side of the KV cache: which page belongs to which slot, and which pages hold a known prefix.
 
 A page is `size` consecutive rows of the KV tensors. Full pages of committed tokens are sealed: named by a digest of
-all tokens up to their end, so a later request that starts alike shares them. A shared page is never written: writes
-happen past the committed length, sharing only below it. Invariant (`check`): every page is free, idle (sealed, kept
-in case it is wanted again, first to go when room is needed) or held by as many slots as its count of users says.
+their tenant and of all tokens up to their end, so a later request of the same tenant that starts alike shares them. A
+shared page is never written: writes happen past the committed length, sharing only below it. Invariant (`check`): every
+page is free, idle (sealed, kept in case it is wanted again, first to go when room is needed) or held by as many slots
+as its count of users says.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class Pages:
         self.digest_of: dict[int, bytes] = {}
         self.page_of: dict[bytes, int] = {}
         self.chain: list[list[bytes]] = [[] for _ in range(slots)]
+        self.root = [_root("")] * slots  # what stands before the first page: prefixes are shared within a tenant
 
     def line(self, slot: int) -> int:
         """The address of a slot's line in `rows`."""
@@ -48,12 +50,13 @@ class Pages:
         """Pages held by some slot."""
         return self.count - self.available
 
-    def match(self, slot: int, tokens: Sequence[int]) -> int:
-        """Give an empty slot the sealed pages of the longest known prefix; returns how many tokens they hold.
+    def match(self, slot: int, tokens: Sequence[int], tenant: str = "") -> int:
+        """Give an empty slot the sealed pages of the longest prefix known of this tenant; returns how many tokens they
+        hold.
 
         At least one token is always left to read.
         """
-        digest = b""
+        digest = self.root[slot] = _root(tenant)
         for start in range(0, len(tokens) - self.ahead - self.size, self.size):
             digest = self._digest(digest, tokens, start)
             page = self.page_of.get(digest)
@@ -86,7 +89,7 @@ class Pages:
         chain = self.chain[slot]
         while (len(chain) + 1) * self.size <= upto:
             start = len(chain) * self.size
-            digest = self._digest(chain[-1] if chain else b"", tokens, start)
+            digest = self._digest(chain[-1] if chain else self.root[slot], tokens, start)
             page = self.held[slot][len(chain)]
             if digest not in self.page_of and page not in self.digest_of:
                 self.page_of[digest], self.digest_of[page] = page, digest
@@ -130,3 +133,8 @@ class Pages:
         """The name of the page of tokens from `start` on, behind the page called `previous`."""
         page = np.asarray(tokens[start : start + self.size + self.ahead], dtype=np.int64)
         return hashlib.blake2b(previous + page.tobytes(), digest_size=16).digest()
+
+
+def _root(tenant: str) -> bytes:
+    """What stands before the first page of a tenant's texts."""
+    return hashlib.blake2b(tenant.encode(), digest_size=16).digest()

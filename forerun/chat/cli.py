@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -18,9 +17,10 @@ from forerun.chat.conversation import Conversation
 from forerun.chat.parameters import Parameters
 from forerun.errors import ForerunError
 from forerun.flags import ENGINE, SAMPLING, with_flags
+from forerun.terminal import as_dict, load, say, show, summary
 
 if TYPE_CHECKING:
-    from forerun.llm import LLM, Completion
+    from forerun.llm import LLM
 
 LEAST = 256  # tokens that an answer may have, where nobody asked for a number
 
@@ -35,11 +35,9 @@ def chat(
     sampling: dict[str, Any],
 ) -> None:
     """Talk with a model. Ctrl-C ends an answer, Ctrl-D or /bye the conversation; /? lists what else there is."""
-    from forerun.cli import _load, _params  # which registers this verb
-
-    Parameters(_params, sampling)  # bad ones are told before a model is loaded
-    llm = _load(config, as_json)
-    parameters = Parameters(_params, sampling, llm.recommended, _stop(llm))
+    Parameters(sampling)  # bad ones are told before a model is loaded
+    llm = load(config, as_json)
+    parameters = Parameters(sampling, llm.recommended, _stop(llm))
     commands = Commands(Conversation(llm, system), parameters, stats)
     alone = not sys.stdin.isatty()
     failed = _talk(_piped() if alone else _typed(), commands, as_json, alone)
@@ -93,8 +91,6 @@ def _talk(lines: Iterable[str], commands: Commands, as_json: bool, alone: bool) 
 
 def _turn(commands: Commands, text: str, as_json: bool, alone: bool) -> None:
     """One message and its answer."""
-    from forerun.cli import _as_dict, _print
-
     talk, params = commands.conversation, commands.parameters.params
     messages, dropped, room = talk.ask(text, _wanted(commands))
     if dropped:
@@ -107,13 +103,14 @@ def _turn(commands: Commands, text: str, as_json: bool, alone: bool) -> None:
             for _ in stream:
                 pass
         else:
-            _print(stream)
+            show(stream, commands.clock)
     completion = stream.completion
     talk.add(messages, completion.text)
+    commands.seed = None if params.greedy else completion.seed
     if as_json:
-        print(json.dumps(_as_dict(completion)), flush=True)
+        print(json.dumps(as_dict(completion)), flush=True)
     elif commands.stats:
-        _say(_parts(completion, talk.room))
+        say(summary(completion, talk.room, commands.clock.plain))
 
 
 def _wanted(commands: Commands) -> int:
@@ -133,31 +130,3 @@ def _ended_by_ctrl_c(stop: Callable[[], None], alone: bool) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def _parts(completion: Completion, room: int) -> list[str]:
-    """What the line of statistics says, the most wanted first."""
-    stats = completion.stats
-    decoding = stats.seconds - stats.first_token_seconds
-    rest = stats.completion_tokens - stats.completion_tokens / max(stats.steps, 1)
-    used = stats.prompt_tokens + stats.completion_tokens
-    full = " (context full)" if used >= room else " (cut at max-tokens)"
-    why = {"length": full, "abort": " (interrupted)"}.get(completion.finish_reason, "")
-    return [
-        f"{stats.completion_tokens} tokens{why}",
-        *([f"{rest / decoding:.0f} tokens/s"] if decoding > 0 and stats.steps > 1 else []),
-        *([f"{stats.accepted_length:.2f} per pass"] if stats.steps else []),
-        f"context {used} of {room}",
-    ]
-
-
-def _say(parts: list[str]) -> None:
-    """One line on stderr; on a terminal it is dim, and what does not fit is left out."""
-    if not sys.stderr.isatty():
-        print(" · ".join(parts), file=sys.stderr)
-        return
-    width = os.get_terminal_size(sys.stderr.fileno()).columns or 80
-    while len(parts) > 1 and len(" · ".join(parts)) > width:
-        parts = parts[:-1]
-    line = " · ".join(parts)[:width]
-    print(line if "NO_COLOR" in os.environ else f"\x1b[2m{line}\x1b[0m", file=sys.stderr)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from forerun.chat.conversation import Conversation
 from forerun.chat.parameters import FIELDS, Parameters
 from forerun.errors import RequestError, nearest
+from forerun.terminal import Clock
 
 HELP = {
     "/help, /?": "this list",
@@ -27,12 +28,15 @@ QUOTES = '"""'
 class Commands:
     """The commands of one conversation, and what they switch.
 
-    `stats` says whether answers are followed by a line of statistics, `left` whether the user has taken leave.
+    `stats` says whether answers are followed by a line of statistics, `left` whether the user has taken leave, `clock`
+    how fast answers come, `seed` with what the last one was drawn.
     """
 
     def __init__(self, conversation: Conversation, parameters: Parameters, stats: bool = True) -> None:
         self.conversation, self.parameters, self.stats = conversation, parameters, stats
         self.left = False
+        self.clock = Clock()
+        self.seed: int | None = None
         self._known = {
             "/help": self._help,
             "/show": self._show,
@@ -68,6 +72,7 @@ class Commands:
                 ("draft", f"{config.draft}, depth {config.depth}, rule {config.rule}"),
                 ("context", f"{talk.used} of {talk.room} tokens used, {len(talk.said)} messages"),
                 *((name, f"{value} ({origin})") for name, value, origin in self.parameters.lines()),
+                *([("last seed", f"{self.seed} (drawn)")] if self.seed is not None else []),
             ]
         )
 

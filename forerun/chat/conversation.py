@@ -50,8 +50,7 @@ class Conversation:
     @property
     def room(self) -> int:
         """Most tokens that the conversation and an answer may have together."""
-        pages = self.llm.engine.target.cache.pages
-        return min(self.llm.decoder.context, pages.count * pages.size)
+        return self.llm.room
 
     @property
     def used(self) -> int:

@@ -2,37 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
 from types import MappingProxyType
 from typing import Any
 
 from forerun.errors import RequestError, nearest
-from forerun.flags import SAMPLING_TYPES
+from forerun.flags import ANSWER, SAMPLING_TYPES, in_flags
 from forerun.sampling.params import SamplingParams
+from forerun.terminal import sampling_params
 
 FIELDS = {f.name.replace("_", "-"): f for f in fields(SamplingParams) if f.name not in ("n", "grammar")}
-DEFAULTS = {"max_tokens": 512}  # of a conversation; all else is SamplingParams' own
 AS_BEFORE = "default"  # the value that takes a /set back
 
 
 class Parameters:
     """The parameters in force: defaults, over them the model's authors', the command line's, and those that were set.
 
-    `make` makes SamplingParams of options as the command line gives them; `advised` is what the authors set; `stop` are
-    stops that always count.
+    `given` and `advised` are options as the command line gives them; `stop` are stops that always count.
     """
 
     def __init__(
         self,
-        make: Callable[[dict[str, Any]], SamplingParams],
         given: dict[str, Any],
         advised: Mapping[str, Any] = MappingProxyType({}),
         stop: tuple[str, ...] = (),
     ) -> None:
-        self._make, self._stop = make, stop
+        self._stop = stop
         self._layers: dict[str, Mapping[str, Any]] = {
-            "default": DEFAULTS, "model's authors": advised, "command line": given, "/set": {}
+            "default": ANSWER, "model's authors": advised, "command line": given, "/set": {}
         }  # fmt: skip
         self.params = self._made(self._layers)
 
@@ -48,7 +46,7 @@ class Parameters:
         try:
             self.params = self._made(layers)
         except RequestError as error:
-            raise RequestError(_as_flags(str(error))) from None
+            raise RequestError(in_flags(str(error), {f.name: name for name, f in FIELDS.items()})) from None
         self._layers = layers
 
     def asked(self, name: str) -> bool:
@@ -71,7 +69,7 @@ class Parameters:
         options = {name: value for layer in layers.values() for name, value in layer.items()}
         if self._stop:
             options["stop"] = [*options.get("stop", []), *self._stop]
-        return self._make(options)
+        return sampling_params(options)
 
 
 def _value(name: str, kind: Any, text: str) -> Any:
@@ -102,12 +100,5 @@ def _text(value: Any) -> str:
     if isinstance(value, dict):
         value = [f"{token}={amount:g}" for token, amount in value.items()]
     if isinstance(value, list | tuple):
-        return " ".join(repr(v) if isinstance(v, str) and not v.isprintable() else str(v) for v in value) or "none"
-    return "none" if value is None else str(value)
-
-
-def _as_flags(message: str) -> str:
-    """An error of SamplingParams in the words of the command line."""
-    for name, field in FIELDS.items():
-        message = message.replace(field.name, name)
-    return message
+        return " ".join(repr(v) if isinstance(v, str) and not v.isprintable() else str(v) for v in value) or "not set"
+    return "not set" if value is None else str(value)

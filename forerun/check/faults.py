@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 from torch import Tensor
 
-from forerun.bench.report import nothing
 from forerun.check import mistakes
 from forerun.check.findings import Finding
 from forerun.check.oracle import Scheme
 from forerun.check.rules import ENUMERABLE, enumerate_rule, try_noise
 from forerun.check.subject import Ask, Subject
 from forerun.check.texts import check_texts
+from forerun.progress import Tell, nothing
 from forerun.types import Draft, Verdict
 from forerun.verify import RULES, Noise, Rule, match
 from forerun.verify.base import RatioRule, Verify, ratio
@@ -155,26 +155,32 @@ FAULTS = {
 }
 
 
-def check_rules(names: Sequence[str], fault: Fault | None = None) -> Iterator[Finding]:
+def check_rules(names: Sequence[str], fault: Fault | None = None, tell: Tell = nothing) -> Iterator[Finding]:
     """The code of each rule by enumeration, and with the real noise; with `fault` in it, if one is given."""
     for name in names:
         code = fault.code(name) if fault else ENUMERABLE[name]
         schemes = {fault.what: fault.scheme} if fault and fault.scheme and name in fault.rules else None
-        yield enumerate_rule(name, code, schemes)
+        tell(f"{name}, every draft on toy models")
+        yield enumerate_rule(name, code, schemes, exact=fault is None or name not in fault.rules)
         if name != "match":  # its noise is tested with the texts, which depend on every bit of it
+            tell(f"{name}, real random numbers")
             yield try_noise(name, code, fault.noise if fault and name in fault.rules else Noise)
 
 
-def check_faults(rules: Sequence[str], subject: Subject, asks: Sequence[Ask], draft: str) -> Iterator[Finding]:
+def check_faults(
+    rules: Sequence[str], subject: Subject, asks: Sequence[Ask], draft: str, tell: Tell = nothing
+) -> Iterator[Finding]:
     """Put every fault into every rule it can be made in: a check must find each."""
     for fault in FAULTS.values():
         for name in [name for name in rules if name in fault.rules]:
+            tell(f"{fault.name} in {name}")
             tried = check_rules([name], fault)
             if name == "match":
                 tried = itertools.chain(tried, _in_texts(fault, subject, asks, draft))
             found = next((finding for finding in tried if finding.passed is False), None)
-            what = f"found by {found.part}: {found.text}" if found else "NOT FOUND"
-            yield Finding("faults", f"{fault.name} in {name}", found is not None, f"{fault.what}; {what}")
+            what = f"found by {found.part}: {found.text}" if found else "NOT FOUND: these checks miss such mistakes"
+            details = {"fault": fault.name, "rule": name, "found_by": found.part if found else None}
+            yield Finding("faults", f"{fault.name} in {name}", found is not None, f"{fault.what}; {what}", details)
 
 
 def _in_texts(fault: Fault, subject: Subject, asks: Sequence[Ask], draft: str) -> Iterator[Finding]:

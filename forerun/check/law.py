@@ -13,10 +13,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from forerun.bench.report import Tell
+from forerun.check import digits
 from forerun.check.findings import Finding
 from forerun.check.subject import Ask, Said, Schedule, Subject
 from forerun.check.wager import ALPHA, Wager
+from forerun.progress import Tell, nothing
 from forerun.sampling.params import SamplingParams
 from forerun.types import Draft, Law
 from forerun.verify import Rule
@@ -32,11 +33,14 @@ SCHEDULE = Schedule(8, 64, 3)
 
 
 def bet(
-    subject: Subject, prompts: Sequence[tuple[int, ...]], rule: Rule, draft: str, goal: int, deadline: float
-) -> Wager:
+    subject: Subject, prompts: Sequence[tuple[int, ...]], rule: Rule, draft: str, goal: int, deadline: float,
+    tell: Tell = nothing,
+) -> Wager:  # fmt: skip
     """Let the engine say texts until the law is refuted, `goal` tokens are said or the time is over."""
-    wager, seed = Wager(len(EVENTS)), 0
+    wager, seed, began = Wager(len(EVENTS)), 0, time.monotonic()
     while wager.tokens < goal and not wager.refuted and (time.monotonic() < deadline or not wager.tokens):
+        used = (time.monotonic() - began) / max(deadline - began, 1e-9)
+        tell(f"{rule.name} with {draft}, {wager.tokens} tokens", min(max(wager.tokens / goal, used), 1.0), 1)
         asks = []
         for prompt in itertools.islice(itertools.cycle(prompts), SCHEDULE.at_once):
             seed += 1
@@ -87,26 +91,27 @@ def check_law(
     subject: Subject, prompts: Sequence[tuple[int, ...]], rule: Rule, draft: str, goal: int, deadline: float, tell: Tell
 ) -> Finding:
     """The finding for one rule and draft."""
-    tell(f"law: {rule.name} with {draft}")
     name, events = f"{rule.name} with {draft}", UNDRAFTED if rule.coupled else EVENTS
     try:
-        wager = bet(subject, prompts, rule, draft, goal, deadline)
+        wager = bet(subject, prompts, rule, draft, goal, deadline, tell)
     except AssertionError as error:
         return Finding("law", name, False, f"the engine stopped: {error}")
     excess, bound = wager.excess, wager.bound()
     worst = int(np.argmax(np.abs(excess)))
     details = {
         "tokens": wager.tokens, "evidence": wager.evidence, "alpha": ALPHA, "bound": bound,
-        "excess": dict(zip(events, excess, strict=True)),
+        "excess": dict(zip(events, excess, strict=True)), "expected": dict(zip(events, wager.expected, strict=True)),
     }  # fmt: skip
     if wager.refuted:
         text = (
-            f"refuted after {wager.tokens} tokens: {events[worst]} comes {abs(excess[worst]):.3f} too"
-            f" {'often' if excess[worst] > 0 else 'seldom'} (evidence {wager.evidence:.2g} to 1)"
+            f"refuted after {wager.tokens} tokens at temperature 1: {events[worst]}"
+            f" {digits.off(wager.expected[worst] + excess[worst], wager.expected[worst])} (evidence"
+            f" {digits.odds(wager.evidence)}, {digits.odds(1 / ALPHA)} refutes)"
         )
         return Finding("law", name, False, text, details)
     text = (
-        f"{wager.tokens} tokens at temperature 1: evidence against {wager.evidence:.2f} to 1; {events[1]} comes"
-        f" {100 * excess[1]:+.1f} points off, true bias within {100 * bound:.1f} points of that ({1 - ALPHA:.2%})"
+        f"{wager.tokens} tokens at temperature 1: evidence against {digits.odds(wager.evidence)}"
+        f" ({digits.odds(1 / ALPHA)} refutes); {events[1]} comes {100 * excess[1]:+.1f} points off, true bias within"
+        f" {100 * bound:.1f} points of that ({1 - ALPHA:.2%})"
     )
     return Finding("law", name, True, text, details)

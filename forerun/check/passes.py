@@ -6,8 +6,12 @@ measure of what a near tie is.
 
 from __future__ import annotations
 
+import math
+from dataclasses import asdict, dataclass, replace
+
 import torch
 
+from forerun.check import digits
 from forerun.check.findings import Finding
 from forerun.check.subject import Subject
 
@@ -18,10 +22,10 @@ TREE = [-1, 0, 0, 1, 1, 2, 5, 6]  # the parents of a small tree
 def check_passes(subject: Subject, prompt: tuple[int, ...], exact: bool) -> tuple[Finding, float]:
     """The finding, and the largest difference of a logit. `exact`: whether every bit must be equal. prompt [>= 32]"""
     alone = subject.logits(prompt, step=1)
-    worst, where = 0.0, ""
+    worst = Difference()
     for step in (*CHUNKS, len(prompt)):
         found = _apart(subject.logits(prompt, step=step), alone)
-        worst, where = max((worst, where), (found, f"{step} tokens a pass"))
+        worst = max(worst, replace(found, where=f"{step} tokens a pass"), key=lambda d: d.size)
     half = len(prompt) // 2
     prefix, nodes = prompt[:half], prompt[half : half + len(TREE)]
     together = subject.tree_logits(prefix, nodes, TREE)
@@ -31,21 +35,43 @@ def check_passes(subject: Subject, prompt: tuple[int, ...], exact: bool) -> tupl
         while at >= 0:
             path.insert(0, nodes[at])
             at = TREE[at]
-        found = _apart(together[node], subject.logits([*prefix, *path], step=1)[-1])
-        worst, where = max((worst, where), (found, f"node {node} of a tree"))
-    details = {"difference": worst, "tokens": len(prompt), "exact": exact}
+        found = _apart(together[node : node + 1], subject.logits([*prefix, *path], step=1)[-1:])
+        worst = max(worst, replace(found, where=f"node {node} of a tree"), key=lambda d: d.size)
+    details = {"difference": worst.size, "tokens": len(prompt), "exact": exact}
     what = f"passes over {', '.join(map(str, CHUNKS))} and {len(prompt)} tokens and a tree of {len(TREE)} nodes"
-    if worst == 0:
+    if worst.size == 0:
         return Finding("passes", "target", True, f"{what} equal passes over one, bit for bit", details), 0.0
-    text = f"{what} differ from passes over one by up to {worst:.2g} in a logit ({where})"
-    if not exact:
-        text += ": texts can part at ties that close; the native kernels would be exact"
-    return Finding("passes", "target", not exact, text, details), worst
+    text = f"{what} differ from passes over one by up to {worst.size:.2g} in a score: {worst}"
+    if exact:
+        text += "; the native kernels allow no difference"
+    elif math.isfinite(worst.size):
+        text += "; texts can part at ties that close, the native kernels would be exact"
+    passed = not exact and math.isfinite(worst.size)
+    return Finding("passes", "target", passed, text, details | {"worst": asdict(worst)}), worst.size
 
 
-def _apart(one: torch.Tensor, other: torch.Tensor) -> float:
-    """The largest difference; infinite where one is no number."""
-    if torch.equal(one, other):
-        return 0.0
-    apart = float((one.double() - other.double()).abs().nan_to_num(nan=torch.inf).max())
-    return apart or 5e-324  # zeros of different sign
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The largest difference of two passes: of which token's logit, behind which row, and both logits."""
+
+    size: float = 0.0
+    where: str = ""
+    row: int = 0
+    token: int = 0
+    together: float = 0.0
+    alone: float = 0.0
+
+    def __str__(self) -> str:
+        together, alone = digits.pair(self.together, self.alone)
+        return f"{together} instead of {alone} for token {self.token} behind row {self.row}, {self.where}"
+
+
+def _apart(together: torch.Tensor, alone: torch.Tensor) -> Difference:
+    """Where they are furthest apart; infinitely where one is no number. [M, V] x 2"""
+    if torch.equal(together, alone):
+        return Difference()
+    one, other = together.double(), alone.double()
+    gaps = (one - other).abs().nan_to_num(nan=torch.inf).masked_fill(one == other, 0.0)
+    row, token = divmod(int(gaps.argmax()), gaps.shape[1])
+    size = float(gaps[row, token]) or 5e-324  # zeros of different sign
+    return Difference(size, "", row, token, float(one[row, token]), float(other[row, token]))

@@ -8,16 +8,18 @@ still wrong.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
 from forerun import rng
-from forerun.check import oracle
+from forerun.check import digits, oracle
 from forerun.check.findings import Finding
 from forerun.check.oracle import Scheme
 from forerun.check.schemes import CHAINS, TREES
-from forerun.check.wager import Wager
+from forerun.check.wager import ALPHA, Wager
 from forerun.types import Draft, Law, Verdict
 from forerun.verify import Noise, block, match, token, tree
 from forerun.verify.base import Coins, RatioRule
@@ -53,8 +55,11 @@ ENUMERABLE: dict[str, RatioRule] = {
 }
 
 
-def enumerate_rule(name: str, rule: RatioRule, schemes: Mapping[str, Scheme] | None = None) -> Finding:
-    """Whether rounds of `rule` have the target's law, over every way to draft it takes, on every toy model."""
+def enumerate_rule(
+    name: str, rule: RatioRule, schemes: Mapping[str, Scheme] | None = None, exact: bool = True
+) -> Finding:
+    """Whether rounds of `rule` have the target's law, over every way to draft it takes, on every toy model. Unless
+    `exact`, what rounding can do is allowed with fractions too: a mistake that computes in floats is no refutation."""
     schemes = schemes or (TREES | CHAINS if name in ("match", "tree") else CHAINS)
     cases = 0
     for kind, vocab, depth in TOYS:
@@ -64,33 +69,54 @@ def enumerate_rule(name: str, rule: RatioRule, schemes: Mapping[str, Scheme] | N
                 cases += 1
                 where = {"scheme": scheme, "vocabulary": vocab, "depth": depth, "kind": kind, "seed": seed}
                 try:
-                    wrong = _first_error(rule, grow, models, depth, ROUNDING if kind == "float" else 0)
+                    wrong = _worst(rule, grow, models, depth)
                 except AssertionError as error:  # the rule itself noticed that a draft cannot be
-                    return Finding("rules", name, False, f"refused: {error}", where)
-                if wrong:
-                    string, said, meant = wrong
-                    text = (
-                        f"wrong with a draft of kind {scheme!r}, depth {depth}, over {vocab} tokens ({kind}, seed"
-                        f" {seed}): the string {' '.join(map(str, string))} is said with probability {said:.6f}, the"
-                        f" target says it with {meant:.6f}"
-                    )
-                    return Finding("rules", name, False, text, where | {"said": said, "target": meant})
-    text = f"{cases} toy models and ways to draft, every draft and every coin: the target's law, error 0"
+                    text = f"with {_toy(where)}, the rule refused a draft: {error}"
+                    return Finding("rules", name, False, text, where)
+                allowed = 0.0 if exact and kind != "float" else ROUNDING
+                if wrong.apart > allowed:
+                    found = {"said": wrong.said, "target": wrong.target, "difference": wrong.apart, "allowed": allowed}
+                    text = f"with {_toy(where)}, {wrong.words(allowed)}"
+                    return Finding("rules", name, False, text, where | found)
+    text = f"{cases} toy models and ways to draft, every draft and every coin: the target's probabilities, error 0"
     return Finding("rules", name, True, text, {"cases": cases})
 
 
-def _first_error(
-    rule: RatioRule, grow: Scheme, models: tuple[oracle.Table, oracle.Table], depth: int, allowed: float
-) -> tuple[oracle.Prefix, float, float] | None:
-    """The string whose probability is furthest off and both probabilities; None if none is off."""
+@dataclass(frozen=True, slots=True)
+class Wrong:
+    """The string whose probability is furthest off, its probabilities, and how far apart they are."""
+
+    string: oracle.Prefix
+    said: float
+    target: float
+    apart: float
+
+    def words(self, allowed: float) -> str:
+        """What is wrong, in digits that show it."""
+        said, target = digits.pair(self.said, self.target)
+        often = "often" if self.said > self.target else "seldom"
+        far = digits.times(self.apart, allowed, "rounding" if allowed else "arithmetic in fractions")
+        return (
+            f"the tokens {' '.join(map(str, self.string))} come with probability {said}, but the target says them with"
+            f" {target}: {self.apart:.2g} too {often}, {far}"
+        )
+
+
+def _toy(where: Mapping[str, Any]) -> str:
+    return (
+        f"drafts of kind {where['scheme']!r}, {where['depth']} deep, over {where['vocabulary']} tokens (toy model"
+        f" {where['kind']}, seed {where['seed']})"
+    )
+
+
+def _worst(rule: RatioRule, grow: Scheme, models: tuple[oracle.Table, oracle.Table], depth: int) -> Wrong:
+    """Where a round's law is furthest from the target's."""
     target, drafter = models
     said = oracle.complete(oracle.emission(rule, oracle.proposals(grow, drafter, depth), target), target, depth + 1)
     meant = oracle.joint(target, depth + 1)
     off = {s: abs(said.get(s, 0) - meant.get(s, 0)) for s in {*said, *meant}}
     string = max(sorted(off), key=lambda s: off[s])
-    if off[string] <= allowed:
-        return None
-    return string, float(said.get(string, 0)), float(meant.get(string, 0))
+    return Wrong(string, float(said.get(string, 0)), float(meant.get(string, 0)), float(off[string]))
 
 
 def try_noise(name: str, rule: RatioRule, noise: type[Noise] = Noise) -> Finding:
@@ -102,7 +128,7 @@ def try_noise(name: str, rule: RatioRule, noise: type[Noise] = Noise) -> Finding
             try:
                 verdict = rule(draft, np.stack([P] * 3), mine)
             except AssertionError as error:
-                return Finding("rules", f"{name}, real noise", False, f"refused: {error}")
+                return Finding("rules", f"{name}, real noise", False, f"the rule refused a draft: {error}")
             wager.add(np.arange(len(P)) == verdict.tokens[0], P)
         if wager.refuted:
             break
@@ -110,11 +136,15 @@ def try_noise(name: str, rule: RatioRule, noise: type[Noise] = Noise) -> Finding
     details = {"rounds": wager.tokens, "evidence": wager.evidence, "token": worst, "excess": wager.excess[worst]}
     if wager.refuted:
         text = (
-            f"drafts, coins and draws are not independent: token {worst} comes {abs(wager.excess[worst]):.3f} too"
-            f" {'often' if wager.excess[worst] > 0 else 'seldom'} (evidence {wager.evidence:.0f} to 1)"
+            f"refuted after {wager.tokens} rounds with the engine's own random numbers: token {worst}"
+            f" {digits.off(P[worst] + wager.excess[worst], P[worst])} (evidence {digits.odds(wager.evidence)},"
+            f" {digits.odds(1 / ALPHA)} refutes)"
         )
         return Finding("rules", f"{name}, real noise", False, text, details)
-    text = f"{ROUNDS} rounds with the real noise: no evidence against the target's law ({wager.evidence:.2f} to 1)"
+    text = (
+        f"{ROUNDS} rounds with the engine's own random numbers: the target's probabilities are not refuted (evidence"
+        f" against them {digits.odds(wager.evidence)}, {digits.odds(1 / ALPHA)} refutes)"
+    )
     return Finding("rules", f"{name}, real noise", True, text, details)
 
 

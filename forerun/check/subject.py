@@ -74,7 +74,7 @@ class Subject:
                     )
                     running[request.id] = i, request
                     said[i] = Said([], [])
-                for event in self.engine.step():
+                for event in self.engine.step_or_raise():
                     i, request = running[event.request_id]
                     said[i].rounds += [(event.round, event.token_ids)] if event.round else []
                     if event.finish_reason:

@@ -7,19 +7,20 @@ how close the target's choice was: the gap between its best and second-best scor
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
 
 from forerun import rng
-from forerun.bench.report import Tell
 from forerun.check.findings import Finding
 from forerun.check.subject import Ask, Said, Schedule, Subject
+from forerun.progress import Tell
 from forerun.verify import RULES, Noise, Rule
 
 PLAIN = Schedule(1, 512, 0)
 SCHEDULES = (Schedule(1, 512, 4), Schedule(8, 16, "auto"), Schedule(3, 7, 8))
+Spell = Callable[[int], str]
 NEAR = 16.0  # ties this many times the largest difference of a logit are near
 
 
@@ -36,13 +37,22 @@ class Divergence:
     speculative: int
     margin: float
 
+    def words(self, spell: Spell | None) -> str:
+        """Where, which tokens, and how sure the target was."""
+        names = [_named(token, spell) for token in (self.speculative, self.plain)]
+        return (
+            f"prompt {self.prompt}, seed {self.seed}, temperature {self.temperature:g}, {self.schedule}: token"
+            f" {self.position} is {names[0]} instead of {names[1]}, where the target's first choice leads the second by"
+            f" {self.margin:.3g} in its score"
+        )
+
 
 def check_texts(
     subject: Subject, asks: Sequence[Ask], rules: Sequence[Rule], drafts: Sequence[str], noise: float,
     deadline: float, tell: Tell,
 ) -> Iterator[Finding]:  # fmt: skip
     """One finding a rule and draft. `noise` is the largest difference of a logit (0: none is allowed)."""
-    tell("texts: plain decoding")
+    tell("plain decoding")
     plain = subject.say(asks, RULES["match"], "off", PLAIN)
     greedy = [i for i, ask in enumerate(asks) if ask.params.greedy]
     arms = [(rule, draft) for rule in rules for draft in [*(["off"] if rule.name == "match" else []), *drafts]]
@@ -54,14 +64,21 @@ def check_texts(
             for schedule in SCHEDULES:
                 if time.monotonic() > (share if done else deadline):
                     break
-                tell(f"texts: {rule.name} with {draft}, {schedule}")
+                tell(f"{_name(rule.name, draft)}, {schedule}", done, len(SCHEDULES))
                 said = subject.say([asks[i] for i in mine], rule, draft, schedule)
                 apart += _divergences(subject, asks, plain, dict(zip(mine, said, strict=True)), schedule)
                 done += 1
         except AssertionError as error:
             yield Finding("texts", _name(rule.name, draft), False, f"the engine stopped: {error}")
             continue
-        yield _finding(_name(rule.name, draft), [asks[i] for i in mine], done, apart, noise)
+        spell = subject.llm.tokenizer.spell if subject.llm.tokenizer else None
+        yield _finding(_name(rule.name, draft), [asks[i] for i in mine], done, apart, noise, spell)
+
+
+def _named(token: int, spell: Spell | None) -> str:
+    if token < 0:
+        return "the end of the text"
+    return f"{spell(token)!r} (id {token})" if spell else str(token)
 
 
 def _name(rule: str, draft: str) -> str:
@@ -95,7 +112,10 @@ def _margin(subject: Subject, prefix: Sequence[int], temperature: float, seed: i
     return float(best[0] - best[1])
 
 
-def _finding(subject: str, asks: Sequence[Ask], done: int, apart: Sequence[Divergence], noise: float) -> Finding:
+def _finding(
+    subject: str, asks: Sequence[Ask], done: int, apart: Sequence[Divergence], noise: float, spell: Spell | None = None
+) -> Finding:
+    """What the texts of one rule and draft come to; `spell` gives the text of a token."""
     temperatures = sorted({ask.params.temperature for ask in asks})
     details = {
         "texts": len(asks) * done, "tokens": sum(ask.params.max_tokens for ask in asks) * done,
@@ -112,11 +132,12 @@ def _finding(subject: str, asks: Sequence[Ask], done: int, apart: Sequence[Diver
         return Finding("texts", subject, True, f"{what}: the same tokens", details)
     far = [d for d in apart if not d.margin <= NEAR * noise]
     first = min(far or apart, key=lambda d: d.position)
-    where = (
-        f"prompt {first.prompt}, seed {first.seed}, temperature {first.temperature:g}, {first.schedule}: token"
-        f" {first.position} is {first.speculative} instead of {first.plain}, with a margin of {first.margin:.2g}"
-    )
+    where = first.words(spell)
     if far:
-        return Finding("texts", subject, False, f"{len(far)} of {what} part where no near tie is: {where}", details)
-    text = f"{len(apart)} of {what} part, all at near ties (a margin of at most {NEAR * noise:.2g}); {where}"
+        tie = f"a lead of at most {NEAR * noise:.2g} would be a near tie" if noise else "none may part"
+        text = f"{len(far)} of {what} part from plain decoding ({tie}), the first one here: {where}"
+        return Finding("texts", subject, False, text, details)
+    text = (
+        f"{len(apart)} of {what} part, all at near ties (a lead of at most {NEAR * noise:.2g}), the first here: {where}"
+    )
     return Finding("texts", subject, True, text, details)

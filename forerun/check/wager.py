@@ -29,12 +29,15 @@ class Wager:
         self.tokens = 0
         self._log = np.zeros((events, len(STAKES)))
         self._excess = np.zeros(events)
+        self._expected = np.zeros(events)
 
     def add(self, hits: ArrayLike, chances: ArrayLike) -> None:
         """One token: which events came true, and the chance the law gave each before the token was drawn. [E], [E]"""
-        surprise = np.asarray(hits, dtype=float) - np.clip(np.asarray(chances, dtype=float), 0.0, 1.0)
+        expected = np.clip(np.asarray(chances, dtype=float), 0.0, 1.0)
+        surprise = np.asarray(hits, dtype=float) - expected
         self._log += np.log1p(surprise[:, None] * STAKES)
         self._excess += surprise
+        self._expected += expected
         self.tokens += 1
 
     @property
@@ -52,6 +55,11 @@ class Wager:
     def excess(self) -> list[float]:
         """By how much each event came more often than the law says, a token. [E]"""
         return [float(e) for e in self._excess / max(self.tokens, 1)]
+
+    @property
+    def expected(self) -> list[float]:
+        """How often the law says each event comes, a token. [E]"""
+        return [float(e) for e in self._expected / max(self.tokens, 1)]
 
     def bound(self) -> float:
         """At confidence 1 - ALPHA, whenever one stops: the most by which |excess| differs from the true mean bias."""

@@ -7,8 +7,9 @@ a verdict, and any failure to propose is a root without children, never an error
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from torch import Tensor
@@ -59,6 +60,17 @@ class Reference:
     start: int
     whole: bool
 
+    def behind(self, start: int) -> Reference:
+        """The same text for a prompt of `start` tokens, with the same index."""
+        other = replace(self, start=start)
+        vars(other).update({"index": self.index, "packed": self.packed})  # what cached_property would make again
+        return other
+
+    @cached_property
+    def packed(self) -> bytes:
+        """Its tokens as 32-bit integers, for the search of bytes."""
+        return array("i", self.tokens).tobytes()
+
     @cached_property
     def index(self) -> SuffixAutomaton:
         """Its suffix automaton: to make it takes some microseconds a token."""
@@ -86,8 +98,9 @@ class Proposer:
         """Those who are asked in order until one has a draft, each with costs and an acceptance of its own."""
         return (self,)
 
-    def open(self, slot: int, tokens: Sequence[int], references: Sequence[Reference] = ()) -> None:
-        """A request was given `slot`, first or after a preemption; `tokens` are all it has so far."""
+    def open(self, slot: int, tokens: Sequence[int], references: Sequence[Reference] = (), tenant: str = "") -> None:
+        """A request was given `slot`, first or after a preemption; `tokens` are all it has so far. What is kept of a
+        request that has ended may serve requests of the same `tenant` alone."""
 
     def close(self, slot: int, finished: Sequence[int] | None = None) -> None:
         """The slot is free again. `finished` is the whole text if the request ended, None if it was preempted."""

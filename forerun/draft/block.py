@@ -25,6 +25,7 @@ from forerun.draft.features import FeatureProposer
 from forerun.draft.layers import with_native_products
 from forerun.draft.tree import Tree, grow
 from forerun.draft.view import TargetView
+from forerun.errors import ConfigError
 from forerun.models.rope import rope_tables
 from forerun.types import Draft
 
@@ -51,17 +52,23 @@ class Block(FeatureProposer):
     """
 
     name = "block"
-    threshold = 0.0
 
     def __init__(
-        self, head: BlockHead, target: TargetView, *, tokens: int, page: int, slots: int, width: int = 1
-    ) -> None:
+        self, head: BlockHead, target: TargetView, *, tokens: int, page: int, slots: int, width: int = 1,
+        threshold: float = 0.0,
+    ) -> None:  # fmt: skip
         """Room for the context of `tokens` tokens in pages of `page`, for `slots` requests at a time. It computes in
         the head's own dtype, or in the target's native form. Raises LoadError if the head is not made for this
-        target."""
+        target, ConfigError for a threshold where it has no confidence head."""
+        if threshold and not head.config.confidence:
+            raise ConfigError(
+                f"draft_threshold={threshold:g} needs a block drafter with a confidence head, which this one has not:"
+                " leave it out, or train one with confidence"
+            )
         head.attach(target)
         head = head.to(target.device)
-        self.target, self.width, self.boundaries = target, width, head.config.boundaries
+        self.target, self.width, self.threshold = target, width, threshold
+        self.boundaries = head.config.boundaries
         self.config, self.dtype = head.config, next(head.parameters()).dtype
         self.head = head if target.form is None else with_native_products(head, target.form)
         # the block at the very end of a text reaches past it
@@ -133,7 +140,7 @@ class Block(FeatureProposer):
 
     def _grow(self, growing: Sequence[_Growing], level: int) -> list[_Growing]:
         """Add one level to each tree; those that go on."""
-        if self.threshold > 0 and self.config.confidence:
+        if self.threshold > 0:
             growing = [g for g in growing if self._is_trusted(g, level)]
         if growing:
             logits = torch.cat([self._follow(g, level) for g in growing])

@@ -26,9 +26,9 @@ class Cascade(Proposer):
     def parts(self) -> Sequence[Proposer]:
         return self._parts
 
-    def open(self, slot: int, tokens: Sequence[int], references: Sequence[Reference] = ()) -> None:
+    def open(self, slot: int, tokens: Sequence[int], references: Sequence[Reference] = (), tenant: str = "") -> None:
         for part in self.parts:
-            part.open(slot, tokens, references)
+            part.open(slot, tokens, references, tenant)
 
     def close(self, slot: int, finished: Sequence[int] | None = None) -> None:
         for part in self.parts:

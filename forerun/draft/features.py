@@ -41,6 +41,11 @@ class Waiting:
     def __len__(self) -> int:
         return sum(map(len, self.fused)) + self.unfused
 
+    @property
+    def parts(self) -> int:
+        """How many parts it is taken in."""
+        return len(self.fused) + bool(self.shown)
+
 
 class FeatureProposer(Proposer):
     """Keeps count of features for its subclasses, which set the attributes before they `reset`.
@@ -66,9 +71,9 @@ class FeatureProposer(Proposer):
     def reset(self) -> None:
         self.waiting, self.cache = {}, self.new_cache()
 
-    def open(self, slot: int, tokens: Sequence[int], references: Sequence[Reference] = ()) -> None:
+    def open(self, slot: int, tokens: Sequence[int], references: Sequence[Reference] = (), tenant: str = "") -> None:
         self.waiting[slot] = Waiting()
-        self.cache.open(slot, tokens)
+        self.cache.open(slot, tokens, tenant)
 
     def close(self, slot: int, finished: Sequence[int] | None = None) -> None:
         self.waiting.pop(slot, None)

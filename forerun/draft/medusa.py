@@ -111,7 +111,7 @@ class Medusa(Proposer):
         self._heads = heads.heads
         self._states: dict[int, tuple[int, Tensor]] = {}
 
-    def open(self, slot: int, tokens: Sequence[int], references: Sequence[Reference] = ()) -> None:
+    def open(self, slot: int, tokens: Sequence[int], references: Sequence[Reference] = (), tenant: str = "") -> None:
         self._states.pop(slot, None)
 
     def close(self, slot: int, finished: Sequence[int] | None = None) -> None:

@@ -28,8 +28,8 @@ class DraftModel(Proposer):
     def __init__(self, runner: Runner, vocab: int, width: int = 1) -> None:
         self.runner, self.vocab, self.width = runner, vocab, width
 
-    def open(self, slot: int, tokens: Sequence[int], references: Sequence[Reference] = ()) -> None:
-        self.runner.cache.open(slot, tokens)
+    def open(self, slot: int, tokens: Sequence[int], references: Sequence[Reference] = (), tenant: str = "") -> None:
+        self.runner.cache.open(slot, tokens, tenant)
 
     def close(self, slot: int, finished: Sequence[int] | None = None) -> None:
         self.runner.cache.close(slot)

@@ -17,7 +17,7 @@ from forerun.cache.kv import KVCache
 from forerun.draft.pair_head import PairHead
 from forerun.kernels import native
 from forerun.kernels.native import CNorm, COp
-from forerun.native import ATTENDED, HIDDEN, LOGITS, QKV, Recorded, X
+from forerun.native import ATTENDED, HIDDEN, LOGITS, QKV, Recorded, Start, X
 from forerun.packed import Packed, embed_op
 from forerun.passes import Link, Pass
 
@@ -87,6 +87,18 @@ class NativeLayer:
         if self._whole is None:
             return None
         return self._whole.chain(links, cache, vocab, ids, {STATE: states.numpy()})
+
+    @property
+    def drafts(self) -> bool:
+        """Whether whole rounds can be done here."""
+        return self._whole is not None
+
+    def round(
+        self, starts: Sequence[Start], cache: KVCache, vocab: int, ids: np.ndarray | None
+    ) -> tuple[list[list[int]], np.ndarray]:
+        """Read pairs and draft behind them, in one call; see `Recorded.round`."""
+        assert self._whole is not None
+        return self._whole.round(starts, cache, vocab, ids, STATE)
 
     def _ends(self, head: PairHead, ops: list[COp], says: Packed, softcap: float) -> list[COp]:
         """The layer with what comes before it, the embedding, and after it: logits, and the state for the next."""

@@ -29,7 +29,7 @@ class NGram(Proposer):
         self.sizes = range(longest, shortest - 1, -1)
         self.slots: dict[int, _Index] = {}
 
-    def open(self, slot: int, tokens: Sequence[int], references: Sequence[Reference] = ()) -> None:
+    def open(self, slot: int, tokens: Sequence[int], references: Sequence[Reference] = (), tenant: str = "") -> None:
         self.slots[slot] = _Index()
 
     def close(self, slot: int, finished: Sequence[int] | None = None) -> None:

@@ -24,6 +24,7 @@ from forerun.draft.pair_head import PairHead
 from forerun.draft.tree import Tree, grow
 from forerun.draft.view import TargetView
 from forerun.models.rope import rope_tables
+from forerun.native import Start
 from forerun.types import Draft
 
 
@@ -78,6 +79,8 @@ class Pairs(FeatureProposer):
     def propose(self, rows: Sequence[Row]) -> list[Draft]:
         trees = [Tree(row) for row in rows]
         active = [tree for tree in trees if self._can_draft(tree.row)]
+        if self._round(active):
+            return [tree.finish(self.target.vocab) for tree in trees]
         made = self._read([tree.row for tree in active])
         growing = [_Growing(tree, {0: root}) for tree, root in zip(active, made, strict=True)]
         level = 1
@@ -90,6 +93,32 @@ class Pairs(FeatureProposer):
             self._feed(growing)
             level += 1
         return [tree.finish(self.target.vocab) for tree in trees]
+
+    def _round(self, trees: Sequence[Tree]) -> bool:
+        """Read what the slots have missed and draft chains behind it, all in one native call. False, and nothing done,
+        where that takes more: branches, laws to keep, filters, a long prompt, nothing new to read."""
+        native = self.native
+        if not trees or native is None or not native.drafts or self.width > 1:
+            return False
+        if not all(tree.is_plain and self.waiting[tree.row.slot].parts == 1 for tree in trees):
+            return False
+        starts = [self._start(tree) for tree in trees]
+        ids = None if self.ids is None else self.ids.numpy()
+        said, left = native.round(starts, self.cache, self.target.vocab, ids)
+        made = self.head.leave(torch.from_numpy(left))
+        for tree, start, tokens, last in zip(trees, starts, said, made, strict=True):
+            self.commit(tree.row, len(start.states))
+            self._last[tree.row.slot] = last
+            tree.extend(tokens, self.name)
+        return True
+
+    def _start(self, tree: Tree) -> Start:
+        """What a native round has to know of one request."""
+        row, (part,) = tree.row, self.take(tree.row.slot)
+        first, count = self.next_position(row.slot) + 1, len(part)
+        tokens, parents = list(row.tokens[first : first + count]), list(range(-1, count - 1))
+        segment = Segment(row.slot, tokens, parents, [count - 1])
+        return Start(segment, self.head.enter(part).numpy(), row.noise.target(0), tree.link(count))
 
     def _can_draft(self, row: Row) -> bool:
         """Without the state before the root, without room, or after a token that the head's own embedding lacks, the

@@ -27,7 +27,7 @@ class Alignment:
         self.at: int | None = 0 if reference.whole else None
         self.run = 0  # tokens that have agreed in a row
         self._last = 0  # the place before the alignment was lost
-        self._text = array("i", reference.tokens).tobytes()
+        self._text = reference.packed
         self._seen = array("i")
         self._cursor = Cursor(reference.index)
 
@@ -77,7 +77,7 @@ class References(Proposer):
     def __init__(self) -> None:
         self.slots: dict[int, tuple[list[Alignment], list[int]]] = {}
 
-    def open(self, slot: int, tokens: Sequence[int], references: Sequence[Reference] = ()) -> None:
+    def open(self, slot: int, tokens: Sequence[int], references: Sequence[Reference] = (), tenant: str = "") -> None:
         alignments = [Alignment(reference) for reference in references]
         self.slots[slot] = (alignments, [max(0, r.start - (0 if r.whole else CONTEXT)) for r in references])
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from forerun.cache.kv import KVCache
+from forerun.config import LOADED
 from forerun.draft.base import Proposer
 from forerun.draft.block import Block
 from forerun.draft.block_format import KINDS, load_block
@@ -22,36 +23,10 @@ from forerun.draft.pairs import Pairs
 from forerun.draft.reference import References
 from forerun.draft.suffix import Suffix
 from forerun.draft.view import TargetView
-from forerun.errors import ConfigError, nearest
 from forerun.models.hub import find_model
 from forerun.runner import Runner
 
-COPYING = ("ngram", "suffix")
-SIMPLE = ("off", "auto", *COPYING)
 PAIRS: dict[str, Callable[[Path, TargetView], PairHead]] = {"eagle3": load_head, "mtp": load_module}
-LOADED = ("model", "medusa", *PAIRS, "block")
-
-
-def parse_draft(spec: str) -> tuple[str, str]:
-    """A draft option as (name of the proposer, argument); `auto` becomes what it stands for. Raises ConfigError."""
-    first, plus, second = spec.partition("+")
-    if plus and first in COPYING:
-        name, argument = parse_draft(second)
-        if name not in LOADED:
-            raise ConfigError(f"{first}+ goes before a draft with weights, not {second!r}: write {first}+model:..")
-        return f"{first}+{name}", argument
-    name, _, argument = spec.partition(":")
-    if name == "auto" and not argument:
-        return "suffix", ""
-    if name in LOADED:
-        if not argument:
-            raise ConfigError(f"draft {name!r} needs to be told where it is: write {name}:DIRECTORY or {name}:HUB_ID")
-        return name, argument
-    if name not in SIMPLE:
-        raise ConfigError(f"there is no draft {spec!r}: {nearest(name, [*SIMPLE, *(f'{n}:...' for n in LOADED)])}")
-    if argument:
-        raise ConfigError(f"draft {name!r} takes no argument, but was given {argument!r}")
-    return name, argument
 
 
 def kind_of(directory: Path) -> str:
@@ -68,10 +43,16 @@ def kind_of(directory: Path) -> str:
 
 
 def make_proposers(
-    name: str, argument: str, load: Callable[[str], Runner], target: TargetView, cache: KVCache, width: int
+    name: str,
+    argument: str,
+    load: Callable[[str], Runner],
+    target: TargetView,
+    cache: KVCache,
+    width: int,
+    threshold: float,
 ) -> dict[str, Proposer]:
     """The proposers of an engine: those that need no weights, and the one with weights that is asked for. One with a
-    cache of its own gets as much room as the target's `cache` has."""
+    cache of its own gets as much room as the target's `cache` has; `threshold` is a block drafter's."""
     proposers: dict[str, Proposer] = {"ngram": NGram(), "suffix": Suffix()}
     first, _, name = name.rpartition("+")
     if name == "model":
@@ -85,7 +66,8 @@ def make_proposers(
             name, PAIRS[name](find_model(argument, pickled=True), target), target, **room, width=width
         )
     if name == "block":
-        proposers["block"] = Block(load_block(find_model(argument, pickled=True), target), target, **room, width=width)
+        head = load_block(find_model(argument, pickled=True), target)
+        proposers["block"] = Block(head, target, **room, width=width, threshold=threshold)
     if first:
         both = Cascade((proposers[first], proposers[name]))
         proposers[both.name] = both

@@ -1,48 +1,60 @@
 """Suffix decoding: the continuation of the longest suffix of the text that occurred before.
 
-Two sources: a suffix automaton over the request itself, and one over the requests that have finished, shared. Both
-find the longest match in constant amortised time a token (SAM decoding, 2411.10666; SuffixDecoding, 2411.04975). The
-shared one is bounded: it holds at most two generations of `memory` tokens, and the older goes when the newer is full.
+Two sources: a suffix automaton over the request itself, and a memory of its tenant's requests that have finished. Both
+find the longest match in constant amortised time a token (SAM decoding, 2411.10666; SuffixDecoding, 2411.04975).
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from forerun.draft.automaton import BREAK, Cursor, SuffixAutomaton
 from forerun.draft.base import Proposer, Reference, Row
 from forerun.draft.ngram import copy_from
-from forerun.types import Draft
+from forerun.types import MEMORY, Draft
+
+RECENT = 32  # tokens by which a text finds its place in a memory that has changed
 
 
 @dataclass(slots=True)
 class _Slot:
+    tenant: str
     own: SuffixAutomaton = field(default_factory=SuffixAutomaton)
     cursors: list[Cursor] = field(default_factory=list)
     read: int = 0
 
 
 class Suffix(Proposer):
-    """Proposes after the longest match of at least `shortest` tokens, as many tokens as have matched at most."""
+    """Proposes after the longest match of at least `shortest` tokens, as many tokens as have matched at most.
+
+    A tenant's memory holds two generations of at most `memory` tokens; the older goes when the newer is full. All
+    memories together hold no more than one could: those go first that were used longest ago.
+
+    Attributes:
+        memories: by tenant its generations, newest first; the tenant of the latest request last.
+    """
 
     name = "suffix"
 
     def __init__(self, shortest: int = 2, memory: int = 50_000) -> None:
         self.shortest, self.memory = shortest, memory
-        self.shared = [SuffixAutomaton()]  # newest first
+        self.memories: OrderedDict[str, list[SuffixAutomaton]] = OrderedDict()
         self.slots: dict[int, _Slot] = {}
 
-    def open(self, slot: int, tokens: Sequence[int], references: Sequence[Reference] = ()) -> None:
-        self.slots[slot] = _Slot()
+    def open(self, slot: int, tokens: Sequence[int], references: Sequence[Reference] = (), tenant: str = "") -> None:
+        self.slots[slot] = _Slot(tenant)
+        if tenant in self.memories:
+            self.memories.move_to_end(tenant)
 
     def close(self, slot: int, finished: Sequence[int] | None = None) -> None:
-        del self.slots[slot]
-        if finished is not None:
-            self._remember(finished[-self.memory :])
+        state = self.slots.pop(slot, None)
+        if state is not None and finished is not None:
+            self._remember(state.tenant, finished[-self.memory :])
 
     def forget(self) -> None:
-        self.shared = [SuffixAutomaton()]
+        self.memories.clear()
 
     def reset(self) -> None:
         self.slots.clear()
@@ -54,19 +66,20 @@ class Suffix(Proposer):
     def _propose(self, row: Row) -> Draft:
         state, root = self.slots[row.slot], row.tokens[-1]
         self._read(state, row.tokens)
-        length, end = state.own.match
+        (length, end), source = state.own.match, self.name
         tokens = copy_from(row.tokens, end + 1, min(row.depth, length)) if length >= self.shortest else []
         for cursor in state.cursors:
             if cursor.length > length and cursor.length >= self.shortest:
                 found = cursor.continuation(min(row.depth, cursor.length))
                 if found:
-                    length, tokens = cursor.length, found
-        return Draft.chain(root, tokens, self.name)
+                    length, tokens, source = cursor.length, found, MEMORY
+        return Draft.chain(root, tokens, source)
 
     def _read(self, state: _Slot, tokens: Sequence[int]) -> None:
-        if [c.automaton for c in state.cursors] != self.shared:  # a generation came or went: start over there
-            state.cursors = [Cursor(automaton) for automaton in self.shared]
-            for token in tokens[max(0, state.read - 32) : state.read]:
+        memory = self.memories.get(state.tenant, [])
+        if [c.automaton for c in state.cursors] != memory:  # a generation came or went: start over there
+            state.cursors = [Cursor(automaton) for automaton in memory]
+            for token in tokens[max(0, state.read - RECENT) : state.read]:
                 for cursor in state.cursors:
                     cursor.follow(token)
         for token in tokens[state.read :]:
@@ -75,8 +88,17 @@ class Suffix(Proposer):
                 cursor.follow(token)
         state.read = len(tokens)
 
-    def _remember(self, tokens: Sequence[int]) -> None:
-        if len(self.shared[0].text) + len(tokens) > self.memory and self.shared[0].text:
-            self.shared = [SuffixAutomaton(), self.shared[0]]
+    def _remember(self, tenant: str, tokens: Sequence[int]) -> None:
+        memory = self.memories.setdefault(tenant, [SuffixAutomaton()])
+        self.memories.move_to_end(tenant)
+        if len(memory[0].text) + len(tokens) > self.memory and memory[0].text:
+            memory[:] = [SuffixAutomaton(), memory[0]]
         for token in (*tokens, BREAK):
-            self.shared[0].append(token)
+            memory[0].append(token)
+        while len(self.memories) > 1 and self._remembered > 2 * self.memory:
+            self.memories.popitem(last=False)
+
+    @property
+    def _remembered(self) -> int:
+        """Tokens in all memories."""
+        return sum(len(automaton.text) for memory in self.memories.values() for automaton in memory)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from forerun.errors import CapacityError, RequestError
+from forerun.errors import CapacityError, RequestError, brief
 from forerun.runner import Runner
 from forerun.sampling.params import SamplingParams
 
@@ -14,9 +14,10 @@ def output_limit(target: Runner, tokens: Sequence[int], params: SamplingParams) 
     vocab, context, pages = target.decoder.config.vocab, target.decoder.context, target.cache.pages
     if not tokens:
         raise RequestError("the prompt is empty: give at least one token")
-    outside = [t for t in (*tokens, *params.logit_bias, *params.stop_token_ids) if not 0 <= t < vocab]
-    if outside:
-        raise RequestError(f"token id {outside[0]} is not in the vocabulary of {vocab}")
+    for ids in (tokens, params.logit_bias, params.stop_token_ids):
+        if ids and not 0 <= min(ids) <= max(ids) < vocab:
+            outside = next(token for token in ids if not 0 <= token < vocab)
+            raise RequestError(f"token id {brief(outside)} is not in the vocabulary of {vocab}")
     room = context - len(tokens)
     if room < 1:
         raise RequestError(f"the prompt has {len(tokens)} tokens, the context only {context}: shorten the prompt")

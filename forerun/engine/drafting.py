@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
 from forerun.draft.base import Proposer, Row
+from forerun.engine.blame import blaming, together
 from forerun.engine.depth import DEEPEST, DepthPolicy, Wish
 from forerun.engine.request import Request
 from forerun.engine.scheduler import Work
@@ -29,8 +30,12 @@ class Drafting:
         self.target, self.proposers, self.policy, self.clock = target, proposers, policy, clock
 
     def propose(self, works: Sequence[Work], drawing: Sequence[Work]) -> dict[int, Draft]:
-        """One draft for each request that draws, roots where it does not pay or there is no room."""
-        drafts = {w.request.id: self._forced(w) for w in drawing}
+        """One draft for each request that draws, roots where it does not pay, there is no room, or what drafts for it
+        failed: that is the request's error."""
+        drafts = {w.request.id: Draft.root(w.request.tokens[-1]) for w in drawing}
+        for work in drawing:
+            with blaming(work.request):
+                drafts[work.request.id] = self._forced(work)
         known = sum(w.count for w in works)
         turns = max((len(self.proposers[w.request.draft].parts) for w in drawing if w.request.draft != OFF), default=0)
         for turn in range(turns):
@@ -43,7 +48,7 @@ class Drafting:
         found = []
         for work in drawing:
             request = work.request
-            if len(drafts[request.id]) == 1 and request.draft != OFF:
+            if len(drafts[request.id]) == 1 and request.draft != OFF and not request.error:
                 parts = self.proposers[request.draft].parts
                 if turn < len(parts) and not self._rests(request, parts[turn]):
                     found.append((work, parts[turn]))
@@ -65,7 +70,7 @@ class Drafting:
         for proposer, requests in groups.items():
             name = proposer.name
             rows = [self._row(request) for request in requests]
-            proposed = proposer.propose(rows)
+            proposed = self._proposed(proposer, rows, requests)
             end, lag = self.clock(), max(len(r.tokens) - r.asked.get(name, 0) for r in requests)
             seconds, start = end - start, end
             if lag <= SHORT_LAG:
@@ -74,12 +79,20 @@ class Drafting:
                 self.policy.record_lag(name, seconds)
             for request, draft in zip(requests, proposed, strict=True):
                 request.asked[name] = len(request.tokens)
-                if len(draft) > 1:
-                    request.drafter, request.reach = name, self._reach(draft, request.allowed, proposer)
-                    grammar = request.state.grammar
-                    drafts[request.id] = grammar.prune(draft) if grammar else draft
-                else:
+                if draft is not None and len(draft) > 1:
+                    with blaming(request):
+                        drafts[request.id] = self._taken(request, draft, proposer)
+                elif draft is not None:
                     self.policy.record_verdict(name, request.acceptance[name], 0, 0)
+
+    def _proposed(self, proposer: Proposer, rows: Sequence[Row], requests: Sequence[Request]) -> Sequence[Draft | None]:
+        return together(lambda chosen: proposer.propose([rows[i] for i in chosen]), range(len(rows)), requests)
+
+    def _taken(self, request: Request, draft: Draft, proposer: Proposer) -> Draft:
+        """What of a proposer's draft is verified."""
+        request.drafter, request.reach = proposer.name, self._reach(draft, request.allowed, proposer)
+        grammar = request.state.grammar
+        return grammar.prune(draft) if grammar else draft
 
     def _reach(self, draft: Draft, depth: int, proposer: Proposer) -> int:
         """How deep it is. Raises ForerunError for a draft that was not asked for: there is no room for it, and what it

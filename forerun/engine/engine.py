@@ -18,17 +18,19 @@ from forerun.cache.attention import Segment
 from forerun.config import parse_depth
 from forerun.draft.base import Proposer, Reference
 from forerun.engine.admission import output_limit
+from forerun.engine.blame import blaming
 from forerun.engine.depth import Auto, DepthPolicy
 from forerun.engine.drafting import OFF, Drafting
 from forerun.engine.observe import kept, logprobs_of, round_of
 from forerun.engine.request import Request
 from forerun.engine.scheduler import Scheduler, Work
 from forerun.engine.verdicts import verdicts_of
-from forerun.errors import ConfigError, RequestError, nearest
+from forerun.errors import ConfigError, RequestError, brief, nearest
 from forerun.models.text import TextStream, Tokenizer
 from forerun.runner import Runner
+from forerun.sampling.compiler import GrammarCompiler
 from forerun.sampling.filters import SamplingState
-from forerun.sampling.grammar import GrammarCompiler
+from forerun.sampling.matcher import Compiled
 from forerun.sampling.params import SamplingParams
 from forerun.types import Draft, Event, Round, Verdict
 from forerun.verify import RULES
@@ -70,19 +72,24 @@ class Engine:
         rule: str | None = None,
         references: Sequence[Reference] = (),
         trace: bool = False,
+        tenant: str = "",
+        compiled: Compiled | None = None,
     ) -> Request:
-        """Queue one request (`n` is the caller's affair). Raises RequestError or CapacityError if it cannot serve."""
+        """Queue one request (`n` is the caller's affair); `compiled` is its grammar, where that has been done.
+
+        Raises RequestError or CapacityError if it cannot serve.
+        """
         if draft != OFF and draft not in self.proposers:
-            raise ConfigError(f"this engine has no draft {draft!r}: {nearest(draft, [OFF, *self.proposers])}")
+            raise ConfigError(f"this engine has no draft {brief(draft)}: {nearest(draft, [OFF, *self.proposers])}")
         if rule is not None and rule not in RULES:
-            raise ConfigError(f"there is no rule {rule!r}: {nearest(rule, RULES)}")
+            raise ConfigError(f"there is no rule {brief(rule)}: {nearest(rule, RULES)}")
         if params.stop_strings and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer, and this engine has none: use stop_token_ids")
         config, limit = self.target.decoder.config, output_limit(self.target, tokens, params)
         seed = secrets.randbits(63) if params.seed is None else params.seed
         own_ends = () if params.ignore_eos else config.end_ids
         ends = frozenset((*own_ends, *params.stop_token_ids))
-        grammar = self.grammars.matcher(params.grammar, ends)
+        grammar = self.grammars.matcher(params.grammar, ends, compiled)
         request = Request(
             id=next(self._ids),
             tokens=list(tokens),
@@ -95,6 +102,7 @@ class Engine:
             rule=RULES[rule] if rule else self.rule,
             references=references,
             trace=trace,
+            tenant=tenant,
             end_ids=ends,
             state=SamplingState(params, tokens, sorted(ends), grammar),
             text=TextStream(self.tokenizer, tokens, params.stop_strings) if self.tokenizer else None,
@@ -109,8 +117,10 @@ class Engine:
         if request.id in self.requests:
             request.finish_reason = "abort"
             self._close(request)
-            rest = request.text.take(finished=True) if request.text else ""
-            self._aborted.append(Event(request.id, [], [], [rest], finish_reason="abort"))
+            rest = ""
+            with blaming(request):
+                rest = request.text.take(finished=True) if request.text else ""
+            self._aborted.append(Event(request.id, [], [], [rest], finish_reason="abort", error=request.error))
 
     def reset(self) -> None:
         """Start over after a failure: every request is dropped without a word, every cache is empty."""
@@ -127,14 +137,30 @@ class Engine:
         return bool(self.requests or self._aborted)
 
     def step(self) -> list[Event]:
-        """One pass of the target, and what came of it."""
+        """One pass of the target, and what came of it. A request that fails by itself ends with an event that says why;
+        what is raised concerns all of them."""
         events, self._aborted = self._aborted, []
-        works = self.scheduler.plan()
-        if not works:
-            return events
+        works = _sound(self.scheduler.plan())
+        if works:
+            events += self._pass(works)
+        return events + [self._failed(request) for request in list(self.scheduler.running) if request.error]
+
+    def step_or_raise(self) -> list[Event]:
+        """`step` for whoever asked for every request: what fails for one of them is raised."""
+        events = self.step()
+        for event in events:
+            if event.error:
+                raise event.error
+        return events
+
+    def _pass(self, works: list[Work]) -> list[Event]:
+        """Draft, run the target, verify and commit."""
         start = time.perf_counter()
+        drafts = self.drafting.propose(works, [work for work in works if work.draws])
+        works = _sound(works)
+        if not works:
+            return []
         drawing = [work for work in works if work.draws]
-        drafts = self.drafting.propose(works, drawing)
         drafted, begun = time.perf_counter(), self.clock()
         segments = [self._segment(work, drafts.get(work.request.id)) for work in works]
         forward = self.target.forward(segments, sorted({b for work in works for b in self._wanted(work.request)}))
@@ -150,18 +176,11 @@ class Engine:
             if not work.draws:
                 self._commit(work, range(work.count))
                 self._seal(work.request)
-        first = 0
+        events, first, seconds = [], 0, (drafted - start, verified - drafted)
         for work, draft, verdict in zip(drawing, trees, verdicts, strict=True):
-            stats = work.request.stats
-            stats.draft_seconds += drafted - start
-            stats.verify_seconds += verified - drafted
-            rows = logits[first : first + len(draft)]
-            round_ = self._trace(work.request, draft, verdict, rows)
-            events.append(self._land(work, draft, verdict, rows))
-            if round_:
-                round_.draft_seconds, round_.verify_seconds = drafted - start, verified - drafted
-                events[-1].round = round_
-            first += len(draft)
+            rows, first = logits[first : first + len(draft)], first + len(draft)
+            if verdict:
+                events += self._land(work, draft, verdict, rows, seconds)
         return events
 
     def _segment(self, work: Work, draft: Draft | None) -> Segment:
@@ -175,31 +194,51 @@ class Engine:
         want = list(range(count - 1, count - 1 + len(draft)))
         return Segment(request.slot, tokens + draft.tokens[1:], parents, want)
 
-    def _land(self, work: Work, draft: Draft, verdict: Verdict, logits: Tensor) -> Event:
-        """Commit a verdict: keep the path's keys, append its tokens up to the one that ends the request."""
-        request, path = work.request, verdict.path
+    def _land(
+        self, work: Work, draft: Draft, verdict: Verdict, logits: Tensor, seconds: tuple[float, float]
+    ) -> list[Event]:
+        """Commit a verdict and say what it says; nothing where that fails. `seconds` of drafting and of the rest."""
+        request, event = work.request, Event(work.request.id, [], [], [])
+        with blaming(request):
+            event.round = self._trace(request, draft, verdict, logits, seconds)
+        if request.error:
+            return []
         read = work.count - 1  # known tokens before the root
-        self._commit(work, [*range(read), *(read + node for node in path)])
+        self._commit(work, [*range(read), *(read + node for node in verdict.path)])
         if request.stats.steps == 0:
             request.stats.first_token_seconds = time.perf_counter() - request.arrived
         request.stats.steps += 1
+        request.stats.draft_seconds += seconds[0]
+        request.stats.verify_seconds += seconds[1]
         self._count(request, draft, verdict)
-        pieces: list[str] = []
-        for token in verdict.tokens:
-            pieces.append(request.append(token))
-            if request.finish_reason:
-                break
-        taken = len(pieces)
-        sources = [*(draft.sources[node] for node in path[1:]), ""][:taken]
-        event = Event(request.id, verdict.tokens[:taken], sources, pieces, finish_reason=request.finish_reason)
-        if request.params.logprobs is not None:
-            event.logprobs = logprobs_of(logits[path[:taken]], event.token_ids, request.params.logprobs)
+        with blaming(request):
+            self._say(request, draft, verdict, logits, event)
+        if request.error:
+            return []
         if request.finish_reason:
             self._close(request)
         else:
             self._seal(request)
             self.target.cache.pages.shrink(request.slot, len(request.tokens))
-        return event
+        return [event]
+
+    def _say(self, request: Request, draft: Draft, verdict: Verdict, logits: Tensor, event: Event) -> None:
+        """Append a verdict's tokens up to the one that ends the request, and write them into its event."""
+        for token in verdict.tokens:
+            event.pieces.append(request.append(token))
+            if request.finish_reason:
+                break
+        taken = len(event.pieces)
+        event.token_ids, event.finish_reason = verdict.tokens[:taken], request.finish_reason
+        event.sources = [*(draft.sources[node] for node in verdict.path[1:]), ""][:taken]
+        if request.params.logprobs is not None:
+            event.logprobs = logprobs_of(logits[verdict.path[:taken]], event.token_ids, request.params.logprobs)
+
+    def _failed(self, request: Request) -> Event:
+        """End a request by its own error."""
+        request.finish_reason = "abort"
+        self._close(request)
+        return Event(request.id, [], [], [], finish_reason="abort", error=request.error)
 
     def _commit(self, work: Work, path: Sequence[int]) -> None:
         """Keep the rows of `path`, and show its hidden states to the proposer that wants them."""
@@ -208,7 +247,8 @@ class Engine:
         cache.commit(request.slot, path)
         if wanted:
             seen = {boundary: kept(work.features[boundary], work.first, path) for boundary in wanted}
-            self.proposers[request.draft].observe(request.slot, start, seen)
+            with blaming(request):
+                self.proposers[request.draft].observe(request.slot, start, seen)
 
     def _wanted(self, request: Request) -> tuple[int, ...]:
         """The boundaries whose hidden states this request's proposer wants."""
@@ -229,11 +269,14 @@ class Engine:
             acceptance = request.acceptance[request.drafter]
             self.policy.record_verdict(request.drafter, acceptance, request.reach, len(verdict.path) - 1)
 
-    def _trace(self, request: Request, draft: Draft, verdict: Verdict, logits: Tensor) -> Round | None:
+    def _trace(
+        self, request: Request, draft: Draft, verdict: Verdict, logits: Tensor, seconds: tuple[float, float]
+    ) -> Round | None:
         if not request.trace:
             return None
         name = request.drafter or request.draft
-        return round_of(request, draft, verdict, logits, self.policy.rate(name, request.acceptance[name]))
+        rate = self.policy.rate(name, request.acceptance[name])
+        return round_of(request, draft, verdict, logits, rate, seconds)
 
     def _seal(self, request: Request) -> None:
         cache = self.target.cache  # a verdict cut short by a stop has committed more than was said
@@ -245,3 +288,8 @@ class Engine:
             self._seal(request)
         self.scheduler.finish(request)
         del self.requests[request.id]
+
+
+def _sound(works: Sequence[Work]) -> list[Work]:
+    """The work of requests that have not failed."""
+    return [work for work in works if not work.request.error]

@@ -24,8 +24,10 @@ def kept(states: Tensor, first: int, path: Sequence[int]) -> Tensor:
     return states[rows[0] : rows[-1] + 1].clone() if in_a_row else states[rows]
 
 
-def round_of(request: Request, draft: Draft, verdict: Verdict, logits: Tensor, rate: float) -> Round:
-    """What there is to see of a step before it is committed, but for its seconds. logits [N, V]"""
+def round_of(
+    request: Request, draft: Draft, verdict: Verdict, logits: Tensor, rate: float, seconds: tuple[float, float]
+) -> Round:
+    """What there is to see of a step before it is committed. logits [N, V]; `seconds` of drafting and the rest"""
     laws, noise = logits.float().softmax(-1), Noise(request.seed, len(request.tokens) - 1)
     depths, last = draft.depths(), verdict.path[-1]
     drawn = [(draft.parents[i], token) for i, token in enumerate(draft.tokens) if i] + [(last, verdict.tokens[-1])]
@@ -33,7 +35,7 @@ def round_of(request: Request, draft: Draft, verdict: Verdict, logits: Tensor, r
     if request.params.greedy or not request.rule.coupled:
         noises = [0.0] * len(drawn)
     chances = [float(laws[node, token]) for node, token in drawn]
-    return Round(request.stats.steps, draft, verdict, chances, noises, request.allowed, rate, 0.0, 0.0)
+    return Round(request.stats.steps, draft, verdict, chances, noises, request.allowed, rate, *seconds)
 
 
 def logprobs_of(logits: Tensor, tokens: Sequence[int], top: int) -> list[TokenLogprobs]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from forerun.draft.base import Reference
 from forerun.engine.depth import Acceptance
 from forerun.engine.stats import RequestStats
+from forerun.errors import ForerunError
 from forerun.models.text import TextStream
 from forerun.sampling.filters import SamplingState
 from forerun.sampling.params import SamplingParams
@@ -23,7 +24,8 @@ class Request:
     """`tokens` are prompt and output; the KV cache of its slot holds tokens[:length], the last is the next root.
 
     `limit` is the most output tokens it may have; `draft` names its proposer and `depth` what it asked for;
-    `references` are texts that may help to draft it; `trace` asks for the rounds.
+    `references` are texts that may help to draft it; `trace` asks for the rounds; `tenant` says whose it is: it learns
+    from requests of the same tenant alone.
     """
 
     id: int
@@ -37,6 +39,7 @@ class Request:
     rule: Rule
     references: Sequence[Reference]
     trace: bool
+    tenant: str
     end_ids: frozenset[int]
     state: SamplingState
     text: TextStream | None
@@ -48,6 +51,7 @@ class Request:
     allowed: int = 0  # depth its draft may have in this step
     reach: int = 0  # depth of what was drafted for this step, before a grammar cut it
     finish_reason: str | None = None
+    error: ForerunError | None = None  # what ends it, of its own
     arrived: float = field(default_factory=time.perf_counter)
 
     @property

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from forerun.cache.kv import KVCache
 from forerun.draft.base import Proposer
+from forerun.engine.blame import blaming
 from forerun.engine.request import WAITING, Request
 
 
@@ -71,7 +72,7 @@ class Scheduler:
         """Start waiting requests while there are slots, and pages for all their tokens."""
         while self.waiting and self.slots:
             request, slot = self.waiting[0], self.slots[-1]
-            cached = self.cache.open(slot, request.tokens)
+            cached = self.cache.open(slot, request.tokens, request.tenant)
             if not self.cache.pages.grow(slot, len(request.tokens)):
                 self.cache.close(slot)
                 assert self.running, "a request that fits no empty pool was let in"
@@ -83,14 +84,15 @@ class Scheduler:
             request.asked.clear()
             self.running.append(request)
             if request.draft in self.proposers:
-                self.proposers[request.draft].open(slot, request.tokens, request.references)
+                with blaming(request):
+                    self.proposers[request.draft].open(slot, request.tokens, request.references, request.tenant)
 
     def finish(self, request: Request) -> None:
         """Take a request out, wherever it is."""
         if request.slot == WAITING:
             self.waiting.remove(request)
         else:
-            self._release(request, finished=True)
+            self._release(request, finished=request.error is None)
 
     def _release(self, request: Request, finished: bool) -> None:
         if request.draft in self.proposers:

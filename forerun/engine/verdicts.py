@@ -7,23 +7,26 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from forerun.engine.blame import together
 from forerun.engine.request import Request
 from forerun.sampling.filters import draw_tokens, filter_logits
 from forerun.types import Draft, Verdict
 from forerun.verify import Noise, Rule, streams
 
 
-def verdicts_of(requests: Sequence[Request], drafts: Sequence[Draft], logits: Tensor) -> list[Verdict]:
-    """One verdict a request. logits [M, V]: the nodes of all drafts one after the other."""
-    rules = {r.rule.name: r.rule for r in requests}
-    if len(rules) == 1:
-        return _by(requests[0].rule, requests, drafts, logits)
+def verdicts_of(requests: Sequence[Request], drafts: Sequence[Draft], logits: Tensor) -> list[Verdict | None]:
+    """One verdict a request, None for one that failed. logits [M, V]: the nodes of all drafts one after the other."""
     rows = torch.split(logits, [len(draft) for draft in drafts])
-    verdicts: dict[int, Verdict] = {}
-    for rule in rules.values():
-        mine = [i for i, r in enumerate(requests) if r.rule is rule]
-        part = torch.cat([rows[i] for i in mine])
-        verdicts |= zip(mine, _by(rule, [requests[i] for i in mine], [drafts[i] for i in mine], part), strict=True)
+
+    def decide(chosen: Sequence[int]) -> list[Verdict]:
+        """Of these requests, which share a rule."""
+        part = logits if len(chosen) == len(requests) else torch.cat([rows[i] for i in chosen])
+        return _by(requests[chosen[0]].rule, [requests[i] for i in chosen], [drafts[i] for i in chosen], part)
+
+    verdicts: dict[int, Verdict | None] = {}
+    for name in {r.rule.name for r in requests}:
+        mine = [i for i, r in enumerate(requests) if r.rule.name == name]
+        verdicts |= zip(mine, together(decide, mine, requests), strict=True)
     return [verdicts[i] for i in range(len(requests))]
 
 

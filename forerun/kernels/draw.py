@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from forerun import rng
-from forerun.errors import ForerunError
+from forerun.errors import StateError
 from forerun.kernels import native
 from forerun.kernels.native import address
 
@@ -39,7 +39,7 @@ def say(logits: Tensor, temperatures: Sequence[float], keys: Sequence[int]) -> l
     pass over the weights no code is in the caches, and each of torch's operations costs as much as this.
 
     Raises:
-        ForerunError: logits are not finite.
+        StateError: logits are not finite.
     """
     lib = _library_for(logits)
     if lib is None:
@@ -54,7 +54,7 @@ def say(logits: Tensor, temperatures: Sequence[float], keys: Sequence[int]) -> l
 
 
 def check_finite(logits: Tensor) -> None:
-    """ForerunError where a row [M, V] has NaN, or nothing that is finite."""
+    """StateError where a row [M, V] has NaN, or nothing that is finite."""
     if not torch.isfinite(logits.amax(-1)).all():
         raise _not_finite()
 
@@ -81,5 +81,5 @@ def _library_for(scores: Tensor) -> ctypes.CDLL | None:
     return native.library() if is_drawn else None
 
 
-def _not_finite() -> ForerunError:
-    return ForerunError("the model produced logits that are not finite: check its weights, or use another dtype")
+def _not_finite() -> StateError:  # and neither may be what the pass has left in the cache
+    return StateError("the model produced logits that are not finite: check its weights, or use another dtype")

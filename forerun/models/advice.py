@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from forerun.errors import RequestError
+from forerun.errors import LoadError, RequestError
+from forerun.models.files import read_object
 from forerun.models.gguf.container import open_gguf
 from forerun.sampling.params import SamplingParams
 
@@ -22,9 +22,9 @@ def recommended(path: Path) -> dict[str, Any]:
     if path.is_file():
         metadata = open_gguf(path).metadata
         return _possible({name: metadata.get(f"general.sampling.{IN_GGUF.get(name, name)}") for name in NAMES})
-    with suppress(OSError, ValueError):
-        settings = json.loads((path / "generation_config.json").read_text(encoding="utf-8"))
-        if isinstance(settings, dict) and settings.get("do_sample") is True:
+    with suppress(LoadError):
+        settings = read_object(path / "generation_config.json")
+        if settings.get("do_sample") is True:
             return _possible({"temperature": 1.0} | {name: settings.get(name) for name in NAMES if name in settings})
     return {}
 
@@ -32,7 +32,7 @@ def recommended(path: Path) -> dict[str, Any]:
 def _possible(found: Mapping[str, Any]) -> dict[str, Any]:
     kept = {}
     for name, value in found.items():
-        with suppress(RequestError, TypeError):
+        with suppress(RequestError, TypeError, ValueError, ArithmeticError):
             if value is not None:
                 SamplingParams.of(**{name: value})
                 kept[name] = value

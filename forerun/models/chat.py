@@ -1,7 +1,8 @@
 """Conversations as a model's authors lay them out: Jinja templates, rendered as transformers renders them.
 
 Templates come with a model, from strangers: they run in Jinja's sandbox, see nothing but plain values, and have no more
-at hand than transformers gives them (`transformers/utils/chat_template_utils.py`), which is not imported for it.
+at hand than transformers gives them (`transformers/utils/chat_template_utils.py`), which is not imported for it. One
+can still run for ever: the server and the command line render in processes that they can kill.
 """
 
 from __future__ import annotations
@@ -18,7 +19,13 @@ from jinja2.ext import Extension
 from jinja2.ext import loopcontrols as loop_controls
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from forerun.errors import one_line
+from forerun.models.files import read_object, read_text
+from forerun.sandbox import Sandbox
+
+SANDBOX = Sandbox("forerun.models.chat:rendered", seconds=2.0, memory=256 << 20)
 REASONING = ("reasoning_content", "thinking", "reasoning")  # what templates and clients call the same
+LONGEST = 4 << 20  # bytes of a template
 RESERVED = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize")
 
 
@@ -31,6 +38,10 @@ class ChatTemplate:
 
     def __init__(self, templates: Mapping[str, str], tokens: Mapping[str, str]) -> None:
         self.templates, self.tokens = templates, tokens
+
+    def with_tokens(self, tokens: Mapping[str, Any]) -> ChatTemplate:
+        """The same templates with the special tokens that transformers finds."""
+        return ChatTemplate(self.templates, _plain(tokens))
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
@@ -55,9 +66,31 @@ class ChatTemplate:
             add_generation_prompt=True,
         )
 
+    def fault(self) -> str:
+        """Why the usual template is none; "" where it can be parsed. Nothing of it is run."""
+        try:
+            _environment().parse(self.templates.get("default", ""))
+        except Exception as error:  # too deep, or no text
+            return one_line(str(error)) or type(error).__name__
+        return ""
+
+    def render_confined(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
+    ) -> str:
+        """`render`, done in a sandbox. Raises SandboxError too, and RefusedError for what the template raises."""
+        said = [_plain(list(messages)), _plain(list(tools)), _plain(options)]
+        text: str = SANDBOX.call(dict(self.templates), dict(self.tokens), *said)
+        return text
+
+
+def rendered(templates: dict[str, str], tokens: dict[str, str], messages: Any, tools: Any, options: Any) -> str:
+    """A conversation as its template writes it; runs in the sandbox."""
+    return ChatTemplate(templates, tokens).render(messages, tools, options)
+
 
 def directory_template(directory: Path) -> ChatTemplate | None:
-    """The templates in a directory of Hugging Face's format, None where there are none. Raises OSError, ValueError."""
+    """The templates in a directory of Hugging Face's format, None where there are none. Raises LoadError, ValueError,
+    LookupError, TypeError, OSError."""
     settings = _read(directory / "tokenizer_config.json")
     found = settings.get("chat_template") or {}
     if isinstance(found, str):
@@ -66,7 +99,7 @@ def directory_template(directory: Path) -> ChatTemplate | None:
         found = {entry["name"]: entry["template"] for entry in found}
     files = {"default": directory / "chat_template.jinja"}
     files |= {file.stem: file for file in sorted((directory / "additional_chat_templates").glob("*.jinja"))}
-    stored = {name: file.read_text(encoding="utf-8") for name, file in files.items() if file.is_file()}
+    stored = {name: read_text(file, LONGEST) for name, file in files.items() if file.is_file()}
     templates = stored or found
     return ChatTemplate(templates, _tokens(directory, settings)) if templates else None
 
@@ -83,7 +116,7 @@ def _tokens(directory: Path, settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return read_object(path) if path.exists() else {}
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -109,6 +142,10 @@ def _plain(value: Any) -> Any:
 
 @lru_cache(maxsize=16)
 def _compiled(template: str) -> jinja2.Template:
+    return _environment().from_string(template)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loop_controls]
     )
@@ -119,7 +156,7 @@ def _compiled(template: str) -> jinja2.Template:
         "dict": _Dict(),
         "namespace": _Namespace,
     }
-    return environment.from_string(template)
+    return environment
 
 
 def _tojson(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from forerun.errors import LoadError
+from forerun.errors import LoadError, one_line
+from forerun.models.files import indexed
 from forerun.models.quantized import PARTS, Scheme, Stored
 from forerun.models.unpack import read_stored
 
@@ -24,22 +24,17 @@ class Checkpoint:
             self.where = {name: file for file in files.values() for name in file.keys()}  # type: ignore[no-untyped-call]  # noqa: SIM118
             self.paths = {name: path for path, file in files.items() for name in file.keys()}  # type: ignore[no-untyped-call]  # noqa: SIM118
         except (SafetensorError, OSError, ValueError, KeyError) as error:
-            raise LoadError(f"the weights in {directory} cannot be read: {error}") from None
+            raise LoadError(f"the weights in {directory} cannot be read: {one_line(str(error))}") from None
 
     def _paths(self) -> list[Path]:
         index = self.directory / "model.safetensors.index.json"
-        if index.is_file():
-            content = json.loads(index.read_text(encoding="utf-8"))
-            files = content.get("weight_map") if isinstance(content, dict) else None
-            if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
-                raise LoadError(f"{index} has no weight_map of tensors to files; download it again")
-            names = sorted(set(files.values()))
-            paths = [self.directory / name for name in names]
-            missing = [path.name for path in paths if not path.is_file()]
+        if index.exists():
+            paths = indexed(index)
+            missing = one_line(", ".join(path.name for path in paths if not path.is_file()))
             if missing:
-                raise LoadError(f"{index} names files that are not there: {', '.join(missing)}; download them again")
+                raise LoadError(f"{index} names files that are not there: {missing}; download them again")
             return paths
-        paths = sorted(self.directory.glob("*.safetensors"))
+        paths = sorted(path for path in self.directory.glob("*.safetensors") if path.is_file())
         if not paths:
             pickled = any(self.directory.glob("*.bin"))
             hint = "convert its .bin files to safetensors" if pickled else "give a Hugging Face model directory"
@@ -61,7 +56,7 @@ class Checkpoint:
             with safe_open(self.paths[name], framework="pt") as file:
                 tensor: Tensor = file.get_tensor(name)
         except (SafetensorError, OSError) as error:
-            raise LoadError(f"{self.directory}: tensor {name} cannot be read: {error}") from None
+            raise LoadError(f"{self.directory}: tensor {name} cannot be read: {one_line(str(error))}") from None
         return tensor
 
     def floats(self, name: str) -> Tensor:
@@ -90,5 +85,5 @@ class Checkpoint:
         """Raise LoadError for tensors nobody took, but for those whose names end in one of `ignored`."""
         left = sorted(n for n in self.where if n not in self.taken and not n.endswith(ignored))
         if left:
-            shown = ", ".join(left[:4]) + (f" and {len(left) - 4} more" if len(left) > 4 else "")
-            raise LoadError(f"{self.directory}: {len(left)} tensors fit no part of this model: {shown}")
+            names = ", ".join(map(one_line, left[:4])) + (f" and {len(left) - 4} more" if len(left) > 4 else "")
+            raise LoadError(f"{self.directory}: {len(left)} tensors fit no part of this model: {names}")

@@ -28,6 +28,7 @@ import numpy as np
 
 from forerun.models.gguf.container import open_gguf
 
+FORMS = ("int8", "int4")  # what is kept: the rest is as stored
 LIMIT = 20 << 30  # bytes of all files together; the least recently used go first
 SMALLEST = 100 << 20  # what packs into less is packed again sooner than it is read
 RESERVE = 1 << 30  # bytes of the disk that are left free
@@ -165,12 +166,17 @@ def _read_index(path: Path) -> dict[str, Kept]:
         own, entries = json.loads(content)
         if own != path.stem:
             return {}
-        return {
-            name: Kept(path, form, tuple(shape), tuple((o, n, c) for o, n, c in parts))
-            for name, (form, shape, parts) in entries.items()
-        }
-    except (OSError, ValueError, TypeError, AttributeError):
+        return {name: _entry(path, *entry) for name, entry in entries.items()}
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         return {}
+
+
+def _entry(path: Path, form: object, shape: list[int], parts: list[tuple[int, int, int]]) -> Kept:
+    """What the index says of a matrix. Raises ValueError, TypeError."""
+    kept = Kept(path, str(form), tuple(shape), tuple((o, n, c) for o, n, c in parts))
+    if form not in FORMS or not all(type(n) is int and n >= 0 for n in (*shape, *sum(kept.parts, ()))):
+        raise ValueError(f"a matrix of {form} in {shape}")
+    return kept
 
 
 def _write(path: Path, matrices: dict[str, tuple[str, tuple[int, ...], tuple[Array, ...]]]) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forerun.errors import LoadError
+from forerun.errors import LoadError, one_line
 from forerun.models.gguf.blocks import Blocks, stack_blocks
 
 SUPPORTED = "read are GPTQ (4 or 8 bits), AWQ (4 bits, gemm), compressed-tensors (int of 4 or 8 bits, fp8) and fp8"
@@ -155,7 +155,7 @@ def scheme_of(raw: dict[str, Any], where: str) -> Scheme | None:
             raise ValueError(f"the quantisation method {method!r}")
         return METHODS[method.replace("_", "-")](settings)
     except (ValueError, TypeError, AttributeError, LookupError) as error:
-        raise LoadError(f"{where}: {error} is not supported; {SUPPORTED}") from None
+        raise LoadError(f"{where}: {one_line(str(error))} is not supported; {SUPPORTED}") from None
 
 
 def _gptq(c: dict[str, Any]) -> Scheme:

@@ -4,16 +4,20 @@ Being a function of the position is what makes a chunk, a tree and a one-token p
 depend on the length of the text instead, and are pinned down here: `dynamic` uses, for position t, the base that a
 text of t + 1 tokens would have (what one-token steps in transformers do); `longrope` uses its long factors for all
 texts when the engine's context exceeds the length the model was first trained on, and its short ones otherwise.
-The formulas of the other scalings are transformers' own.
+The others are in `rope_scalings`.
 """
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-from forerun.errors import LoadError
-from forerun.models.config import ModelConfig, Rope
+from forerun.errors import LoadError, one_line, shown
+from forerun.models.config import ModelConfig
+from forerun.models.families import Rope
+from forerun.models.rope_scalings import SCALINGS, inverse_frequencies
 
 
 def rope_tables(config: ModelConfig, rope: Rope, context: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -24,10 +28,12 @@ def rope_tables(config: ModelConfig, rope: Rope, context: int, dtype: torch.dtyp
         angles = positions[:, None] * inverse.double()
         if angles.shape[-1] != rope.dim // 2:
             raise ValueError(f"{angles.shape[-1]} frequencies for {rope.dim} channels")
-    except Exception as error:  # transformers validates with exceptions of its own
-        text = (str(error) or repr(error)).splitlines()[0]
+        if not (angles.isfinite().all() and math.isfinite(factor)):
+            raise ValueError("they give angles that are no numbers")
+    except Exception as error:  # of parameters that are missing, or of another kind
+        text = one_line((str(error) or repr(error)).splitlines()[0])
         raise LoadError(
-            f"the {rope.parameters['rope_type']} rope parameters of this model cannot be used: {text}"
+            f"the {one_line(rope.parameters['rope_type'])} rope parameters of this model cannot be used: {text}"
         ) from None
     cos, sin = ((f(angles) * factor).to(dtype)[:, None] for f in (torch.cos, torch.sin))
     return cos, sin
@@ -37,20 +43,19 @@ def _frequencies(config: ModelConfig, rope: Rope, context: int, positions: Tenso
     """Inverse frequencies, [dim / 2] or [context, dim / 2], and a factor on cos and sin."""
     kind, theta = rope.parameters["rope_type"], rope.parameters["rope_theta"]
     if kind == "default":
-        return _inverse(theta, rope.dim), 1.0
+        return inverse_frequencies(theta, rope.dim), 1.0
     if kind == "linear":
-        return _inverse(theta, rope.dim) / rope.parameters["factor"], 1.0
+        return inverse_frequencies(theta, rope.dim) / rope.parameters["factor"], 1.0
     if kind == "divided":  # as GGUF files have it: what a scaling makes of each frequency
-        return _inverse(theta, rope.dim) / torch.tensor(rope.parameters["divisors"], dtype=torch.float32), 1.0
+        divisors = torch.tensor(rope.parameters["divisors"], dtype=torch.float32)
+        return inverse_frequencies(theta, rope.dim) / divisors, 1.0
     if kind == "dynamic":
         return _dynamic(config, rope, positions), 1.0
-    return _published(config, rope, context)
-
-
-def _inverse(theta: float, dim: int) -> Tensor:
-    """Inverse frequencies, rounded to float32 as checkpoints were trained with. [dim / 2]"""
-    frequencies: Tensor = theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
-    return 1.0 / frequencies
+    if kind not in SCALINGS:
+        raise LoadError(
+            f"rope_type {shown(kind)} is not supported; known: default, linear, dynamic, {', '.join(SCALINGS)}"
+        )
+    return SCALINGS[kind](rope.parameters, config.raw, rope.dim, context)
 
 
 def _dynamic(config: ModelConfig, rope: Rope, positions: Tensor) -> Tensor:
@@ -60,18 +65,3 @@ def _dynamic(config: ModelConfig, rope: Rope, positions: Tensor) -> Tensor:
     theta = rope.parameters["rope_theta"] * growth ** (rope.dim / (rope.dim - 2))
     frequencies: Tensor = theta[:, None] ** (torch.arange(0, rope.dim, 2, dtype=torch.float64) / rope.dim)
     return 1.0 / frequencies
-
-
-def _published(config: ModelConfig, rope: Rope, context: int) -> tuple[Tensor, float]:
-    """llama3, yarn and longrope, computed by transformers. ([dim / 2], factor on cos and sin)"""
-    from transformers import AutoConfig
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    kind = rope.parameters["rope_type"]
-    if kind not in ROPE_INIT_FUNCTIONS:
-        raise LoadError(f"rope_type {kind!r} is not supported; known: default, {', '.join(ROPE_INIT_FUNCTIONS)}")
-    raw = {name: value for name, value in config.raw.items() if name not in ("rope_scaling", "rope_parameters")}
-    hf = AutoConfig.for_model(**raw)
-    hf.rope_parameters = rope.parameters
-    inverse, factor = ROPE_INIT_FUNCTIONS[kind](hf, torch.device("cpu"), seq_len=context)
-    return inverse, float(factor)

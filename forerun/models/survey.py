@@ -13,7 +13,9 @@ from typing import Any
 
 from forerun.errors import LoadError
 from forerun.memory import free_ram
-from forerun.models.config import FAMILIES, load_config
+from forerun.models.config import load_config
+from forerun.models.families import FAMILIES
+from forerun.models.files import indexed, read_object
 from forerun.models.gguf.kinds import why_not
 from forerun.models.places import Found
 from forerun.models.skim import skim, token_digest
@@ -130,7 +132,7 @@ def _format(label: str, counts: Counter[str]) -> str:
 
 
 def _of_directory(path: Path, row: Survey) -> Survey:
-    raw = _object(path / "config.json")
+    raw = read_object(path / "config.json")
     files = _weights(path)
     counts: Counter[str] = Counter()
     for file in files:
@@ -148,17 +150,6 @@ def _of_directory(path: Path, row: Survey) -> Survey:
         reason=_why_no_directory(path, raw),
         vocabulary=_tokenizer(path / "tokenizer.json"),
     )
-
-
-def _object(path: Path) -> dict[str, Any]:
-    """A JSON object. Raises LoadError."""
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise LoadError(f"{path} cannot be read: {error}") from None
-    if not isinstance(raw, dict):
-        raise LoadError(f"{path} does not hold an object")
-    return raw
 
 
 def _method(settings: Any) -> str:
@@ -188,7 +179,7 @@ def _weights(path: Path) -> list[Path]:
     index = path / "model.safetensors.index.json"
     names = set(path.glob("*.safetensors"))
     if index.is_file():
-        names = {path / str(name) for name in dict(_object(index).get("weight_map", {})).values()}
+        names = set(indexed(index))
     missing = sorted(file.name for file in names if not file.is_file())
     if missing:
         raise LoadError(f"{path} is not whole, {missing[0]} is not there: download it again")
@@ -204,7 +195,7 @@ def _tensors(path: Path) -> list[dict[str, Any]]:
         if not isinstance(raw, dict):
             raise ValueError(f"a header of {length} bytes")
         return [tensor for name, tensor in raw.items() if name != "__metadata__"]
-    except (OSError, ValueError, AttributeError, struct.error) as error:
+    except (OSError, ValueError, AttributeError, RecursionError, struct.error) as error:
         raise LoadError(f"{path} is no safetensors file or not whole: {error}; download it again") from None
 
 

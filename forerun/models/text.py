@@ -11,14 +11,18 @@ from typing import Any
 
 import tokenizers
 
-from forerun.errors import LoadError, RequestError
-from forerun.models.chat import ChatTemplate, directory_template
+from forerun.errors import BusyError, LoadError, RequestError, one_line
+from forerun.models.chat import SANDBOX, ChatTemplate, directory_template
+from forerun.models.files import read_object
 from forerun.models.gguf.container import open_gguf
 from forerun.models.gguf.tokenizer import SPACE, build_tokenizer, chat_templates, special_tokens
+from forerun.models.stops import StopMatcher, automaton_of
 
 Message = dict[str, Any]
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"  # what decoders show for bytes that are no character, or not yet
+LONG = 4096  # characters, or tokens: from there on as a batch of one, for which the interpreter's lock is released
+MOST_PENDING = 64  # tokens that may make no whole character: from there on they are shown as they are
 
 # Classes that add nothing to tokenizer.json, so that it can be read without importing transformers (a second).
 PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
@@ -33,7 +37,7 @@ class Tokenizer:
 
     def __init__(self, path: Path) -> None:
         """Raises LoadError when there is no usable tokenizer."""
-        self.path = path
+        self.path, self._confined = path, False
         self._backend = self._load()
 
     def _load(self) -> tokenizers.Tokenizer:
@@ -60,7 +64,9 @@ class Tokenizer:
             backend: tokenizers.Tokenizer | None = getattr(self._slow, "backend_tokenizer", None)
         except LoadError:
             raise
-        except Exception as error:  # the tokenizers library raises bare Exception
+        except BaseException as error:  # the tokenizers library raises bare Exception, and panics
+            if isinstance(error, KeyboardInterrupt):
+                raise
             raise LoadError(f"the tokenizer in {self.path} cannot be read: {_line(error)}") from None
         if backend is None:
             raise LoadError(f"the tokenizer in {self.path} has no tokenizer.json form, which forerun needs")
@@ -70,18 +76,21 @@ class Tokenizer:
     def _plain(self) -> bool:
         """Whether the directory's files say everything."""
         settings = self.path / "tokenizer_config.json"
-        kind = json.loads(settings.read_text(encoding="utf-8")).get("tokenizer_class") if settings.is_file() else None
-        return kind in PLAIN_CLASSES and (self.path / "tokenizer.json").is_file()
+        kind = read_object(settings).get("tokenizer_class") if settings.exists() else None
+        return isinstance(kind, str) and kind in PLAIN_CLASSES and (self.path / "tokenizer.json").is_file()
 
     @cached_property
     def _slow(self) -> Any:
-        """transformers' tokenizer, where its class adds something to the files."""
+        """transformers' tokenizer, where its class adds something to the files. Code beside them is never run."""
         from transformers import AutoTokenizer
 
         try:
-            return AutoTokenizer.from_pretrained(self.path)
+            return AutoTokenizer.from_pretrained(self.path, trust_remote_code=False, local_files_only=True)
         except (OSError, ValueError, KeyError, ImportError) as error:
-            raise LoadError(f"the tokenizer in {self.path} cannot be read: {_line(error)}") from None
+            why = _line(error)
+            if "trust_remote_code" in str(error):
+                why = "its class is code beside it, which forerun never runs; use a model with a plain tokenizer.json"
+            raise LoadError(f"the tokenizer in {self.path} cannot be read: {why}") from None
 
     @cached_property
     def _literal(self) -> tokenizers.Tokenizer:
@@ -100,14 +109,20 @@ class Tokenizer:
         """
         backend = self._backend if parse else self._literal
         try:
-            ids: list[int] = backend.encode(text, add_special_tokens=special).ids
+            if len(text) < LONG:
+                ids: list[int] = backend.encode(text, add_special_tokens=special).ids
+            else:
+                ids = backend.encode_batch_fast([text], add_special_tokens=special)[0].ids
         except TypeError:  # lone surrogates, as bytes that are no UTF-8 come in on the command line
             raise RequestError("the prompt is not valid Unicode text: give UTF-8") from None
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids, special tokens left out."""
-        text: str = self._backend.decode(list(ids), skip_special_tokens=True)
+        if len(ids) < LONG:
+            text: str = self._backend.decode(list(ids), skip_special_tokens=True)
+        else:
+            text = self._backend.decode_batch([list(ids)], skip_special_tokens=True)[0]
         return text
 
     def spell(self, token: int) -> str:
@@ -129,6 +144,11 @@ class Tokenizer:
         if re.fullmatch("<0x[0-9A-F]{2}>", piece):
             return bytes([int(piece[3:5], 16)])
         return bytes(_LEVEL[c] for c in piece) if all(c in _LEVEL for c in piece) else text.encode()
+
+    @cached_property
+    def special(self) -> frozenset[int]:
+        """Tokens that decoding leaves out."""
+        return frozenset(i for i, token in self._backend.get_added_tokens_decoder().items() if token.special)
 
     def vocabulary(self) -> dict[str, int]:
         """Every token's spelling and id."""
@@ -164,23 +184,42 @@ class Tokenizer:
         if not self.has_chat_template:
             return self.encode(_plain_layout(messages, tools))
         try:
-            text = self._render(messages, tools, options)
+            assert self._template is not None
+            render = self._template.render_confined if self._confined else self._template.render
+            text = render(messages, tools, options)
+        except BusyError:
+            raise
         except Exception as error:  # templates raise what they like
             raise RequestError(f"the model's chat template refuses this conversation: {_line(error)}") from None
         return self.encode(text, special=False)
 
-    def _render(self, messages: Sequence[Message], tools: Sequence[Message], options: dict[str, Any]) -> str:
-        if self._template is not None and (self.path.is_file() or self._plain):
-            return self._template.render(messages, tools, options)
-        text: str = self._slow.apply_chat_template(
-            list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=True, **options
-        )
-        return text
+    def confine(self) -> None:
+        """From now on lay conversations out in processes that can be killed: template or messages are a stranger's."""
+        self._confined = True
+        if self.has_chat_template:
+            SANDBOX.warm()
 
     @property
     def has_chat_template(self) -> bool:
         """Whether the model says how a conversation is written."""
         return self._template is not None
+
+    def check(self, vocab: int) -> str:
+        """What of it will not work with a model of `vocab` tokens, but does no harm to the rest; "" where all does.
+        Raises LoadError where nothing would."""
+        outside = [token for token in self.encode("") if token >= vocab]
+        if outside:
+            raise LoadError(
+                f"the tokenizer in {self.path} adds token {outside[0]} to every text, but the model has only {vocab}:"
+                " it is another model's"
+            )
+        fault = self._template.fault() if self._template else ""
+        return f"the chat template in {self.path} cannot be used, so chats will be refused: {fault}" if fault else ""
+
+    @property
+    def template(self) -> str:
+        """How the model's authors lay conversations out, in Jinja; "" where they do not say."""
+        return self._template.templates.get("default", "") if self._template else ""
 
     @cached_property
     def _template(self) -> ChatTemplate | None:
@@ -189,9 +228,10 @@ class Tokenizer:
             templates = chat_templates(metadata)
             return ChatTemplate(templates, special_tokens(metadata)) if templates else None
         try:
-            return directory_template(self.path)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise LoadError(f"the chat template in {self.path} cannot be read: {_line(error)}") from None
+            template = directory_template(self.path)
+            return template if template is None or self._plain else template.with_tokens(self._slow.special_tokens_map)
+        except (LoadError, OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise LoadError(f"the chat template in {self.path} cannot be read: {one_line(str(error))}") from None
 
 
 class Decoding:
@@ -204,13 +244,15 @@ class Decoding:
     def __init__(self, tokenizer: Tokenizer, context: list[int]) -> None:
         broken = tokenizer.decode(context).endswith(BROKEN)  # the prompt's own half character is not ours to finish
         self.tokenizer, self.context = tokenizer, [] if broken else context
+        self.special = tokenizer.special
         self.pending: list[int] = []
 
     def append(self, token: int) -> str:
         """The text that becomes whole with this token."""
         self.pending.append(token)
         text = self._text()
-        return "" if text.endswith(BROKEN) else self._give(text)
+        waits = text.endswith(BROKEN) and len(self.pending) < MOST_PENDING
+        return "" if waits else self._give(text)
 
     def flush(self) -> str:
         """The text of whatever is pending, whole or not."""
@@ -222,8 +264,8 @@ class Decoding:
         return text.removeprefix(given) if text.startswith(given) else self.tokenizer.decode(self.pending)
 
     def _give(self, text: str) -> str:
-        # tokens without text (special ones) are no context by themselves
-        self.context = self.pending if text else self.context + self.pending
+        # tokens without text are no context by themselves; special ones would have none in any place
+        self.context = self.pending if text else self.context + [t for t in self.pending if t not in self.special]
         self.pending = []
         return text
 
@@ -235,37 +277,36 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str]) -> None:
-        self.tokenizer, self.stops = tokenizer, stops
+        self.tokenizer = tokenizer
         self.stream = tokenizer.stream(prompt)
-        self.text = ""
-        self.sent = 0
+        self.stops = StopMatcher(automaton_of(tuple(stops))) if stops else None
         self.stopped = False
+        self._shown: list[str] = []
+        self._held = ""
+
+    @property
+    def text(self) -> str:
+        """All of the text so far, what is held back included."""
+        return "".join((*self._shown, self._held))
 
     def append(self, token: int) -> None:
         """Add one token; `stopped` says whether it completed a stop string, which is then cut off."""
-        before = len(self.text)
-        self.text += self.tokenizer.step(self.stream, token)
-        reach = max(map(len, self.stops), default=0)
-        found = [at for at in (self.text.find(s, max(0, before - reach + 1)) for s in self.stops) if at >= 0]
-        if found:
-            self.text, self.stopped = self.text[: min(found)], True
+        before = len(self._held)
+        piece = self.tokenizer.step(self.stream, token)
+        self._held += piece
+        at = self.stops.feed(piece) if self.stops else None
+        if at is not None:
+            self._held, self.stopped = self._held[: before + at], True
 
     def take(self, finished: bool) -> str:
         """The text that can be shown now and was not before."""
         if finished and not self.stopped:
-            self.text += self.tokenizer.flush(self.stream)
-        end = len(self.text)
-        if not finished:
-            end -= max((self._overlap(stop) for stop in self.stops), default=0)
-        new = self.text[self.sent : end]
-        self.sent = max(self.sent, end)
+            self._held += self.tokenizer.flush(self.stream)
+        keep = self.stops.begun if self.stops and not finished else 0
+        end = max(0, len(self._held) - keep)
+        new, self._held = self._held[:end], self._held[end:]
+        self._shown.append(new)
         return new
-
-    def _overlap(self, stop: str) -> int:
-        """How much of the end of the text could be the beginning of `stop`."""
-        unsent = len(self.text) - self.sent  # what has been shown was no beginning of a stop string
-        sizes = range(min(len(stop) - 1, unsent), 0, -1)
-        return next((n for n in sizes if self.text.endswith(stop[:n])), 0)
 
 
 HOW_TO_CALL = '<tool_call>{"name": ..., "arguments": {...}}</tool_call>'
@@ -283,6 +324,6 @@ def _plain_layout(messages: Sequence[Message], tools: Sequence[Message]) -> str:
     return "\n".join([*lines, "assistant:"])
 
 
-def _line(error: Exception) -> str:
+def _line(error: BaseException) -> str:
     """The first line of a library's message."""
-    return (str(error).strip() or repr(error)).splitlines()[0]
+    return one_line((str(error).strip() or repr(error)).splitlines()[0])

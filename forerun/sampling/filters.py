@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import torch
@@ -32,6 +32,10 @@ class SamplingState:
         self.produced = 0
         self.prompt_tokens = set(prompt) if params.penalised else set()
         self.output_counts: Counter[int] = Counter()
+        self._uncounted: list[int] = []
+        self._counts: Tensor | None = None
+        self._seen: Tensor | None = None
+        self._bias: tuple[Tensor, Tensor] | None = None
 
     @property
     def special(self) -> bool:
@@ -45,8 +49,38 @@ class SamplingState:
         self.produced += 1
         if self.params.penalised:
             self.output_counts[token] += 1
+            self._uncounted.append(token)
         if self.grammar:
             self.grammar.advance(token)
+
+    def history(self, row: Tensor) -> tuple[Tensor, Tensor]:
+        """(how often the output has each token, which tokens prompt or output have), beside logits of one node: brought
+        up to date with what is new, so that a long text costs a step no more than a short one. [V], [V]"""
+        if self._counts is None or self._seen is None:
+            self._counts = torch.zeros(len(row), device=row.device)
+            self._seen = _with(torch.zeros(len(row), dtype=torch.bool, device=row.device), self.prompt_tokens)
+            self._uncounted = list(self.output_counts.elements())
+        if self._uncounted:
+            self._counts, self._seen = _counted(self._counts, self._uncounted), _with(self._seen, self._uncounted)
+            self._uncounted = []
+        return self._counts, self._seen
+
+    def bias(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """The tokens of logit_bias and their amounts."""
+        if self._bias is None:
+            ids = torch.tensor(list(self.params.logit_bias), device=logits.device)
+            amounts = torch.tensor(list(self.params.logit_bias.values()), dtype=logits.dtype, device=logits.device)
+            self._bias = ids, amounts
+        return self._bias
+
+
+def _with(seen: Tensor, tokens: Collection[int]) -> Tensor:
+    return seen.index_fill(0, torch.tensor(list(tokens), dtype=torch.long, device=seen.device), True)
+
+
+def _counted(counts: Tensor, tokens: Sequence[int]) -> Tensor:
+    ids = torch.tensor(tokens, device=counts.device)
+    return counts.index_add(0, ids, torch.ones(len(tokens), device=counts.device))
 
 
 def filter_logits(logits: Tensor, drafts: Sequence[Draft], states: Sequence[SamplingState]) -> Tensor:
@@ -61,7 +95,7 @@ def filter_logits(logits: Tensor, drafts: Sequence[Draft], states: Sequence[Samp
         [M, V] scores in the dtype of the logits.
 
     Raises:
-        ForerunError: logits are not finite.
+        StateError: logits are not finite.
     """
     check_finite(logits)
     if any(state.special for state in states):
@@ -80,12 +114,11 @@ def _adjust(logits: Tensor, draft: Draft, state: SamplingState) -> None:
     if state.grammar:
         logits.masked_fill_(_forbidden(state.grammar.masks(draft), logits.shape[1]).to(device), -math.inf)
     if params.logit_bias:
-        ids = torch.tensor(list(params.logit_bias), device=device)
-        logits[:, ids] += torch.tensor(list(params.logit_bias.values()), dtype=logits.dtype, device=device)
+        ids, amounts = state.bias(logits)
+        logits[:, ids] += amounts
     for node, depth in enumerate(draft.depths()):
         if params.penalised:
-            path = [draft.tokens[i] for i in draft.path_to(node)[1:]]
-            _penalise(logits[node], state, state.output_counts + Counter(path))
+            _penalise(logits[node], state, [draft.tokens[i] for i in draft.path_to(node)[1:]])
         if state.produced + depth < params.min_tokens:
             _keep_out(logits[node], state.end_ids)
 
@@ -104,17 +137,18 @@ def _keep_out(row: Tensor, tokens: Sequence[int]) -> None:
         row[tokens] = before
 
 
-def _penalise(row: Tensor, state: SamplingState, output: Counter[int]) -> None:
-    """Repetition, presence and frequency penalties of one node, in place. [V]"""
+def _penalise(row: Tensor, state: SamplingState, path: Sequence[int]) -> None:
+    """Repetition, presence and frequency penalties of one node behind `path`, in place. [V]"""
     params = state.params
-    if params.repetition_penalty != 1.0 and (state.prompt_tokens or output):
-        seen = torch.tensor(sorted(state.prompt_tokens | output.keys()), device=row.device)
-        values = row[seen]
-        row[seen] = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
-    if output and (params.presence_penalty or params.frequency_penalty):
-        ids = torch.tensor(list(output), device=row.device)
-        counts = torch.tensor(list(output.values()), dtype=row.dtype, device=row.device)
-        row[ids] -= params.presence_penalty + params.frequency_penalty * counts
+    counts, seen = state.history(row)
+    if path:
+        counts, seen = _counted(counts, path), _with(seen, path)
+    if params.repetition_penalty != 1.0:
+        damped = torch.where(row > 0, row / params.repetition_penalty, row * params.repetition_penalty)
+        row.copy_(torch.where(seen, damped, row))
+    if params.presence_penalty or params.frequency_penalty:
+        amounts = params.presence_penalty + params.frequency_penalty * counts.to(row.dtype)
+        row -= torch.where(counts > 0, amounts, torch.zeros_like(amounts))
 
 
 def draw_tokens(logits: Tensor, drafts: Sequence[Draft], states: Sequence[SamplingState], keys: list[int]) -> list[int]:

@@ -7,11 +7,20 @@ is allowed at a place depends on the text before it and on nothing else, so draf
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from forerun.types import Draft, Law
 
 SOURCE = "grammar"  # what statistics call forced tokens
+
+
+@dataclass(eq=False)
+class Compiled:
+    """A grammar as llguidance's matcher before its first token, and the bytes that it holds."""
+
+    core: Any
+    size: int
 
 
 class Matcher:
@@ -22,9 +31,11 @@ class Matcher:
     looking ahead, those of `ahead`; `rows` keeps the sets found since the last commit.
     """
 
-    def __init__(self, core: Any, last: int, vocab: int, own_ends: Collection[int], end_ids: Collection[int]) -> None:
-        """`core` is not changed; `last` is its sign that the text may end."""
-        self.start, self.core, self.last = core, core.deep_copy(), last
+    def __init__(
+        self, compiled: Compiled, last: int, vocab: int, own_ends: Collection[int], end_ids: Collection[int]
+    ) -> None:
+        """`compiled` is not changed; `last` is its sign that the text may end."""
+        self.compiled, self.core, self.last = compiled, compiled.core.deep_copy(), last
         self.width = (vocab + 7) // 8
         self.ends = _set(token for token in end_ids if token < vocab)
         self.texts = ((1 << vocab) - 1) & ~_set([last, *own_ends])
@@ -148,7 +159,7 @@ class Matcher:
 
     def _restart(self) -> None:
         """Read the committed tokens anew: an llguidance matcher never leaves an error."""
-        self.core, self.ahead = self.start.deep_copy(), []
+        self.core, self.ahead = self.compiled.core.deep_copy(), []
         self.core.consume_tokens(self.tokens)
 
 

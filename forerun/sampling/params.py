@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from forerun.errors import RequestError, nearest
+from forerun.errors import RequestError, brief, nearest
 from forerun.sampling.grammar import Grammar
 
 
@@ -62,34 +62,36 @@ class SamplingParams:
         for name, low, high in _RANGES:
             value = getattr(self, name)
             if not _is_number(value) or not low <= value <= high:
-                raise RequestError(f"{name}={value!r} is out of range: give a number from {low} to {high}")
+                raise RequestError(f"{name}={brief(value)} is out of range: give a number from {low} to {high}")
         for name in _WHOLE:
             value = getattr(self, name)
             if value is not None and not _is_whole(value):
-                raise RequestError(f"{name}={value!r} must be a whole number")
+                raise RequestError(f"{name}={brief(value)} must be a whole number")
         if self.top_p == 0:
             raise RequestError(f"top_p={self.top_p} is out of range: give a number over 0 and at most 1")
         if self.min_tokens > self.max_tokens:
             raise RequestError(f"min_tokens={self.min_tokens} is over max_tokens={self.max_tokens}: lower it")
         if self.seed is not None and not 0 <= self.seed < 1 << 63:
-            raise RequestError(f"seed={self.seed} is out of range: give a whole number from 0 to 2**63 - 1")
+            raise RequestError(f"seed={brief(self.seed)} is out of range: give a whole number from 0 to 2**63 - 1")
         if self.logprobs is not None and not 0 <= self.logprobs <= 20:
-            raise RequestError(f"logprobs={self.logprobs} is out of range: give 0 to 20, or None")
+            raise RequestError(f"logprobs={brief(self.logprobs)} is out of range: give 0 to 20, or None")
         if not isinstance(self.grammar, Grammar | None):
             raise RequestError(f"grammar={self.grammar!r} must be a Grammar: make one with Grammar.of(kind, value)")
         if not isinstance(self.ignore_eos, bool):
-            raise RequestError(f"ignore_eos={self.ignore_eos!r} must be true or false")
+            raise RequestError(f"ignore_eos={brief(self.ignore_eos)} must be true or false")
         if not all(isinstance(s, str) and s for s in self.stop):
             raise RequestError(
-                f"stop={self.stop!r} must be strings, none of them empty: an empty one would stop everything"
+                f"stop={brief(self.stop)} must be strings, none of them empty: an empty one would stop everything"
             )
         if not all(_is_whole(token) for token in self.stop_token_ids):
-            raise RequestError(f"stop_token_ids={self.stop_token_ids!r} must be whole numbers")
+            raise RequestError(f"stop_token_ids={brief(self.stop_token_ids)} must be whole numbers")
         if not isinstance(self.logit_bias, dict) or not all(_is_whole(token) for token in self.logit_bias):
-            raise RequestError(f"logit_bias={self.logit_bias!r} must map token ids to amounts")
+            raise RequestError(f"logit_bias={brief(self.logit_bias)} must map token ids to amounts")
         for token, amount in self.logit_bias.items():
             if not _is_number(amount) or not -100 <= amount <= 100:
-                raise RequestError(f"logit_bias of token {token} is {amount!r}: give a number from -100 to 100")
+                raise RequestError(
+                    f"logit_bias of token {brief(token)} is {brief(amount)}: give a number from -100 to 100"
+                )
 
     @classmethod
     def of(cls, **options: Any) -> SamplingParams:
@@ -97,7 +99,7 @@ class SamplingParams:
         known = [f.name for f in fields(cls)]
         for name in options:
             if name not in known:
-                raise RequestError(f"there is no sampling parameter {name!r}: {nearest(name, known)}")
+                raise RequestError(f"there is no sampling parameter {brief(name)}: {nearest(name, known)}")
         return cls(**options)
 
     @property
@@ -147,5 +149,5 @@ def _is_number(value: object) -> bool:
 def _listed(name: str, value: object) -> tuple[Any, ...]:
     """A list or tuple as a tuple."""
     if not isinstance(value, (list, tuple)):
-        raise RequestError(f"{name}={value!r} must be a list")
+        raise RequestError(f"{name}={brief(value)} must be a list")
     return tuple(value)

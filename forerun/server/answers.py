@@ -10,8 +10,9 @@ from typing import Any
 
 from forerun.engine.stats import RequestStats
 from forerun.models.text import Tokenizer
-from forerun.server.service import Ticket
-from forerun.types import Event, Round, TokenLogprobs
+from forerun.server.tenants import CALLER
+from forerun.server.tickets import Ticket
+from forerun.types import MEMORY, Event, Round, TokenLogprobs
 
 LEAST = -9999.0  # stands for minus infinity, which JSON has no number for
 
@@ -21,18 +22,25 @@ class Answer:
     """The output of one ticket as far as it has come."""
 
     ticket: Ticket
-    text: str = ""
+    texts: list[str] = field(default_factory=list)
+    characters: int = 0
     token_ids: list[int] = field(default_factory=list)
     pieces: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
 
     def add(self, event: Event) -> None:
-        self.text += event.text
+        self.texts.append(event.text)
+        self.characters += len(event.text)
         self.token_ids += event.token_ids
         self.pieces += event.pieces
         self.logprobs += event.logprobs or ()
         self.finish_reason = event.finish_reason or self.finish_reason
+
+    @property
+    def text(self) -> str:
+        """All of it, joined when it is wanted: not at every event."""
+        return "".join(self.texts)
 
     @property
     def stats(self) -> RequestStats:
@@ -147,10 +155,16 @@ def number(value: float) -> float:
 
 
 def trace(round_: Round, event: Event, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """One round for whoever watches: what was drafted, what the target thought of it, what was emitted."""
+    """One round for whoever watches: what was drafted, what the target thought of it, what was emitted.
+
+    Tokens that come from another request and were rejected are not told: they are no part of this one. How often drafts
+    are accepted follows at first from everybody's, and is for the operator.
+    """
     draft, kept = round_.draft, set(round_.verdict.path)
 
-    def one(token: int, i: int) -> dict[str, Any]:
+    def one(token: int, i: int, told: bool = True) -> dict[str, Any]:
+        if not told:
+            return {"id": None, "text": "", "p": None, "noise": None}
         return {
             "id": token,
             "text": spell(tokenizer, token),
@@ -159,7 +173,7 @@ def trace(round_: Round, event: Event, tokenizer: Tokenizer | None) -> dict[str,
         }
 
     nodes = [
-        one(draft.tokens[node], node - 1)
+        one(draft.tokens[node], node - 1, told=node in kept or draft.sources[node] != MEMORY)
         | {
             "parent": draft.parents[node],
             "source": draft.sources[node],
@@ -172,7 +186,7 @@ def trace(round_: Round, event: Event, tokenizer: Tokenizer | None) -> dict[str,
     return {
         "step": round_.step,
         "depth": round_.depth,
-        "rate": round(round_.rate, 4),
+        "rate": round(round_.rate, 4) if CALLER.get().operator else None,
         "tokens": [{"id": token, "text": text, "source": source} for token, source, text in emitted],
         "draft": nodes,
         "bonus": one(round_.verdict.tokens[-1], len(draft) - 1),

@@ -10,8 +10,7 @@ import asyncio
 import json
 import secrets
 import sys
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +21,12 @@ from starlette.responses import Response
 
 from forerun.errors import RequestError
 from forerun.llm import LLM
-from forerun.server import api, errors
-from forerun.server.api import Kitchen
+from forerun.progress import Tell, progress
+from forerun.server import api, bounds, errors
 from forerun.server.app import fingerprint, served_name
 from forerun.server.errors import ApiError
+from forerun.server.grammars import Grammars
+from forerun.server.kitchen import Kitchen
 from forerun.server.protocol import ChatRequest, CompletionRequest, ResponsesRequest
 from forerun.server.responses import responses
 from forerun.server.service import Service
@@ -48,7 +49,9 @@ def run(source: Path, target: Path, options: dict[str, Any]) -> None:
     left = [job for job in jobs if job["custom_id"] not in done]
     print(f"forerun: {len(jobs)} requests, {len(jobs) - len(left)} answered before", file=sys.stderr)
     if left:
-        asyncio.run(_work(LLM(**options), left, target))
+        with progress(quiet=False) as tell:
+            tell("loading")
+            asyncio.run(_work(LLM(**options), left, target, tell))
 
 
 def read_jobs(source: Path) -> list[dict[str, Any]]:
@@ -106,21 +109,25 @@ def resume(target: Path) -> set[str]:
     return done
 
 
-async def _work(llm: LLM, jobs: list[dict[str, Any]], target: Path) -> None:
+async def _work(llm: LLM, jobs: list[dict[str, Any]], target: Path, tell: Tell) -> None:
     settings = Settings()
     service = Service(llm, max_queue=1 << 20)
-    kitchen = Kitchen(service, served_name(llm, settings), fingerprint(llm), 0, 0)
+    kitchen = Kitchen(service, served_name(llm, settings), fingerprint(llm), 0, 0, Grammars(llm.engine.grammars, 0))
     service.start()
     places = asyncio.Semaphore(2 * llm.config.max_rows)
     try:
-        with target.open("a", encoding="utf-8") as file, _progress(len(jobs)) as advance:
+        with target.open("a", encoding="utf-8") as file:
+            done = 0
+            tell(f"0 of {len(jobs)} requests", 0, len(jobs))
 
             async def one(job: dict[str, Any]) -> None:
+                nonlocal done
                 async with places:
                     answer = await _answer(kitchen, job)
                 file.write(json.dumps(answer) + "\n")
                 file.flush()
-                advance()
+                done += 1
+                tell(f"{done} of {len(jobs)} requests", done, len(jobs))
 
             async with asyncio.TaskGroup() as group:
                 for job in jobs:
@@ -141,8 +148,11 @@ async def _answer(kitchen: Kitchen, job: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(job.get("body"), dict):
             raise ApiError(400, "a request needs a body that is an object", "body")
         body = job["body"] | {"stream": False}
-        response = await handler(kitchen, kind.model_validate(body), _nobody(job["url"]))
+        request = kind.model_validate(bounds.parse(json.dumps(body).encode()))
+        response = await handler(kitchen, request, _nobody(job["url"]))
         status, content = response.status_code, json.loads(bytes(response.body))
+    except RecursionError:
+        status, content = errors.body(ApiError(400, "the body is too deep: send less of it", "body"))
     except ValidationError as error:
         status, content = errors.body(RequestValidationError(error.errors()))
     except Exception as error:
@@ -163,14 +173,3 @@ def _nobody(path: str) -> Request:
         return {}
 
     return Request({"type": "http", "method": "POST", "path": path, "headers": []}, receive)
-
-
-@contextmanager
-def _progress(total: int) -> Iterator[Callable[[], None]]:
-    """A bar on stderr where that is a terminal."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:
-        task = progress.add_task("answering", total=total)
-        yield lambda: progress.advance(task)

@@ -10,16 +10,19 @@ import typer
 
 from forerun.config import Config
 from forerun.errors import ConfigError
-from forerun.flags import ENGINE, MODEL, Group, with_flags
+from forerun.flags import ENGINE, ENGINE_FLAGS, Group, with_flags
+from forerun.models.hub import find_model
+from forerun.server.listen import listen
 from forerun.server.settings import Settings, read_file
+from forerun.server.tenants import Callers
 
-SERVER = Group("server", Settings, "Server", {"api_key": list[str], "allowed_origins": list[str]})
+LISTS = dict.fromkeys(("api_key", "allowed_hosts", "allowed_origins"), list[str])
+SERVER = Group("server", Settings, "Server", LISTS)
 FILE = Annotated[Path | None, typer.Option("--config", help="A TOML file with any of the options below.")]
 
 
-@with_flags(ENGINE.without("model"), SERVER)
+@with_flags(ENGINE, SERVER)
 def serve(
-    model: MODEL = None,
     file: FILE = None,
     verbose: Annotated[bool, typer.Option("--verbose", help="Log every request.")] = False,
     *,
@@ -28,16 +31,18 @@ def serve(
 ) -> None:
     """Serve a model over OpenAI's API, with a page at / where one can watch it speculate."""
     engine, settings = read_file(file) if file else ({}, {})
-    options = engine | config | ({"model": model} if model else {})
-    Config.of(**options)
+    options = engine | config
     chosen = Settings(**(settings | server))
+    find_model(Config.of(**options).model)
+    Callers.of(chosen)  # a file with keys that cannot be read is told now
     _need_extra()
+    listener = listen(chosen)
     from forerun.server.run import run
 
-    sys.exit(run(options, chosen, verbose))
+    sys.exit(run(options, chosen, listener, verbose))
 
 
-@with_flags(ENGINE)
+@with_flags(ENGINE_FLAGS)
 def batch(
     source: Annotated[Path, typer.Argument(help="Requests, a line each, in OpenAI's batch format.")],
     target: Annotated[Path, typer.Argument(help="Where answers go; those that are there already are not done again.")],
@@ -45,7 +50,7 @@ def batch(
     config: dict[str, Any],
 ) -> None:
     """Work through a file of requests. Interrupted, it goes on where it was when started again."""
-    Config.of(**config)
+    find_model(Config.of(**config).model)
     _need_extra()
     from forerun.server.batch import run
 

@@ -7,7 +7,8 @@ import time
 from contextvars import ContextVar
 from typing import Any
 
-from forerun.server.service import Ticket, Watcher
+from forerun.server.service import Watcher
+from forerun.server.tickets import Ticket
 
 try:
     from opentelemetry import trace
@@ -26,7 +27,7 @@ class Journal(Watcher):
 
     def end(self, ticket: Ticket, error: BaseException | None) -> None:
         """The request has ended: write it down."""
-        ticket.group.context.run(self._write, ticket, error)
+        ticket.desk.context.run(self._write, ticket, error)
 
     def _write(self, ticket: Ticket, error: BaseException | None) -> None:
         request, now = ticket.request, time.perf_counter()

@@ -10,7 +10,8 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.metrics_core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
-from forerun.server.service import Service, Ticket, Watcher
+from forerun.server.service import Service, Watcher
+from forerun.server.tickets import Ticket
 from forerun.types import Event
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)

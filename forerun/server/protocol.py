@@ -1,23 +1,36 @@
 """What clients may send: OpenAI's fields, the extensions people expect, and ours. Unknown fields are refused.
 
 Types are strict ("5" is no number). What OpenAI's clients send and a local server has no use for is accepted and
-ignored; it is listed in `Ignored`.
+ignored; it is listed in `Ignored`. What other servers and their clients know is in `fields`.
 """
 
 from __future__ import annotations
 
-import json
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
+
+from forerun.server import fields
 
 MOST_FIELDS = 100  # of one object whose fields are known
 
 T = TypeVar("T")
 List = Annotated[list[T], Field(fail_fast=True)]  # an error for each of a million elements would take gigabytes
 Number = Annotated[float, Field(allow_inf_nan=False)]
-Texts = str | Annotated[List[str], Field(max_length=16)]
+Stop = Annotated[str, Field(max_length=256)]
+Stops = Stop | Annotated[List[Stop], Field(max_length=16)]
+MOST_MESSAGES = 4096
+Metadata = Annotated[dict[str, Any], Field(max_length=64)]
+Salt = Annotated[str, Field(max_length=256)]  # requests with the same one share a memory, within a tenant
 
 
 def _biases(value: Any) -> Any:
@@ -41,31 +54,39 @@ class Strict(BaseModel):
 
 
 class Body(Strict):
-    """A whole request. Python's parser lets NaN, Infinity and lone surrogates in; no answer could repeat them."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def plain(cls, value: Any) -> Any:
-        try:
-            json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
-        except (ValueError, RecursionError):
-            raise PydanticCustomError("json", "a number or a character in this request is none that JSON has") from None
-        except TypeError:
-            return value  # bytes: the body was not sent as JSON, which the validation that follows says
-        return value
+    """A whole request, of a value that `bounds` has parsed: it is not too large, and can be written as JSON again."""
 
 
 class Ignored(Body):
-    """Fields of hosted services: understood, and without effect here."""
+    """Fields of hosted services: understood, and without effect here. `left_out` are fields of other servers that were
+    ignored too."""
+
+    model_config = ConfigDict(json_schema_extra=fields.describe)
+    _left_out: tuple[str, ...] = PrivateAttr(())
 
     user: str | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: Metadata | None = None
     store: bool | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     parallel_tool_calls: bool | None = None
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def settled(cls, value: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        if not isinstance(value, dict) or len(value) > MOST_FIELDS:
+            return handler(value)
+        body, left_out = fields.settle(value, cls.model_fields)
+        request = handler(body)
+        request._left_out = left_out
+        return request
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """Fields that were sent and have no effect on the text."""
+        return self._left_out
 
 
 class Speculative(Strict):
@@ -106,7 +127,7 @@ class Generation(Ignored):
     temperature: Number | None = None
     top_p: Number | None = None
     n: int | None = None
-    stop: Texts | None = None
+    stop: Stops | None = None
     seed: int | None = None
     logit_bias: Annotated[dict[str, Number], BeforeValidator(_biases)] | None = None
     presence_penalty: Number | None = None
@@ -119,11 +140,12 @@ class Generation(Ignored):
     repetition_penalty: Number | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: List[int] | None = None
+    stop_token_ids: Annotated[List[int], Field(max_length=1024)] | None = None
     return_token_ids: bool | None = None
     speculative: bool | Speculative | None = None
     documents: Annotated[List[str], Field(max_length=64)] | None = None
     trace: bool | None = None
+    cache_salt: Salt | None = None
 
 
 class CompletionRequest(Generation):
@@ -192,7 +214,7 @@ class Prediction(Strict):
 
 
 class ChatRequest(Generation):
-    messages: Annotated[List[Message], Field(min_length=1)]
+    messages: Annotated[List[Message], Field(min_length=1, max_length=MOST_MESSAGES)]
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -209,7 +231,7 @@ class ChatRequest(Generation):
 class TokenizeRequest(Body):
     model: str | None = None
     prompt: str | None = None
-    messages: List[Message] | None = None
+    messages: Annotated[List[Message], Field(max_length=MOST_MESSAGES)] | None = None
     add_special_tokens: bool = True
 
 
@@ -255,9 +277,10 @@ class FlatToolChoice(Strict):
 
 
 class ResponsesRequest(Ignored):
-    """OpenAI's Responses, without memory: what was said before comes with the request."""
+    """OpenAI's Responses, without memory: what was said before comes with the request. The fields behind `seed` are
+    those of chats."""
 
-    input: str | Annotated[List[InputItem], Field(min_length=1)]
+    input: str | Annotated[List[InputItem], Field(min_length=1, max_length=MOST_MESSAGES)]
     model: str | None = None
     instructions: str | None = None
     max_output_tokens: int | None = None
@@ -274,3 +297,23 @@ class ResponsesRequest(Ignored):
     background: bool | None = None
     seed: int | None = None
     speculative: bool | Speculative | None = None
+    cache_salt: Salt | None = None
+    stop: Stops | None = None
+    top_k: int | None = None
+    min_p: Number | None = None
+    min_tokens: int | None = None
+    presence_penalty: Number | None = None
+    frequency_penalty: Number | None = None
+    repetition_penalty: Number | None = None
+    response_format: ResponseFormat | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class EmbeddingsRequest(Body):
+    """OpenAI's embeddings."""
+
+    input: str | List[str] | List[int] | List[List[int]]
+    model: str | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+    user: str | None = None

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 from collections.abc import AsyncIterator
 from typing import Any
 
 from fastapi import Request, Response
-from fastapi.responses import JSONResponse
 from pydantic import ValidationError
-from starlette.concurrency import run_in_threadpool
 
 from forerun.server import errors, tools
 from forerun.server.answers import Answer, finish, usage
-from forerun.server.api import Chat, Kitchen, accepted, chat_orders, event_line, sse, submit, unless_gone
+from forerun.server.api import accepted, chat_orders, event_line, size_of, sse, submit, unless_gone
+from forerun.server.dialects import Chat
 from forerun.server.errors import ApiError
+from forerun.server.kitchen import Kitchen
 from forerun.server.protocol import ChatRequest, FlatToolChoice, InputItem, ResponsesRequest
-from forerun.server.service import Group
+from forerun.server.tickets import Group
+
+SAME = (  # as in a chat
+    *("model", "temperature", "top_p", "stream", "seed", "speculative", "stop", "top_k", "min_p", "min_tokens"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "response_format", "chat_template_kwargs"),
+    "cache_salt",
+)
 
 
 async def responses(kitchen: Kitchen, body: ResponsesRequest, http: Request) -> Response:
@@ -26,8 +31,9 @@ async def responses(kitchen: Kitchen, body: ResponsesRequest, http: Request) -> 
         raise ApiError(400, "this server keeps nothing: send the conversation itself", "previous_response_id")
     if body.background:
         raise ApiError(400, "background is not supported: this server keeps nothing", "background")
+    kitchen.check(body.model)
     try:
-        chat, orders = await run_in_threadpool(chat_orders, kitchen, as_chat(body))
+        chat, orders = await kitchen.prepare(lambda: chat_orders(kitchen, as_chat(body)))
     except ApiError as error:
         error.param = "input" if error.param == "messages" else error.param
         raise
@@ -44,9 +50,9 @@ def as_chat(body: ResponsesRequest) -> ChatRequest:
     messages = [{"role": "system", "content": body.instructions}] if body.instructions else []
     items = [InputItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
     chat: dict[str, Any] = {"messages": messages + [_message(item) for item in items]}
-    for name in ("model", "temperature", "top_p", "stream", "seed", "speculative"):
+    for name in SAME:
         if (value := getattr(body, name)) is not None:
-            chat[name] = value.model_dump(exclude_none=True) if hasattr(value, "model_dump") else value
+            chat[name] = value.model_dump(exclude_none=True, by_alias=True) if hasattr(value, "model_dump") else value
     if body.max_output_tokens is not None:
         chat["max_tokens"] = body.max_output_tokens
     if body.tools:
@@ -59,6 +65,8 @@ def as_chat(body: ResponsesRequest) -> ChatRequest:
             choice if isinstance(choice, str) else {"type": "function", "function": {"name": choice.name}}
         )
     form = body.text.format if body.text else None
+    if form and body.response_format:
+        raise ApiError(400, "text.format and response_format both demand a form: give one", "response_format")
     if form and form.type == "json_schema":
         chat["response_format"] = {"type": form.type, "json_schema": {"name": form.name, "schema": form.schema_ or {}}}
     elif form:
@@ -96,33 +104,31 @@ class Writer:
     async def whole(self, group: Group) -> Response:
         """The answer in one piece."""
         answer = Answer(group.tickets[0])
-        async with asyncio.timeout(self.chat.kitchen.timeout or None):
-            await group.accepted()
-            async for _, event in group.events():
-                answer.add(event)
-        return JSONResponse(self._response(answer))
+        await group.accepted()
+        async for _, event in group.events():
+            answer.add(event)
+        return await self.chat.kitchen.write(lambda: self._response(answer), size_of(answer))
 
     async def stream(self, group: Group) -> AsyncIterator[str]:
         """The answer event by event."""
         answer, at = Answer(group.tickets[0]), {"item_id": self.item, "output_index": 0, "content_index": 0}
         empty = {"id": self.item, "type": "message", "role": "assistant", "status": "in_progress", "content": []}
-        sent = ""
+        texts: list[str] = []
         try:
             yield self._event("response.created", response=self._response(None))
             yield self._event("response.in_progress", response=self._response(None))
-            async with asyncio.timeout(self.chat.kitchen.timeout or None):
-                async for _, event in group.events():
-                    answer.add(event)
-                    for choice in self.chat.deltas(answer, 0, event):
-                        text = choice["delta"].get("content")
-                        if not text:
-                            continue
-                        if not sent:
-                            yield self._event("response.output_item.added", output_index=0, item=empty)
-                            yield self._event("response.content_part.added", **at, part=_part(""))
-                        sent += text
-                        yield self._event("response.output_text.delta", **at, delta=text, logprobs=[])
-            for line in self._end(answer, sent, at):
+            async for _, event in group.events():
+                answer.add(event)
+                for choice in self.chat.deltas(answer, 0, event):
+                    text = choice["delta"].get("content")
+                    if not text:
+                        continue
+                    if not texts:
+                        yield self._event("response.output_item.added", output_index=0, item=empty)
+                        yield self._event("response.content_part.added", **at, part=_part(""))
+                    texts.append(text)
+                    yield self._event("response.output_text.delta", **at, delta=text, logprobs=[])
+            for line in self._end(answer, "".join(texts), at):
                 yield line
         except Exception as error:
             yield self._event("error", **{k: v for k, v in errors.told(error)[1]["error"].items() if k != "type"})

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
-import os
 import signal
 import socket
 import sys
@@ -16,50 +16,57 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
-from forerun.errors import ConfigError
 from forerun.llm import LLM
+from forerun.sandbox import stop_all
+from forerun.server.addresses import is_loopback
 from forerun.server.app import describe, make_app, warm
+from forerun.server.connections import connections
 from forerun.server.service import Service
 from forerun.server.settings import Settings
+from forerun.server.tenants import Callers
 
-LOCAL = ("127.0.0.1", "localhost", "::1")
 log = logging.getLogger("forerun.server")
 
 
-def run(options: dict[str, Any], settings: Settings, verbose: bool) -> int:
-    """Serve until a signal ends it. Returns the exit code: 0 after an orderly shutdown."""
-    _log_as_json(verbose)
-    listener = _listen(settings)
+def run(options: dict[str, Any], settings: Settings, listener: socket.socket, verbose: bool) -> int:
+    """Serve on a socket of `listen` until a signal ends it. Returns the exit code: 0 after an orderly shutdown."""
+    _log(verbose, sys.stderr.isatty())
     try:
         llm = LLM(**options)
         warm(llm)
         app = make_app(llm, settings)
+        gc.collect()
+        gc.freeze()  # what is loaded stays: looking through it for cycles would hold up everybody
     except BaseException:
         listener.close()
         raise
     host, port = listener.getsockname()[:2]
-    if settings.host not in LOCAL and not settings.api_key and not os.environ.get("FORERUN_API_KEY"):
-        log.warning("everybody who reaches %s may use this server: give --api-key", settings.host)
+    if not is_loopback(settings.host) and not Callers.of(settings):
+        log.warning("everybody who reaches %s may use this server: give --api-key or --api-keys", settings.host)
     listener.listen(2048)
     where = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    print(f"forerun: serving {describe(llm, settings)} on {where}", file=sys.stderr, flush=True)
+    say = greeting if sys.stderr.isatty() else announcement
+    print(say(describe(llm, settings), where), file=sys.stderr, flush=True)
     server = Server(app, settings)
     server.run(sockets=[listener])
     server.service.stop()  # a second signal leaves its thread running, under which Python may abort as it ends
     return 0 if server.started else 1
 
 
-def _listen(settings: Settings) -> socket.socket:
-    """The listening socket, before the model is loaded: a port that is taken is known at once."""
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # by this asyncio knows to set TCP_NODELAY
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((settings.host, settings.port))
-    except OSError as error:
-        listener.close()
-        raise ConfigError(f"cannot listen on {settings.host}:{settings.port}: {error.strerror or error}") from None
-    return listener
+def greeting(facts: dict[str, Any], where: str) -> str:
+    """What a person is told who has started a server."""
+    draft = "no draft" if facts["draft"] == "off" else f"draft {facts['draft']}"
+    return (
+        f"Serving {facts['model']} ({draft}); Ctrl-C ends it\n"
+        f"  API         {where}/v1\n"
+        f"  Playground  {where}/\n"
+        f"  Docs        {where}/docs"
+    )
+
+
+def announcement(facts: dict[str, Any], where: str) -> str:
+    """The same for a program: one line that ends with the address."""
+    return f"forerun: serving {json.dumps(facts)} on {where}"
 
 
 class Server(uvicorn.Server):
@@ -67,7 +74,15 @@ class Server(uvicorn.Server):
 
     def __init__(self, app: FastAPI, settings: Settings) -> None:
         super().__init__(
-            uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=2, server_header=False)
+            uvicorn.Config(
+                app,
+                http=connections(settings),
+                ws="none",
+                log_config=None,
+                access_log=False,
+                timeout_graceful_shutdown=2,
+                server_header=False,
+            )
         )
         self.service: Service = app.state.service
         self.bound = settings.shutdown_timeout
@@ -77,6 +92,7 @@ class Server(uvicorn.Server):
         """The first signal begins to drain, the second ends at once. Neither ends the process by itself."""
         if self.service.draining or not self.started:
             self.should_exit = self.force_exit = True
+            stop_all()
             return
         log.info("%s: running requests may end within %g s", signal.Signals(sig).name, self.bound)
         self.service.draining = True
@@ -92,6 +108,7 @@ class Server(uvicorn.Server):
         while self.service.tickets and time.monotonic() < end:
             await asyncio.sleep(0.05)
         self.service.end_all()
+        stop_all()
         while self.service.tickets and time.monotonic() < end + 5:
             await asyncio.sleep(0.02)
         await asyncio.sleep(0.1)  # the last words of the streams
@@ -116,11 +133,24 @@ class JsonLines(logging.Formatter):
         return json.dumps(entry)
 
 
-def _log_as_json(verbose: bool) -> None:
+class PlainLines(logging.Formatter):
+    """A line for a person; facts of a request behind it."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s: %(message)s", "%H:%M:%S")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        facts = {name: value for name, value in getattr(record, "facts", {}).items() if value is not None}
+        return " ".join([super().formatMessage(record), *(f"{name}={value}" for name, value in facts.items())])
+
+
+def _log(verbose: bool, person: bool) -> None:
+    """Log to stderr: plain lines for a person, JSON for a program."""
     handler = logging.StreamHandler()
-    handler.setFormatter(JsonLines())
+    handler.setFormatter(PlainLines() if person else JsonLines())
     handler.addFilter(_not_cancelled)
     logging.getLogger("forerun").handlers = [handler]
     logging.getLogger("forerun").setLevel(logging.INFO if verbose else logging.WARNING)
     logging.getLogger("uvicorn.error").handlers = [handler]
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    logging.getLogger("asyncio").setLevel(logging.ERROR)  # its warnings are of writes to clients that have gone

@@ -2,7 +2,7 @@
 
 Only the engine's thread touches the engine. Requests and cancellations reach it through a queue, events come back to
 the event loop in one call a step. If a step fails, everybody is told, the engine starts over empty, and the service
-goes on: nobody waits for an answer that cannot come.
+goes on: nobody waits for an answer that cannot come. What fails for one request alone is told to that one.
 """
 
 from __future__ import annotations
@@ -12,81 +12,25 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextvars import copy_context
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from forerun.draft.base import Reference
-from forerun.engine.request import Request
-from forerun.errors import ForerunError, RequestError
+from forerun.errors import BusyError, ForerunError, RequestError
 from forerun.llm import LLM
-from forerun.sampling.params import SamplingParams
+from forerun.memory import give_back
+from forerun.server.tickets import Group, Order, Ticket
 from forerun.types import Event
 
 log = logging.getLogger("forerun.server")
-
-
-class BusyError(Exception):
-    """The queue is full: come back later."""
+REST = 1.0  # seconds without anything to do, after each of which it is a time to tidy up
+AT_ONCE = 0.01  # seconds in which requests of one group are taken, before those that run are worked on again
+MOST_UNREAD, GRACE = 8192, 0.2  # events of a group that nobody has taken, and seconds: a reader takes all there are
 
 
 class UnavailableError(Exception):
     """The server is shutting down, or the engine failed while it worked on this request."""
-
-
-@dataclass(frozen=True, slots=True)
-class Order:
-    """Everything the engine must know of one request."""
-
-    tokens: list[int]
-    params: SamplingParams
-    draft: str
-    depth: int | str
-    rule: str | None = None
-    references: Sequence[Reference] = ()
-    trace: bool = False
-
-
-@dataclass(eq=False)
-class Ticket:
-    """One request as the event loop sees it."""
-
-    order: Order
-    index: int
-    group: Group
-    arrived: float = field(default_factory=time.perf_counter)
-    request: Request | None = None
-    cancelled: bool = False
-    first: float = 0.0  # when its first event came, and the latest
-    last: float = 0.0
-
-
-class Group:
-    """Requests that were submitted together and are answered together."""
-
-    def __init__(self, orders: Sequence[Order]) -> None:
-        self.tickets = [Ticket(order, i, self) for i, order in enumerate(orders)]
-        self.inbox: asyncio.Queue[tuple[Ticket, Event | BaseException | None]] = asyncio.Queue()
-        self.context = copy_context()  # of the HTTP request: whoever writes it down is to know which
-        self.taken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    async def accepted(self) -> None:
-        """Wait until the engine has taken every request. Raises what it says against one of them."""
-        await asyncio.shield(self.taken)
-
-    async def events(self) -> AsyncIterator[tuple[Ticket, Event]]:
-        """The events of all requests as they come. Raises what ended one of them, if it was not its own end."""
-        left = len(self.tickets)
-        while left:
-            ticket, item = await self.inbox.get()
-            if isinstance(item, BaseException):
-                raise item
-            if item is None:
-                left -= 1
-            else:
-                yield ticket, item
 
 
 class Service:
@@ -96,6 +40,7 @@ class Service:
         self.llm, self.watchers, self.draining = llm, watchers, False
         self.limit = max_queue + llm.config.max_rows
         self.tickets: set[Ticket] = set()
+        self.reserved = 0  # places of requests that are being prepared
         self.failures = 0
         self.broken = False
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -104,8 +49,11 @@ class Service:
         self._thread = threading.Thread(target=self._work, name="forerun-engine", daemon=True)
 
     def start(self) -> None:
-        """Begin to work, for the event loop that calls this."""
+        """Begin to work, for the event loop that calls this. From now on texts are strangers'."""
         self._loop = asyncio.get_running_loop()
+        self.llm.engine.grammars.warm()
+        if self.llm.tokenizer is not None:
+            self.llm.tokenizer.confine()
         self._thread.start()
 
     def stop(self) -> None:
@@ -130,13 +78,27 @@ class Service:
             raise UnavailableError(self.reason)
         if count > self.limit:
             raise RequestError(f"this asks for {count} completions at once, this server takes {self.limit}")
-        if len(self.tickets) + count > self.limit:
-            raise BusyError(f"{len(self.tickets)} requests are running or waiting already")
+        taken = len(self.tickets) + self.reserved
+        if taken + count > self.limit:
+            raise BusyError(f"{taken} requests are running or waiting already: try again in a moment")
 
-    def submit(self, orders: Sequence[Order]) -> Group:
-        """Take all of these orders or none. Raises BusyError, UnavailableError or, for too many, RequestError."""
+    @contextmanager
+    def place(self, count: int) -> Iterator[None]:
+        """Keep places for requests while they are prepared. Raises as `submit` does."""
+        self.admit(count)
+        self.reserved += count
+        try:
+            yield
+        finally:
+            self.reserved -= count
+
+    def submit(self, orders: Sequence[Order], timeout: float = 0.0) -> Group:
+        """Take all of these orders or none; they may take `timeout` seconds, 0 for no limit.
+
+        Raises BusyError, UnavailableError or, for too many, RequestError.
+        """
         self.admit(len(orders))
-        group = Group(orders)
+        group = Group(orders, timeout)
         self.tickets.update(group.tickets)
         self._commands.put(partial(self._add, group))
         return group
@@ -145,9 +107,13 @@ class Service:
         """Nobody waits for these requests any more."""
         for ticket in group.tickets:
             if ticket in self.tickets:
-                self.tickets.discard(ticket)
-                ticket.cancelled = True
-                self._commands.put(partial(self._abort, ticket))
+                self._leave(ticket)
+        group.desk.close()
+
+    def _leave(self, ticket: Ticket) -> None:
+        self.tickets.discard(ticket)
+        ticket.cancelled = True
+        self._commands.put(partial(self._abort, ticket))
 
     def end_all(self) -> None:
         """End every request as it is; those who wait get what there is."""
@@ -196,23 +162,39 @@ class Service:
         for _, event in found:
             if event.finish_reason is not None:
                 del self._running[event.request_id]
+            if event.error:
+                log.error("a request failed; the others go on", exc_info=event.error)
         self._post(partial(self._deliver, found))
 
     def _obey(self, wait: bool) -> bool:
-        """Carry out what has been asked for; False to end."""
-        while True:
-            try:
-                command = self._commands.get(block=wait)
-            except queue.Empty:
-                return True
+        """Carry out what has been asked for until now, so that a step comes before what follows from it; False to
+        end."""
+        for _ in range(self._commands.qsize() or int(wait)):
+            command = self._next()
             if command is None:
                 return False
             command()
-            wait = False
+        return True
 
-    def _add(self, group: Group) -> None:
+    def _next(self) -> Callable[[], None] | None:
+        """The next thing that is asked for. While there is none, memory of requests that ended goes back (those that
+        were refused, too, of which this thread knows nothing), and what the first grammar would take from others is
+        done."""
+        while True:
+            try:
+                return self._commands.get(timeout=REST)
+            except queue.Empty:
+                self.llm.engine.grammars.prepare()
+                give_back()  # a twentieth of a millisecond where there is nothing
+
+    def _add(self, group: Group, first: int = 0) -> None:
+        """Take the requests of a group from the `first` on: some now, and after a step the others."""
+        end = time.perf_counter() + AT_ONCE
         try:
-            for ticket in group.tickets:
+            for i, ticket in enumerate(group.tickets[first:], start=first):
+                if time.perf_counter() > end:
+                    self._commands.put(partial(self._add, group, i))
+                    return
                 if not ticket.cancelled:
                     self._take(ticket)
         except Exception as error:
@@ -223,13 +205,14 @@ class Service:
                 self._abort(ticket)
             self._post(partial(self._refuse, group, error))
             return
-        self._post(partial(_settle, group.taken, None))
+        self._post(partial(_settle, group.desk.taken, None))
 
     def _take(self, ticket: Ticket) -> None:
         o = ticket.order
         ticket.request = self.llm.engine.add(
-            o.tokens, o.params, draft=o.draft, depth=o.depth, rule=o.rule, references=o.references, trace=o.trace
-        )
+            o.tokens, o.params, draft=o.draft, depth=o.depth, rule=o.rule, references=o.references, trace=o.trace,
+            tenant=o.tenant, compiled=o.compiled,
+        )  # fmt: skip
         self._running[ticket.request.id] = ticket
 
     def _abort(self, ticket: Ticket) -> None:
@@ -265,10 +248,15 @@ class Service:
     def _deliver(self, events: Sequence[tuple[Ticket, Event]]) -> None:
         now = time.perf_counter()
         for ticket, event in events:
+            if event.error:
+                self._end(ticket, event.error)
+                continue
             for watcher in self.watchers:
                 watcher.event(ticket, event, now)
             ticket.first, ticket.last = ticket.first or now, now
-            ticket.group.inbox.put_nowait((ticket, event))
+            ticket.desk.tell(ticket, event)
+            if ticket.desk.inbox.qsize() == MOST_UNREAD:
+                asyncio.get_running_loop().call_later(GRACE, self._end_unread, ticket)
             if event.finish_reason is not None:
                 self._end(ticket, None)
 
@@ -281,14 +269,25 @@ class Service:
         for watcher in self.watchers:
             watcher.end(ticket, error)
         if error:  # whoever still waits to be taken
-            _settle(ticket.group.taken, None)
-        ticket.group.inbox.put_nowait((ticket, error))
+            _settle(ticket.desk.taken, None)
+        ticket.desk.tell(ticket, error)
+
+    def _end_unread(self, ticket: Ticket) -> None:
+        """End a group of which too much lies there that nobody has taken."""
+        desk = ticket.desk
+        if desk.inbox.qsize() < MOST_UNREAD:
+            return
+        for mine in [other for other in self.tickets if other.desk is desk]:
+            self._leave(mine)
+        desk.close()
+        late = f"the client has not read the last {MOST_UNREAD} events of its answer, which ends here"
+        desk.inbox.put_nowait((ticket, RequestError(late)))
 
     def _refuse(self, group: Group, error: Exception) -> None:
         self.tickets.difference_update(group.tickets)
-        if not group.taken.done():
-            group.taken.set_exception(error)
-            group.taken.exception()  # whoever was to ask may have gone
+        if not group.desk.taken.done():
+            group.desk.taken.set_exception(error)
+            group.desk.taken.exception()  # whoever was to ask may have gone
 
 
 def _failure(error: BaseException) -> UnavailableError:

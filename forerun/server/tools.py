@@ -9,15 +9,17 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from forerun.errors import brief
 from forerun.sampling.grammar import Grammar
 from forerun.server.errors import ApiError
 from forerun.server.protocol import NamedTool, Tool
 
 OPENING = "<tool_call>"
-BLOCK = re.compile(r"<tool_call>\s*(\{.*?\})\s*(?:</tool_call>|$)", flags=re.S)
+BEGINNING = re.compile(r"<tool_call>\s*+\{")
+CLOSING = re.compile(r"\}\s*+(?:</tool_call>|$)")
 
 
 def required(tools: Sequence[Tool], choice: Any) -> Grammar | None:
@@ -27,7 +29,9 @@ def required(tools: Sequence[Tool], choice: Any) -> Grammar | None:
     names = [tool.function.name for tool in tools]
     if isinstance(choice, NamedTool):
         if choice.function.name not in names:
-            raise ApiError(400, f"tool_choice names {choice.function.name!r}, which is not among tools", "tool_choice")
+            raise ApiError(
+                400, f"tool_choice names {brief(choice.function.name)}, which is not among tools", "tool_choice"
+            )
         tools = [tool for tool in tools if tool.function.name == choice.function.name]
     if not tools:
         raise ApiError(400, "tool_choice demands a call, but there are no tools", "tool_choice")
@@ -53,7 +57,9 @@ def _definitions(tools: Sequence[Tool]) -> dict[str, Any]:
         own = (tool.function.parameters or {}).get("$defs", {})
         for name, definition in own.items() if isinstance(own, dict) else ():
             if shared.setdefault(name, definition) != definition:
-                raise ApiError(400, f"two tools define {name!r} in different ways: rename it in one of them", "tools")
+                raise ApiError(
+                    400, f"two tools define {brief(name)} in different ways: rename it in one of them", "tools"
+                )
     return shared
 
 
@@ -64,24 +70,50 @@ def find(text: str, tools: Sequence[Tool]) -> tuple[str, list[dict[str, Any]]]:
     if bare:
         return "", [bare]
     calls: list[dict[str, Any]] = []
-
-    def take(block: re.Match[str]) -> str:
-        call = _call(block[1], known)
-        calls.extend([call] if call else [])
-        return "" if call else block[0]
-
-    rest = BLOCK.sub(take, text)
+    pieces, at = [], 0
+    for start, body, end in _blocks(text):
+        call = _call(text[body], known)
+        if call:
+            calls.append(call)
+            pieces.append(text[at:start])
+            at = end
+    rest = "".join([*pieces, text[at:]])
     return rest if rest.strip() else "", calls
 
 
-def may_be_call(text: str) -> bool:
-    """Whether a text that has begun so may turn out to be a call: it must not be streamed as text then."""
-    begun = text.lstrip()
-    return not begun or begun.startswith("{") or OPENING in text or _ends_with_part(text)
+def _blocks(text: str) -> Iterator[tuple[int, slice, int]]:
+    """Where calls are written: (the beginning of the opening, the object, the end of the closing), one behind the
+    other. Both marks are looked for once over the whole text, so that many that lead nowhere take no longer."""
+    closings, at = CLOSING.finditer(text), 0
+    closing = next(closings, None)
+    for opening in BEGINNING.finditer(text):
+        if opening.start() < at:
+            continue
+        while closing and closing.start() < opening.end():
+            closing = next(closings, None)
+        if closing is None:
+            return
+        at = closing.end()
+        yield opening.start(), slice(opening.end() - 1, closing.start() + 1), at
 
 
-def _ends_with_part(text: str) -> bool:
-    return any(text.endswith(OPENING[:n]) for n in range(1, len(OPENING)))
+class Suspicion:
+    """Whether a text that arrives in pieces may turn out to be a call: it must not be streamed as text then."""
+
+    def __init__(self) -> None:
+        self.begun = self.certain = False
+        self._end = ""  # of the text, as long as a part of an opening can be
+
+    def add(self, piece: str) -> bool:
+        """Read on, and say whether it may be one now."""
+        if not self.begun:
+            piece = piece.lstrip()
+            self.begun = bool(piece)
+            self.certain = piece.startswith("{")
+        end = self._end + piece
+        self.certain = self.certain or OPENING in end
+        self._end = end[1 - len(OPENING) :]
+        return not self.begun or self.certain or any(end.endswith(OPENING[:n]) for n in range(1, len(OPENING)))
 
 
 def _call(text: str, known: set[str]) -> dict[str, Any] | None:

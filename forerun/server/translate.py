@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from forerun.draft.registry import with_references
-from forerun.errors import RequestError
+from forerun.errors import RequestError, brief
 from forerun.llm import LLM, separate
+from forerun.models.text import Tokenizer
 from forerun.sampling.grammar import Grammar
 from forerun.sampling.params import SamplingParams
+from forerun.server import bounds
 from forerun.server.errors import ApiError
-from forerun.server.protocol import ChatRequest, CompletionRequest, Content, Generation, Message, ResponseFormat
-from forerun.server.service import Order
+from forerun.server.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    Content,
+    Generation,
+    Message,
+    ResponseFormat,
+    TokenizeRequest,
+)
+from forerun.server.tenants import tenant_of
+from forerun.server.tickets import Order
 
 COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions
 TEMPLATE = frozenset(  # arguments that are ours, and what would replace the model's own template
@@ -27,8 +37,8 @@ TEMPLATE = frozenset(  # arguments that are ours, and what would replace the mod
 GRAMMARS = {"json_schema": "json_schema", "regex": "regex", "grammar": "lark", "choice": "choice"}
 
 
-def completion_prompts(llm: LLM, request: CompletionRequest) -> list[list[int]]:
-    """The prompts of a completion request as token ids."""
+def completion_prompts(request: CompletionRequest) -> Sequence[str | list[int]]:
+    """The prompts of a completion request, as they were written."""
     prompt = request.prompt
     if request.suffix:
         raise ApiError(400, "suffix is not supported: this server continues texts, it fills no gaps", "suffix")
@@ -42,18 +52,49 @@ def completion_prompts(llm: LLM, request: CompletionRequest) -> list[list[int]]:
         prompts = [prompt] if prompt and isinstance(prompt[0], int) else prompt
     if not prompts:
         raise ApiError(400, "there is no prompt: give a text or token ids", "prompt")
-    return [llm.tokens(p) for p in prompts]
+    return prompts
 
 
-def chat_prompt(llm: LLM, request: ChatRequest) -> list[int]:
-    """A conversation as token ids."""
+def chat_prompt(llm: LLM, request: ChatRequest, check: Callable[[int], None]) -> list[int]:
+    """A conversation as token ids. `check` refuses so many characters."""
     tools = [t.model_dump(exclude_none=True) for t in request.tools or []] if request.tool_choice != "none" else []
     if llm.tokenizer is None:
         raise RequestError("this model directory has no tokenizer: it cannot chat")
     options = request.chat_template_kwargs or {}
     if taken := TEMPLATE & options.keys():
         raise ApiError(400, f"chat_template_kwargs may not set {min(taken)}", "chat_template_kwargs")
-    return llm.tokenizer.chat([plain(m) for m in request.messages], tools, **options)
+    return _conversation(llm.tokenizer, request.messages, check, tools, options)
+
+
+def tokenized(llm: LLM, request: TokenizeRequest, check: Callable[[int], None]) -> list[int]:
+    """A text or a conversation as token ids. `check` refuses so many characters."""
+    if (request.prompt is None) == (request.messages is None) or llm.tokenizer is None:
+        raise ApiError(400, "give a prompt or messages, to a model that has a tokenizer", "prompt")
+    if request.messages is None:
+        check(len(request.prompt or ""))
+        return llm.tokenizer.encode(request.prompt or "", request.add_special_tokens)
+    return _conversation(llm.tokenizer, request.messages, check)
+
+
+def detokenized(llm: LLM, tokens: Sequence[int]) -> str:
+    """Token ids as text."""
+    vocab = llm.decoder.config.vocab
+    if llm.tokenizer is None or (tokens and not 0 <= min(tokens) <= max(tokens) < vocab):
+        raise ApiError(400, f"tokens must be token ids under {vocab}, of a model that has a tokenizer", "tokens")
+    return llm.tokenizer.decode(tokens)
+
+
+def _conversation(
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    check: Callable[[int], None],
+    tools: Sequence[dict[str, Any]] = (),
+    options: Mapping[str, Any] | None = None,
+) -> list[int]:
+    """Messages as token ids, unless they are longer than any prompt."""
+    said = [message.model_dump(exclude_none=True) for message in messages]
+    check(bounds.characters_of([said, list(tools), dict(options or {})]))
+    return tokenizer.chat([plain(message) for message in messages], tools, **(options or {}))
 
 
 def plain(message: Message) -> dict[str, Any]:
@@ -71,9 +112,9 @@ def plain(message: Message) -> dict[str, Any]:
 
 def _values(call: Any) -> Any:
     try:
-        return json.loads(call.function.arguments)
-    except (ValueError, RecursionError):
-        raise ApiError(400, f"the arguments of {call.function.name!r} are not JSON", "messages") from None
+        return bounds.parse(call.function.arguments.encode())
+    except ValueError:
+        raise ApiError(400, f"the arguments of {brief(call.function.name)} are not JSON", "messages") from None
 
 
 def text_of(content: Content | None) -> str:
@@ -99,7 +140,7 @@ def sampling(
     """The sampling parameters of a request; where it says nothing, those that the model's authors set. Without a seed
     it is given one, so that it can be repeated."""
     if request.seed is not None and not -(1 << 63) <= request.seed < 1 << 64:
-        raise ApiError(400, f"seed={request.seed} is out of range: give a 64-bit number", "seed")
+        raise ApiError(400, f"seed={brief(request.seed)} is out of range: give a 64-bit number", "seed")
     options: dict[str, Any] = {
         **({"temperature": 1.0} | llm.recommended),
         "seed": secrets.randbits(48) if request.seed is None else request.seed % (1 << 63),
@@ -127,23 +168,27 @@ def room(llm: LLM, tokens: Sequence[int], wanted: int | None) -> int:
     """max_tokens of a chat: what was asked for, or all there is room for."""
     if wanted is not None:
         return wanted
-    pages = llm.engine.target.cache.pages
-    return max(1, min(llm.decoder.context, pages.count * pages.size) - len(tokens))
+    return max(1, llm.room - len(tokens))
 
 
 def orders(
     llm: LLM,
-    tokens: Sequence[int],
+    prompts: Sequence[list[int]],
     params: SamplingParams,
     request: Generation,
     prediction: str | None = None,
 ) -> list[Order]:
-    """One order for each of the n completions of a prompt."""
+    """One order for each of the n completions of every prompt."""
     draft, depth, rule = speculation(llm, request.speculative)
-    references = llm.references(len(tokens), prediction, request.documents or ())
+    references = llm.references(prediction, request.documents or ())
     if references and request.speculative is not False and draft != "off":
         draft = with_references(draft)
-    return [Order(list(tokens), mine, draft, depth, rule, references, bool(request.trace)) for mine in separate(params)]
+    trace, tenant = bool(request.trace), tenant_of(request.cache_salt)
+    found = []
+    for tokens in prompts:
+        mine = [reference.behind(len(tokens)) for reference in references]
+        found += [Order(tokens, own, draft, depth, rule, mine, trace, tenant) for own in separate(params)]
+    return found
 
 
 def speculation(llm: LLM, wish: Any) -> tuple[str, int | str, str | None]:

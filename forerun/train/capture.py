@@ -156,7 +156,7 @@ class Target:
                 for prompt, seed in group
             ]
             while engine.busy:
-                engine.step()
+                engine.step_or_raise()
             examples += [Example(tuple(request.tokens), request.prompt_length) for request in requests]
         return examples
 

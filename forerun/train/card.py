@@ -19,6 +19,7 @@ MEASURING = (
     "tokens", "prompt_tokens", "temperature", "held_out", "evaluate_rows", "tasks", "speed_rounds", "depth", "device",
     "threads",
 )  # fmt: skip
+UNKEPT = ", what it says of held-out texts beside it: the target wrote them, and they were not kept (--save-data does)"
 
 
 def card(report: Report) -> str:
@@ -32,7 +33,7 @@ def card(report: Report) -> str:
         f" {__version__}). Use it with `forerun generate --draft {report.draft}:DIRECTORY`: it changes how soon the"
         " target's tokens come, never which.",
         "",
-        f"What follows was measured by `{command(facts)}`.",
+        f"What follows was measured by `{command(facts)}`{'' if facts.data else UNKEPT}.",
         "",
         "## Accepted length",
         "",
@@ -46,6 +47,7 @@ def card(report: Report) -> str:
             f"\n{task}: {count} prompts were too long and are left out."
             for task, count in report.findings.left_out.items()
         ),
+        *([f"\nNot measured, for want of time: {', '.join(missing)}."] if (missing := report.findings.no_time) else []),
         *([] if report.findings.speed is None else speed_table(report.findings.speed)),
         "",
         "## Training",
@@ -82,19 +84,24 @@ def command(facts: Facts) -> str:
 
 def by_task(measured: Sequence[Measured], depths: Sequence[int]) -> list[str]:
     """A row for each task and temperature, a column for each depth."""
-    rows: dict[tuple[str, float], list[Measured]] = {}
+    rows: dict[tuple[str, float], dict[int, Measured]] = {}
     for entry in measured:
-        rows.setdefault((entry.task, entry.temperature), []).append(entry)
+        rows.setdefault((entry.task, entry.temperature), {})[entry.depth] = entry
     return [
         f"| task | temperature |{''.join(f' depth {depth} |' for depth in depths)} passes |",
         "|---|---|" + "---|" * len(depths) + "---|",
         *(
             f"| {task} | {temperature:g} |"
-            + "".join(f" {entry.accepted_length:.3f} ({entry.analytic:.3f}) |" for entry in entries)
-            + f" {entries[-1].passes} |"
+            + "".join(f" {_length(entries.get(depth))} |" for depth in depths)
+            + f" {entries[depths[-1]].passes} |"
             for (task, temperature), entries in rows.items()
         ),
     ]
+
+
+def _length(entry: Measured | None) -> str:
+    """As the engine counted and, in brackets, as expected; nothing where the time was too short."""
+    return "" if entry is None else f"{entry.accepted_length:.3f} ({entry.analytic:.3f})"
 
 
 def speed_table(speed: Speed) -> list[str]:

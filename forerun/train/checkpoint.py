@@ -10,7 +10,7 @@ import torch
 
 from forerun.errors import ForerunError, LoadError
 
-VERSION = 3
+VERSION = 4
 
 
 def checkpoint_path(out: Path) -> Path:

@@ -44,15 +44,18 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 def train(
     target: Annotated[
         str | None,
-        typer.Option(help="The model to draft for, named as --model elsewhere; without it, the default one."),
+        typer.Option("--target", "--model", "-m", help="The model to draft for; without it, the default one."),
     ] = None,
     recipe: Annotated[str | None, typer.Option(help=f"What to train: {' or '.join(OPTIONS)}.")] = None,
     data: Annotated[
         list[str] | None,
         typer.Option(
             help="A text file, .jsonl (prompt, text or messages on each line), a directory of source, or library: the"
-            " running Python's own. May be repeated."
+            " running Python's own. May be repeated. Without it the target writes texts itself."
         ),
+    ] = None,
+    save_data: Annotated[
+        str | None, typer.Option(help="A .jsonl file for what the target wrote, which --data reads.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="The directory to make.")] = None,
     go_on: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoint of --out.")] = False,
@@ -66,11 +69,13 @@ def train(
 ) -> None:
     """Train a drafter for a model, on text that the model itself has written, and measure it.
 
+    Without --data the model writes the questions too.
+
     Ctrl-C writes a checkpoint beside --out; --resume goes on from it to the same result.
     """
     chosen = {name: value for group in options.values() for name, value in group.items()}
-    given = {"target": target, "recipe": recipe, "data": data, "options": chosen, "training": training}
-    given = {name: value for name, value in given.items() if value}
+    said = {"target": target, "recipe": recipe, "data": data, "save_data": save_data}
+    given = {name: value for name, value in (said | {"options": chosen, "training": training}).items() if value}
     if drafter is not None:
         _evaluate(drafter, given, as_json, out is not None or go_on)
         return
@@ -80,13 +85,13 @@ def train(
     if recipe or not go_on:  # a run that goes on has its own
         options_of(recipe or next(iter(OPTIONS)), chosen)
     from forerun.bench.report import print_json
+    from forerun.progress import progress
     from forerun.train import run
     from forerun.train.checkpoint import checkpoint_path
-    from forerun.train.watch import watching
 
     try:
-        with watching(as_json) as watch:
-            report = run.resume(given, out, watch) if go_on else run.train(given, out, watch)
+        with progress(as_json, measuring=True) as tell:
+            report = run.resume(given, out, tell) if go_on else run.train(given, out, tell)
     except KeyboardInterrupt as interruption:
         path = checkpoint_path(out)
         if not path.exists():
@@ -107,15 +112,17 @@ def train(
 
 def _evaluate(drafter: str, given: dict[str, Any], as_json: bool, trains: bool) -> None:
     """Measure a drafter that is there."""
-    if trains or "options" in given or "recipe" in given:
-        raise ConfigError("--eval trains nothing: leave out --out, --resume, --recipe and the recipe's options")
+    if trains or given.keys() & {"options", "recipe", "save_data"}:
+        raise ConfigError(
+            "--eval trains nothing: leave out --out, --resume, --save-data, --recipe and the recipe's options"
+        )
     training = Training(**given.get("training", {}))
     from forerun.bench.report import print_json
+    from forerun.progress import progress
     from forerun.train.run import measure
-    from forerun.train.watch import watching
 
-    with watching(as_json) as watch:
-        findings = measure(given.get("target"), drafter, tuple(given.get("data", ())), training, watch)
+    with progress(as_json, measuring=True) as tell:
+        findings = measure(given.get("target"), drafter, tuple(given.get("data", ())), training, tell)
     if as_json:
         print_json({"drafter": drafter, **findings.as_dict()})
     else:
@@ -128,6 +135,8 @@ def _print(findings: Findings) -> None:
     if findings.left_out:
         counts = ", ".join(f"{task} {count}" for task, count in findings.left_out.items())
         print(f"left out, since they are too long: {counts}")
+    if findings.no_time:
+        print(f"not measured, for want of time: {', '.join(findings.no_time)}")
     if findings.speed is not None:
         _print_speed(findings.speed)
 

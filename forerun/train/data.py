@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forerun.errors import ConfigError, RequestError
+from forerun.errors import RequestError
 from forerun.models.text import Message, Tokenizer
 from forerun.train.settings import FEWEST_TOKENS
 
@@ -70,8 +70,6 @@ class Source:
 
 def read_data(names: Sequence[str]) -> tuple[list[Document], list[Source]]:
     """The documents of all paths, each text once. Raises RequestError for a path without anything to learn from."""
-    if not names:
-        raise ConfigError(f"there is no --data: {WHAT_IS_DATA}")
     documents: dict[str, Document] = {}
     sources = []
     for name in names:
@@ -207,7 +205,7 @@ def _of_text(path: Path, text: str, name: str) -> Iterator[Document]:
     if path.suffix.lower() == ".jsonl":
         for number, line in enumerate(text.split("\n"), 1):  # not splitlines: a JSON string may hold a U+2028
             if line.strip():
-                yield _of_line(line, f"{name}, line {number}")
+                yield read_line(line, f"{name}, line {number}")
     elif text.strip():
         yield _document(name, (Passage("", text),))
 
@@ -217,7 +215,7 @@ def _document(name: str, passages: tuple[Passage, ...]) -> Document:
     return Document(name, hashlib.sha256(said.encode()).hexdigest(), passages)
 
 
-def _of_line(line: str, where: str) -> Document:
+def read_line(line: str, where: str) -> Document:
     """A line of a .jsonl file. Raises RequestError that names the place."""
     try:
         value = json.loads(line)

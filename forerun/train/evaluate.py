@@ -7,9 +7,10 @@ wrong: another alignment, another rounding, a drafter that was not written as it
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from forerun.bench.report import Tell, nothing
 from forerun.bench.tally import bucket_of
 from forerun.engine.engine import Engine
 from forerun.engine.request import Request
 from forerun.errors import RequestError
+from forerun.progress import Tell, nothing
 from forerun.sampling.params import SamplingParams
-from forerun.train.capture import AT_ONCE, Target
+from forerun.train.capture import AT_ONCE, Batch, Target
 from forerun.train.data import Corpus, Example
 from forerun.train.lengths import Stretch, accepted_length, from_any
 from forerun.train.recipes import Recipe
@@ -32,6 +33,7 @@ from forerun.train.stream import seed_of
 from forerun.train.tasks import Opening, Prompts, held_out_prompts
 
 ROWS = 4  # texts of one pass
+FIGURE = 2  # evaluations that take about as long as one figure: drafts are made, and verified beside each token
 APART = 1 << 32  # added to the numbers of seeds, so that no held-out text shares one with training
 
 
@@ -82,6 +84,15 @@ class Measured:
         return asdict(self)
 
 
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What one figure is measured with."""
+
+    prompts: Prompts
+    temperature: float
+    depth: int
+
+
 class Judge:
     """Texts that are not trained on, and how drafters fare on them."""
 
@@ -98,7 +109,25 @@ class Judge:
         self.target, self.recipe, self.settings = target, recipe, settings
         self.corpus = held_out
         self.held_out = None if held_out is None else held_out_prompts(held_out, settings)
+        self._batches: tuple[list[Batch], list[Batch]] | None = None
         self.sets = [*([self.held_out] if self.held_out else []), *tasks]
+
+    @property
+    def cases(self) -> list[Case]:
+        """All that is measured, in the order in which it is reported. Raises RequestError where every prompt was left
+        out."""
+        sets = [prompts for prompts in self.sets if prompts.openings]
+        if not sets:
+            raise RequestError("no prompt is left to measure with, all are too long: give others by --data or --tasks")
+        grid = product(sets, (0.0, self.settings.temperature), depths_up_to(self.settings.depth))
+        return [Case(*each) for each in grid]
+
+    @property
+    def parts(self) -> int:
+        """How many evaluations take about as long as all that comes behind the last step: one, the figures, and the
+        speed, where each way to decode takes about as long for its few texts, one at a time, as for many together."""
+        ways = 2 + len(depths_up_to(self.settings.depth))
+        return 1 + FIGURE * len(self.cases) + ways * self.settings.speed_rounds
 
     @cached_property
     def texts(self) -> list[Example]:
@@ -114,12 +143,14 @@ class Judge:
         assert self.corpus is not None
         module.eval()
         texts = self.texts
-        vocab, logs = self.recipe.vocab(module, self.target), []
-        for rows in _chunks(self.corpus.examples[: self.settings.evaluate_rows] or texts):
-            batch = self.target.batch(rows, vocab=vocab)
-            logs.append(self.recipe.analytic(module, batch, 1).said[batch.mask].double())
+        vocab = self.recipe.vocab(module, self.target)
+        if self._batches is None:  # what the target says of them is the same at every evaluation
+            own = self.corpus.examples[: self.settings.evaluate_rows] or texts
+            self._batches = self._read(own, 1.0, vocab), self._read(texts, self.settings.temperature, vocab)
+        theirs, said_by_it = self._batches
+        logs = [self.recipe.analytic(module, batch, 1).said[batch.mask].double() for batch in theirs]
         stretches = [Stretch(text.given, len(text.tokens) - 1, self.settings.tokens - 1) for text in texts]
-        along = self._along(module, texts, self.settings.temperature, self.settings.depth)
+        along = self._along(module, said_by_it, self.settings.depth)
         said = torch.cat(logs)
         return Evaluation(
             step,
@@ -130,26 +161,24 @@ class Judge:
         )
 
     @torch.no_grad()
-    def measure(self, module: nn.Module, directory: Path, tell: Tell = nothing) -> list[Measured]:
-        """Let the engine draft with what is in `directory`, task by task; `module` is what should be there. Raises
-        RequestError where every prompt was left out."""
-        sets = [prompts for prompts in self.sets if prompts.openings]
-        if not sets:
-            raise RequestError("no prompt is left to measure with, all are too long: give others by --data or --tasks")
-        engine, measured = self._engine(directory, sets), []
+    def measure(
+        self, module: nn.Module, directory: Path, cases: Sequence[Case], tell: Tell = nothing
+    ) -> Iterator[Measured]:
+        """Let the engine draft with what is in `directory`, case by case; `module` is what should be there."""
+        engine = self._engine(directory, [case.prompts for case in cases])
         module.eval()
-        for prompts in sets:
-            for temperature in (0.0, self.settings.temperature):
-                for depth in depths_up_to(self.settings.depth):
-                    tell(f"measuring {prompts.task}, depth {depth} at temperature {temperature:g}")
-                    measured.append(self._measure(engine, module, prompts, temperature, depth))
-        return measured
+        for i, case in enumerate(cases):
+            what = f"{case.prompts.task}, depth {case.depth} at temperature {case.temperature:g}"
+            tell(f"measuring {what}", i, len(cases))
+            yield self._measure(engine, module, case)
 
-    def _measure(self, engine: Engine, module: nn.Module, prompts: Prompts, temperature: float, depth: int) -> Measured:
+    def _measure(self, engine: Engine, module: nn.Module, case: Case) -> Measured:
         """One task at one temperature and depth."""
+        prompts, temperature, depth = case.prompts, case.temperature, case.depth
         requests = self._run(engine, prompts.openings, temperature, depth)
         texts = [Example(tuple(request.tokens), request.prompt_length) for request in requests]
-        chances = self._along(module, texts, temperature, depth).chances
+        batches = self._read(texts, temperature, self.recipe.vocab(module, self.target))
+        chances = self._along(module, batches, depth).chances
         stretches = [
             Stretch(len(opening.tokens) + _opened(request) - 1, len(request.tokens) - 1, opening.limit - 1)
             for opening, request in zip(prompts.openings, requests, strict=True)
@@ -166,14 +195,16 @@ class Judge:
             by_position={at: sum(emitted) / len(emitted) for at, emitted in sorted(rounds.items())},
         )
 
-    def _along(self, module: nn.Module, texts: Sequence[Example], temperature: float, depth: int) -> _Along:
+    def _read(self, texts: Sequence[Example], temperature: float, vocab: int) -> list[Batch]:
+        """What the target says along some texts, some of them at once."""
+        return [self.target.batch(rows, temperature, vocab) for rows in _chunks(texts)]
+
+    def _along(self, module: nn.Module, batches: Sequence[Batch], depth: int) -> _Along:
         """The outlook along some texts, all in one. [B, tokens of the longest - 1, depth]"""
-        parts, vocab = [], self.recipe.vocab(module, self.target)
-        longest = max(len(text.tokens) for text in texts)
-        for rows in _chunks(texts):
-            batch = self.target.batch(rows, temperature, vocab)
+        parts, longest = [], max(batch.mask.shape[1] for batch in batches)
+        for batch in batches:
             outlook = self.recipe.analytic(module, batch, depth)
-            missing = longest - 1 - batch.mask.shape[1]
+            missing = longest - batch.mask.shape[1]
             parts.append(
                 _Along(
                     F.pad(outlook.overlap, (0, 0, 0, missing)),
@@ -200,7 +231,7 @@ class Judge:
             )
             requests.append(engine.add(list(opening.tokens), params, draft=self.recipe.draft, depth=depth))
         while engine.busy:
-            engine.step()
+            engine.step_or_raise()
         return requests
 
 

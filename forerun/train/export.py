@@ -17,14 +17,15 @@ from torch import nn
 from forerun.bench.whole import whole_directory
 from forerun.errors import ConfigError, ForerunError
 from forerun.models.gguf.export import write_tokenizer
+from forerun.progress import Tell
 from forerun.train.capture import Target
 from forerun.train.card import card
-from forerun.train.evaluate import Judge
+from forerun.train.deadline import Deadline
+from forerun.train.evaluate import FIGURE, Judge
 from forerun.train.findings import find
 from forerun.train.loop import Record
 from forerun.train.recipes import Recipe
 from forerun.train.report import Facts, Report
-from forerun.train.watch import Watch
 
 TOKENIZER = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "merges.txt", "special_tokens_map.json",
@@ -47,14 +48,15 @@ def check_out(out: Path) -> None:
 
 def export(
     out: Path, recipe: Recipe, module: nn.Module, target: Target, judge: Judge, facts: Facts, record: Record,
-    watch: Watch,
+    deadline: Deadline, tell: Tell,
 ) -> Report:  # fmt: skip
-    """Write the drafter, measure what was written, give it its name. Raises ForerunError if it cannot be written."""
+    """Write the drafter, measure what was written as far as there is time, give it its name. Raises ForerunError if it
+    cannot be written."""
     try:
         with whole_directory(out) as work:
             recipe.export(module, target, work)
             _add_tokenizer(target.path, work)
-            findings = find(judge, module, work, watch.tell)
+            findings = find(judge, module, work, deadline, tell, FIGURE * record.slowest)
             report = Report(facts, record, sum(p.numel() for p in module.parameters()), findings, recipe.draft)
             (work / "training.json").write_text(json.dumps(report.as_dict(), indent=1))
             (work / "README.md").write_text(card(report), encoding="utf-8")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -23,14 +22,16 @@ from torch import Tensor, nn
 from forerun import doctor
 from forerun.errors import ForerunError
 from forerun.kernels import native
+from forerun.progress import Tell, nothing
 from forerun.train.capture import Target
 from forerun.train.checkpoint import write_checkpoint
-from forerun.train.evaluate import Evaluation, Judge
+from forerun.train.deadline import Deadline
+from forerun.train.evaluate import FIGURE, Evaluation, Judge
+from forerun.train.harvest import Harvest
 from forerun.train.optimizers import make_optimizers
 from forerun.train.recipes import Recipe
 from forerun.train.settings import Training
 from forerun.train.stream import Stream
-from forerun.train.watch import Silent, Watch
 
 FLOOR = 0.1  # of the learning rate, at the end of the cosine
 Weights = dict[str, Tensor]
@@ -38,10 +39,20 @@ Weights = dict[str, Tensor]
 
 @dataclass(slots=True)
 class Record:
-    """What a run has come to; `seconds` are those up to its last checkpoint."""
+    """What a run has come to.
+
+    Attributes:
+        step: steps that are done.
+        seconds: up to its last checkpoint.
+        began: the second at which the first step could begin: what came before was set-up.
+        slowest: seconds of the slowest evaluation, which say how long measuring takes.
+        losses, evaluations: one a step, and those that were made.
+    """
 
     step: int = 0
     seconds: float = 0.0
+    began: float = 0.0
+    slowest: float = 0.0
     losses: list[float] = field(default_factory=list)
     evaluations: list[Evaluation] = field(default_factory=list)
 
@@ -69,19 +80,21 @@ class Trainer:
         settings: Training,
         path: Path,
         identity: dict[str, Any],
-        watch: Watch | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        tell: Tell = nothing,
+        deadline: Deadline | None = None,
     ) -> None:
-        """`path` is the checkpoint's; `identity` is put into it, so that the run can be set up again."""
+        """`path` is the checkpoint's; `identity` is put into it, so that the run can be set up again. `deadline` has
+        counted since the run began; without it, the run begins now."""
         self.recipe, self.module, self.target, self.stream = recipe, module.to(target.device), target, stream
         self.judge, self.settings, self.path, self.identity = judge, settings, path, identity
-        self.watch, self.clock = watch or Silent(), clock
+        self.tell, self.deadline = tell, deadline or Deadline(settings.max_minutes)
         torch.manual_seed(settings.seed)
         self.record = Record()
-        self._zero = 0.0  # of the clock, when the run began
-        self._until = 60 * settings.max_minutes or math.inf
+        self._step = 0.0  # seconds that the last one took
         self.best: Weights = {}
-        self.vocab = recipe.vocab(module, target)
+        self.harvest = Harvest(
+            target, stream, recipe.vocab(module, target), settings, path.with_suffix(".captured"), tell
+        )
         self.bfloat16 = computes_bfloat16(settings.dtype, target.device)
         dtype = torch.bfloat16 if self.bfloat16 else torch.float32
         self.optimizers = make_optimizers(
@@ -98,7 +111,9 @@ class Trainer:
             torch.cuda.set_rng_state(state["random_cuda"], self.target.device)
         self.best = state["best"]
         evaluations = [Evaluation(**values) for values in state["evaluations"]]
-        self.record = Record(state["step"], state["seconds"], list(state["losses"]), evaluations)
+        spent = (state["seconds"], state["began"], state["slowest"])
+        self.record = Record(state["step"], *spent, list(state["losses"]), evaluations)
+        self.deadline.resume(self.record.seconds)
 
     def run(self) -> Record:
         """Train to the end; the module then has the best weights.
@@ -107,14 +122,30 @@ class Trainer:
             KeyboardInterrupt: after Ctrl-C, when a checkpoint has been written.
             ForerunError: a loss that is not finite, or a checkpoint that cannot be written; the one before is kept.
         """
-        self._zero = self.clock() - self.record.seconds
+        if not self.record.step:
+            self.record.began = self.deadline.seconds
+        self.harvest.open(keep=self.record.step > 0)
+        goes_on = False
+        try:
+            self._run()
+        except KeyboardInterrupt:
+            goes_on = self.path.exists()
+            raise
+        finally:
+            self.harvest.close(remove=not goes_on)
+        self.module.load_state_dict(self.best)
+        return self.record
+
+    def _run(self) -> None:
         with _asked_to_stop() as asked:
             while not self._done():
                 self._evaluate_if(self._due(self.settings.evaluate_every))
                 if self._done():
                     break
+                began = self.deadline.seconds
                 loss, tokens = self.learn()
-                self.watch.step(self.record.step, round(self.record.step / self._share()), loss, tokens)
+                self._step = self.deadline.seconds - began
+                self._tell(loss, tokens / max(self._step, 1e-9))
                 if asked():
                     self.save()
                     raise KeyboardInterrupt(f"stopped after step {self.record.step}")
@@ -124,15 +155,13 @@ class Trainer:
             self.save()
             if asked():
                 raise KeyboardInterrupt(f"stopped after step {self.record.step}, the last")
-        self.module.load_state_dict(self.best)
-        return self.record
 
     def learn(self) -> tuple[float, int]:
         """One step; (its loss, tokens it read). Raises ForerunError before anything is changed if it is not finite."""
         record, module = self.record, self.module.train()
         for optimizer in self.optimizers:
             optimizer.param_groups[0]["lr"] = learning_rate(self._share(), self.settings)
-        batches = [self.target.batch(rows, vocab=self.vocab) for rows in self.stream.step(record.step)]
+        batches = [self.harvest.batch(numbers) for numbers in self.stream.step(record.step)]
         positions = sum(batch.positions for batch in batches)
         total = 0.0
         with _threads(self.settings.threads):
@@ -158,13 +187,15 @@ class Trainer:
     def save(self) -> None:
         """Write a checkpoint. Raises ForerunError."""
         cuda = self.target.device.type == "cuda"
-        self.record.seconds = self._seconds()
+        self.record.seconds = self.deadline.seconds
         write_checkpoint(
             self.path,
             {
                 "identity": self.identity,
                 "step": self.record.step,
                 "seconds": self.record.seconds,
+                "began": self.record.began,
+                "slowest": self.record.slowest,
                 "losses": self.record.losses,
                 "evaluations": [asdict(evaluation) for evaluation in self.record.evaluations],
                 "module": self.module.state_dict(),
@@ -175,17 +206,21 @@ class Trainer:
             },
         )
 
-    def _seconds(self) -> float:
-        """That the run has taken, with those before its checkpoint."""
-        return self.clock() - self._zero
+    def _until(self) -> float:
+        """The second of the run at which training ends. A step may have begun just before; an evaluation comes then,
+        and there should be time for a figure at least."""
+        began, slowest = self.record.began, self.record.slowest
+        return self.deadline.of_training(began, self._step + (1 + FIGURE) * slowest, self.judge.parts * slowest)
 
     def _share(self) -> float:
-        """How much of the run is done, of its steps or, if that is more, of its time."""
-        return max(self.record.step / self.settings.steps, min(self._seconds() / self._until, 1.0))
+        """How much of the training is done, of its steps or, if that is more, of its time."""
+        began = self.record.began
+        share = (self.deadline.seconds - began) / (self._until() - began)
+        return max(self.record.step / self.settings.steps, min(share, 1.0))
 
     def _done(self) -> bool:
         no_better = self.settings.patience and self.record.without_better() >= self.settings.patience
-        return bool(self.record.step >= self.settings.steps or self._seconds() >= self._until or no_better)
+        return bool(self.record.step >= self.settings.steps or self.deadline.seconds >= self._until() or no_better)
 
     def _due(self, every: int) -> bool:
         """Whether the steps done are a multiple of `every`; of 0 only none at all is."""
@@ -196,15 +231,21 @@ class Trainer:
         record = self.record
         if not due or (record.evaluations and record.evaluations[-1].step == record.step):
             return
+        began = self.deadline.seconds
         with _threads(self.settings.threads), self._precision():
             found = self.judge.evaluate(self.module, record.step)
+        record.slowest = max(record.slowest, self.deadline.seconds - began)
         record.evaluations.append(found)
         if record.best is found:
             self.best = {name: value.detach().cpu().clone() for name, value in self.module.state_dict().items()}
-        self.watch.tell(
+        self.tell.note(
             f"after {found.step} steps: accepted length {found.accepted_length:.3f} at depth {self.settings.depth},"
             f" overlap {found.overlap:.3f}, perplexity {found.perplexity:.2f}"
         )
+
+    def _tell(self, loss: float, speed: float) -> None:
+        step, share = self.record.step, self._share()
+        self.tell(f"step {step} of {round(step / share)}, loss {loss:.4f}, {speed:.0f} tokens/s", share, 1)
 
     def _precision(self) -> torch.autocast:
         return torch.autocast(self.target.device.type, dtype=torch.bfloat16, enabled=self.bfloat16)

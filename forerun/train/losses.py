@@ -33,6 +33,10 @@ class Law:
         """The laws from position `first` on. [B, N] -> [B, N - first]"""
         return Law(None if self.tokens is None else self.tokens[:, first:], self.logs[:, first:])
 
+    def at(self, where: Tensor | slice | tuple[Tensor | slice, Tensor | slice]) -> Law:
+        """The laws of some positions: a mask, indices, or a part of a flat list of them. [...] -> [M]"""
+        return Law(None if self.tokens is None else self.tokens[where], self.logs[where])
+
     def over(self, ids: Tensor | None) -> Law:
         """The same laws for a drafter that says the tokens `ids` [Vd] alone, in its own numbers: what it cannot say
         is left out, so that probabilities sum to less than 1. None stands for all tokens, in order."""

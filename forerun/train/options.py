@@ -10,8 +10,8 @@ from forerun.errors import ConfigError, nearest
 from forerun.train.settings import check_numbers
 
 WHOLE = (
-    "layers", "heads", "blocks", "unroll", "intermediate", "draft_vocab", "block_size", "block_layers", "fused_states",
-    "anchors",
+    "layers", "heads", "blocks", "unroll", "thin", "intermediate", "draft_vocab", "block_size", "block_layers",
+    "fused_states", "anchors",
 )  # numbers from 1 up  # fmt: skip
 
 
@@ -89,10 +89,13 @@ class PairOptions(AheadOptions):
 
     Args:
         unroll: tokens drafted ahead while training, each from what the head made of those before it.
+        thin: each further token of those is drafted behind every nth of the places that the one before it was; 1 takes
+            all of them, which costs as much again for each token.
         intermediate: width of the layer's MLP; the target's if it is not given.
     """
 
     unroll: int = 3
+    thin: int = 2
     intermediate: int | None = None
 
 
@@ -101,7 +104,8 @@ class EagleOptions(PairOptions):
     """An EAGLE-3 head: one decoder layer on hidden states of the target from several depths.
 
     Args:
-        draft_vocab: tokens it can say, the most frequent ones of the data; at most 32000 if it is not given.
+        draft_vocab: tokens it can say, the most frequent ones of the data; where it is not given, as many as cost about
+            what the layer costs, from 8192 to 32000.
     """
 
     draft_vocab: int | None = None

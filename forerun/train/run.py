@@ -13,12 +13,16 @@ from typing import Any
 
 import torch
 
-from forerun.draft.registry import LOADED, kind_of, parse_draft
+from forerun.bench.whole import write_whole
+from forerun.config import LOADED, parse_draft
+from forerun.draft.registry import kind_of
 from forerun.errors import ConfigError
 from forerun.models.hub import find_model
+from forerun.progress import Tell
 from forerun.train.capture import Target
 from forerun.train.checkpoint import checkpoint_path, read_checkpoint
-from forerun.train.data import Corpus, Document, digest_of, read_data, split
+from forerun.train.data import Corpus, Document, Source, digest_of, read_data, split
+from forerun.train.deadline import Deadline
 from forerun.train.evaluate import Judge
 from forerun.train.export import check_out, export
 from forerun.train.findings import Findings, find
@@ -28,8 +32,8 @@ from forerun.train.recipes import RECIPES, Recipe, recipe_of
 from forerun.train.report import Facts, Report
 from forerun.train.settings import Training
 from forerun.train.stream import Stream
+from forerun.train.synthesis import Written, check_place, write
 from forerun.train.tasks import chosen_tasks, reach_of, task_prompts
-from forerun.train.watch import Watch
 
 MAY_DIFFER = ("max_minutes", "tasks", "speed_rounds")  # between a run and its continuation
 
@@ -40,7 +44,8 @@ class Plan:
 
     Attributes:
         target: a directory, GGUF file or Hub id; None is the default model.
-        data: files, directories, or "library".
+        data: files, directories, or "library"; without any the target writes its own.
+        save_data: the file that keeps what it wrote.
         recipe: its name.
         options: of the recipe.
         training: of the run.
@@ -51,6 +56,7 @@ class Plan:
     recipe: str
     options: LossOptions
     training: Training
+    save_data: str | None = None
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Plan:
@@ -58,10 +64,11 @@ class Plan:
         name = values.get("recipe", next(iter(OPTIONS)))
         options = options_of(name, values.get("options", {}))
         training = Training(**values.get("training", {}))
-        return cls(values.get("target"), tuple(values.get("data", ())), name, options, training)
+        data = tuple(values.get("data", ()))
+        return cls(values.get("target"), data, name, options, training, values.get("save_data"))
 
 
-def train(values: Mapping[str, Any], out: Path, watch: Watch) -> Report:
+def train(values: Mapping[str, Any], out: Path, tell: Tell) -> Report:
     """Train from the beginning and write `out`. `values` are what `Plan.of` takes.
 
     Raises:
@@ -69,13 +76,16 @@ def train(values: Mapping[str, Any], out: Path, watch: Watch) -> Report:
         KeyboardInterrupt: Ctrl-C; once steps are taken, after a checkpoint.
     """
     plan, path = Plan.of(values), checkpoint_path(out)
+    deadline = Deadline(plan.training.max_minutes)
     check_out(out)
+    if plan.save_data is not None:
+        check_place(plan.save_data, plan.data)
     if path.exists():
         raise ConfigError(f"there is a checkpoint {path} of a run that has not ended: use --resume, or remove it")
-    return _Run(plan, watch).to_the_end(out, path, None)
+    return _Run(plan, tell, None).to_the_end(out, path, None, deadline)
 
 
-def resume(given: Mapping[str, Any], out: Path, watch: Watch) -> Report:
+def resume(given: Mapping[str, Any], out: Path, tell: Tell) -> Report:
     """Go on from the checkpoint of `out`. What is given beside it must be what it was, but for `MAY_DIFFER`."""
     path = checkpoint_path(out)
     check_out(out)
@@ -94,23 +104,24 @@ def resume(given: Mapping[str, Any], out: Path, watch: Watch) -> Report:
     plan = Plan.of(held)
     changed = {name: value for name, value in given.get("training", {}).items() if name in MAY_DIFFER}
     plan = replace(plan, training=replace(plan.training, **changed))
-    return _Run(plan, watch).to_the_end(out, path, state)
+    deadline = Deadline(plan.training.max_minutes)
+    return _Run(plan, tell, state).to_the_end(out, path, state, deadline)
 
 
-def measure(target: str | None, drafter: str, data: tuple[str, ...], training: Training, watch: Watch) -> Findings:
+def measure(target: str | None, drafter: str, data: tuple[str, ...], training: Training, tell: Tell) -> Findings:
     """What a drafter that is there is worth: on held-out documents of the data, if there are any, and on tasks."""
-    tasks = chosen_tasks(training.tasks)
+    deadline, tasks = Deadline(training.max_minutes), chosen_tasks(training.tasks)
     if not data and not tasks:
         raise ConfigError("there is nothing to measure on: give --data, or other --tasks than none")
     documents = split(read_data(data)[0], training.held_out)[1] if data else None
     kind, directory = _kind_and_directory(drafter)
-    watch.tell("loading the target")
+    tell("loading the target")
     model, recipe = Target(target, training), recipe_of(kind)
     module = recipe.load(directory, model).to(model.device)
     model.boundaries = recipe.boundaries(module, model)
-    held_out = None if documents is None else _corpus(documents, model, training, watch)
+    held_out = None if documents is None else _corpus(documents, model, training, tell)
     prompts = task_prompts(tasks, model, reach_of(module, model), training)
-    return find(Judge(model, recipe, held_out, training, prompts), module, directory, watch.tell)
+    return find(Judge(model, recipe, held_out, training, prompts), module, directory, deadline, tell)
 
 
 def _kind_and_directory(drafter: str) -> tuple[str, Path]:
@@ -123,60 +134,77 @@ def _kind_and_directory(drafter: str) -> tuple[str, Path]:
 
 
 class _Run:
-    """A plan with its data read and its models loaded."""
+    """A plan with its data read, or written, and its models loaded."""
 
-    def __init__(self, plan: Plan, watch: Watch) -> None:
-        self.plan, self.watch, settings, tasks = plan, watch, plan.training, chosen_tasks(plan.training.tasks)
-        documents, self.sources = read_data(plan.data)
-        self.split = split(documents, settings.held_out)
-        self.digest = digest_of(documents)
-        watch.tell(f"{len(self.split[0])} documents to train on, {len(self.split[1])} held out; loading the target")
+    def __init__(self, plan: Plan, tell: Tell, state: dict[str, Any] | None) -> None:
+        self.plan, self.tell, settings, tasks = plan, tell, plan.training, chosen_tasks(plan.training.tasks)
+        self.written: Written | None = None
+        if plan.data:
+            self._take(*read_data(plan.data))
+        tell("loading the target")
         self.target = Target(plan.target, settings)
+        if not plan.data:
+            self.written = self._write() if state is None else Written(**state["identity"]["written"])
+            self._take(*self.written.read())
         self.recipe: Recipe = RECIPES[plan.recipe](plan.options)
-        train_on, held_out = (_corpus(documents, self.target, settings, watch) for documents in self.split)
+        train_on, held_out = (_corpus(documents, self.target, settings, tell) for documents in self.split)
         self.stream = Stream(train_on, self.target, settings)
         torch.manual_seed(settings.seed)  # of the weights that begin at random
         self.module = self.recipe.build(self.target, train_on)
         self.target.boundaries = self.recipe.boundaries(self.module, self.target)
-        watch.tell(f"{len(train_on.examples)} texts of up to {settings.tokens} tokens; the target continues others")
+        tell.note(f"{len(train_on.examples)} texts of up to {settings.tokens} tokens")
+        tell("the target continues texts")
         prompts = task_prompts(tasks, self.target, reach_of(self.module, self.target), settings)
         self.judge = Judge(self.target, self.recipe, held_out, settings, prompts)
 
-    def to_the_end(self, out: Path, path: Path, state: dict[str, Any] | None) -> Report:
-        """Train, from `state` if there is one, write the drafter, and remove the checkpoint."""
+    def _take(self, documents: list[Document], sources: list[Source]) -> None:
+        self.sources, self.digest = sources, digest_of(documents)
+        self.split = split(documents, self.plan.training.held_out)
+        self.tell.note(f"{len(self.split[0])} documents to train on, {len(self.split[1])} held out")
+
+    def _write(self) -> Written:
+        written = write(self.target, self.plan.training, self.tell)
+        if self.plan.save_data is not None:
+            write_whole(Path(self.plan.save_data).expanduser(), "".join(f"{line}\n" for line in written.lines))
+        return written
+
+    def to_the_end(self, out: Path, path: Path, state: dict[str, Any] | None, deadline: Deadline) -> Report:
+        """Train, from `state` if there is one, write the drafter, and remove the checkpoint; all before `deadline`."""
         plan = self.plan
         identity = {
             "target": plan.target, "data": list(plan.data), "recipe": plan.recipe, "options": asdict(plan.options),
-            "training": asdict(plan.training), "digest": self.digest,
+            "training": asdict(plan.training), "digest": self.digest, "save_data": plan.save_data,
+            "written": None if self.written is None else asdict(self.written),
         }  # fmt: skip
         trainer = Trainer(
-            self.recipe, self.module, self.target, self.stream, self.judge, plan.training, path, identity, self.watch
-        )
+            self.recipe, self.module, self.target, self.stream, self.judge, plan.training, path, identity,
+            self.tell, deadline,
+        )  # fmt: skip
         if state is not None:
             if state["identity"]["digest"] != self.digest:
                 raise ConfigError("the data have changed since the run began: bring them back, or begin anew")
             trainer.resume(state)
-            self.watch.tell(f"going on after step {trainer.record.step}")
+            self.tell.note(f"going on after step {trainer.record.step}")
         record = trainer.run()
         facts = Facts(
             plan.target,
-            plan.data,
+            plan.data or ((plan.save_data,) if plan.save_data else ()),
             {"name": plan.recipe, **asdict(plan.options)},
             plan.training,
             self.sources,
             (len(self.split[0]), len(self.split[1])),
             self.digest,
         )
-        report = export(out, self.recipe, self.module, self.target, self.judge, facts, record, self.watch)
+        report = export(out, self.recipe, self.module, self.target, self.judge, facts, record, deadline, self.tell)
         path.unlink(missing_ok=True)
         return report
 
 
-def _corpus(documents: list[Document], target: Target, training: Training, watch: Watch) -> Corpus:
+def _corpus(documents: list[Document], target: Target, training: Training, tell: Tell) -> Corpus:
     """Documents as the target reads them; what cannot be learnt from is told."""
     corpus = Corpus(documents, target.tokenizer, training.tokens, training.prompt_tokens)
     if corpus.too_long:
-        watch.tell(f"{corpus.too_long} prompts are left out: they leave no room within --tokens {training.tokens}")
+        tell.note(f"{corpus.too_long} prompts are left out: they leave no room within --tokens {training.tokens}")
     if unknown := corpus.leave_out(target.vocab):
-        watch.tell(f"{unknown} texts are left out: they have tokens of the tokenizer that the target has not")
+        tell.note(f"{unknown} texts are left out: they have tokens of the tokenizer that the target has not")
     return corpus

@@ -23,7 +23,10 @@ class Training:
         accumulate: passes whose gradients make one step.
         tokens: most tokens of a text, in training and in evaluation.
         on_policy: share of the texts that the target continues itself; the rest are the data as they are.
+        write: texts that the target writes where there is no data; fewer where a fifth of max_minutes is over before.
         temperature: what the target continues texts at, and what acceptance is judged at beside 0.
+        reuse: times that each text is learnt from, after the first 64; what the target says of it is kept meanwhile.
+        keep_gb: most gigabytes of that on disk, beside --out; the oldest texts do not come back then.
         prompt_tokens: tokens of the data before the target goes on.
         learning_rate: the highest of the schedule, which warms up and then falls along a cosine to a tenth of it.
         warmup: share of the steps in which the learning rate rises.
@@ -40,7 +43,8 @@ class Training:
         depth: tokens drafted ahead in the accepted length that is evaluated and measured.
         patience: evaluations without a better accepted length before training stops; 0 never stops early.
         checkpoint_every: steps between checkpoints; 0 writes them at Ctrl-C and at the end only.
-        max_minutes: most of the run in all, at whose end the learning rate has fallen; 0 sets no limit.
+        max_minutes: most of the whole run, loading and measuring included; the learning rate has fallen when training
+            ends. 0 sets no limit.
         top: likeliest tokens of the target's law that are learnt from, beside what is left for all others; of a
             vocabulary of up to 8192 tokens the whole law is taken.
         dtype: float32, bfloat16 (weights stay in float32), or auto: bfloat16 where the processor computes in it.
@@ -53,7 +57,10 @@ class Training:
     accumulate: int = 1
     tokens: int = 256
     on_policy: float = 0.5
+    write: int = 384
     temperature: float = 0.8
+    reuse: int = 4
+    keep_gb: float = 4.0
     prompt_tokens: int = 64
     learning_rate: float = 3e-3
     warmup: float = 0.05
@@ -76,8 +83,15 @@ class Training:
     threads: int = 0
 
     def __post_init__(self) -> None:
-        lowest = {"rows": 1, "accumulate": 1, "tokens": FEWEST_TOKENS, "prompt_tokens": 1, "evaluate_rows": 1}
-        check_numbers(self, lowest | {"depth": 1, "top": 1})
+        lowest = {
+            "rows": 1,
+            "accumulate": 1,
+            "tokens": FEWEST_TOKENS,
+            "prompt_tokens": 1,
+            "evaluate_rows": 1,
+            "reuse": 1,
+        }
+        check_numbers(self, lowest | {"depth": 1, "top": 1, "write": 2})
         for name in ("on_policy", "warmup", "held_out"):
             if getattr(self, name) > 1:
                 raise ConfigError(f"{name}={getattr(self, name)} is out of range: give a share from 0 to 1")

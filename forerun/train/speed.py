@@ -7,16 +7,18 @@ under rule match, on the target's weights that are loaded already.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from forerun.bench.energy import Meter
-from forerun.bench.report import Tell, machine, nothing
-from forerun.bench.rounds import Rounds, Setting
+from forerun.bench.report import machine
+from forerun.bench.rounds import Rounds, Setting, always
 from forerun.bench.run import PLAIN, Arm, Work
 from forerun.engine.engine import Engine
 from forerun.llm import LLM
+from forerun.progress import Tell, nothing
 from forerun.sampling.params import SamplingParams
 from forerun.train.capture import Target
 from forerun.train.recipes import Recipe
@@ -80,9 +82,11 @@ class Speed:
 
 
 def measure_speed(
-    target: Target, recipe: Recipe, directory: Path, prompts: Prompts, settings: Training, tell: Tell = nothing
-) -> Speed:
-    """Time what is in `directory` beside plain decoding, in `settings.speed_rounds` rounds, at least one.
+    target: Target, recipe: Recipe, directory: Path, prompts: Prompts, settings: Training, tell: Tell = nothing,
+    fits: Callable[[float, int], bool] = always,
+) -> Speed | None:  # fmt: skip
+    """Time what is in `directory` beside plain decoding, in `settings.speed_rounds` rounds, at least one, or in as many
+    as `fits` has time for (see `Rounds.play`); None if that is none.
 
     The shortest prompts are taken, which leave the longest outputs; these are all of one length.
     """
@@ -95,12 +99,14 @@ def measure_speed(
     setting = Setting(f"speed, {prompts.task}", 0.0, 1)
     llm = _with_drafter(target, recipe, directory, settings)
     rounds = Rounds(llm, setting, arms, params, settings.speed_rounds, Meter())
-    rounds.play([[Work(list(opening.tokens))] for opening in openings], tell)
+    rounds.play([[Work(list(opening.tokens))] for opening in openings], tell, fits=fits)
+    if not rounds.done:
+        return None
     results = [rounds.result("none", arm, None) for arm in arms]
     paces = tuple(
         Pace(r.depth, r.tokens_per_second, r.times_plain, r.interval, r.accepted_length, bool(r.same)) for r in results
     )
-    return Speed(paces, len(openings), tokens, settings.speed_rounds, machine(settings.threads))
+    return Speed(paces, len(openings), tokens, rounds.done, machine(settings.threads))
 
 
 def _with_drafter(target: Target, recipe: Recipe, directory: Path, settings: Training) -> LLM:

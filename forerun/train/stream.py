@@ -1,4 +1,7 @@
-"""Which texts a step learns from: a function of the settings and its number, so that any step can be repeated."""
+"""Which texts a step learns from: a function of the settings and its number, so that any step can be repeated.
+
+Texts come back: after the first `POOL`, one in `reuse` is new and the others are drawn from those before it.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,17 @@ from forerun.train.capture import AT_ONCE, Target
 from forerun.train.data import Corpus, Example, Order
 from forerun.train.settings import Training
 
+POOL = 64  # texts that are new, at the beginning: a run that is as short as that sees none twice
+
 
 class Stream:
     """The texts of all steps: the data's own, and beginnings of them that the target has continued.
 
     The target continues some prompts together; what it said is kept until a later step asks for the next ones.
+    `window` is how many of the latest texts may come back.
     """
+
+    window = POOL
 
     def __init__(self, corpus: Corpus, target: Target, settings: Training) -> None:
         """Raises RequestError where the data have no texts, or no prompts, but the settings want some."""
@@ -35,13 +43,24 @@ class Stream:
         self._prompts = Order(max(len(corpus.prompts), 1), settings.seed + 1)
         self._group, self._said = -1, list[Example]()
 
-    def step(self, number: int) -> list[list[Example]]:
-        """The passes of a step, each of `rows` texts."""
+    def step(self, number: int) -> list[list[int]]:
+        """The passes of a step, each of `rows` texts by their numbers."""
         rows, passes = self.settings.rows, self.settings.accumulate
         first = number * rows * passes
-        return [[self._text(first + p * rows + i) for i in range(rows)] for p in range(passes)]
+        return [[self.number(first + p * rows + i) for i in range(rows)] for p in range(passes)]
 
-    def _text(self, n: int) -> Example:
+    def number(self, n: int) -> int:
+        """The text that is learnt from as the run's nth: the next new one, or one that was there."""
+        new = self._new(n)
+        if self._new(n + 1) > new:
+            return new
+        return int(np.random.default_rng([self.settings.seed, 2, n]).integers(max(new - self.window, 0), new))
+
+    def _new(self, n: int) -> int:
+        """How many of the first n are new."""
+        return min(n, POOL) + max(n - POOL, 0) // self.settings.reuse
+
+    def text(self, n: int) -> Example:
         """Text n of the run; of the first n there are int(n * on_policy) which the target has written."""
         written = int(n * self.settings.on_policy)
         if int((n + 1) * self.settings.on_policy) > written:

@@ -17,23 +17,30 @@ from forerun.models.rope import rope_tables
 from forerun.train.capture import Batch
 
 
-def unroll(head: PairHead, batch: Batch, steps: int) -> Iterator[Tensor]:
-    """What each step makes of each row. Row t of step s says token t + 2 + s. [B, N - 1 - s, Hd] for s below `steps`
+def unroll(head: PairHead, batch: Batch, steps: int, thin: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
+    """What each step makes of which rows: (rows [R], made [B, R, Hd]) for steps 0 to `steps` - 1.
 
-    Ends early where no row is left. N positions are read, of N + 1 tokens.
+    Row t of step s says token t + 2 + s. Step 0 has all rows, each later one every `thin`th of those before it (whose
+    next token is known), from the first or a later one by chance: what is far ahead is learnt from fewer of them. Ends
+    early where no row is left.
     """
     features = torch.cat([batch.states[boundary] for boundary in head.boundaries], -1)
-    rows = features.shape[1] - 1  # the last state has no token beside it whose follower is known
-    layer = head.layer
-    tables = rope_tables(layer, layer.ropes[0], rows + steps, torch.float32)
-    cosine, sine = (table.to(features.device) for table in tables)
-    state, attend = head.fuse(features[:, :rows]), _Attend(layer.attention_scale, layer.windows[0])
-    for step in range(min(steps, rows)):
-        count = rows - step
-        embedded = head.embed(batch.tokens[:, step + 1 : step + 1 + count])
-        rotation = cosine[step : step + count], sine[step : step + count]
-        made = head(embedded, state[:, :count], rotation, attend)
-        yield made
+    count = features.shape[1] - 1  # the last state has no token beside it whose follower is known
+    layer, device = head.layer, features.device
+    tables = rope_tables(layer, layer.ropes[0], count + steps, torch.float32)
+    cosine, sine = (table.to(device) for table in tables)
+    rows = torch.arange(count, device=device)
+    state, attend = head.fuse(features[:, :count]), _Attend(layer.attention_scale, layer.windows[0])
+    for step in range(min(steps, count)):
+        if step:
+            first = int(torch.randint(thin, ())) if thin > 1 else 0
+            left = (rows < count - step).nonzero()[:, 0]
+            left = left[min(first, len(left) - 1) :: thin]
+            rows, state = rows[left], state[:, left]
+            attend.narrow(left)
+        at = rows + step
+        made = head(head.embed(batch.tokens[:, at + 1]), state, (cosine[at], sine[at]), attend.on(rows))
+        yield rows, made
         state = head.state(made)
 
 
@@ -42,29 +49,44 @@ class _Attend:
 
     def __init__(self, scale: float, window: int | None) -> None:
         self.scale, self.window = scale, window
-        self._kept: list[tuple[Tensor, Tensor]] = []
+        self._first: tuple[Tensor, Tensor] | None = None  # of step 0, all rows
+        self._own: list[tuple[Tensor, Tensor]] = []  # of each later step, the rows that are left
+        self._rows = torch.arange(0)
+
+    def on(self, rows: Tensor) -> _Attend:
+        """The next step has these rows."""
+        self._rows = rows
+        return self
+
+    def narrow(self, left: Tensor) -> None:
+        """Of the rows so far these are left."""
+        self._own = [(key[:, left], value[:, left]) for key, value in self._own]
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [B, R, heads, D], k and v [B, R, Hkv, D] of this step's rows -> [B, R, heads, D]"""
-        groups, rows, step = q.shape[2] // k.shape[2], q.shape[1], len(self._kept)
-        self._kept.append((k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2)))
-        keys, values = self._kept[0][0][:, :rows], self._kept[0][1][:, :rows]
-        scores = torch.einsum("brhd,bkhd->bhrk", q, keys)
-        seen = self._seen(rows, step, q.device)
-        own = [(q * key[:, :rows]).sum(-1).transpose(1, 2) for key, _ in self._kept[1:]]
+        groups = q.shape[2] // k.shape[2]
+        mine = k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2)
+        if self._first is None:
+            self._first = mine
+        else:
+            self._own.append(mine)
+        keys, values = self._first
+        step, count = len(self._own), keys.shape[1]
+        scores = torch.einsum("brhd,bkhd->bhrk", q, keys).masked_fill(~self._seen(step, count), -torch.inf)
+        own = [(q * key).sum(-1).transpose(1, 2) for key, _ in self._own]
         reached = [self.window is None or step - s < self.window for s in range(1, step + 1)]
         own = [score if near else torch.full_like(score, -torch.inf) for score, near in zip(own, reached, strict=True)]
-        scores = torch.cat((scores.masked_fill(~seen, -torch.inf), *(score[..., None] for score in own)), -1)
+        scores = torch.cat((scores, *(score[..., None] for score in own)), -1)
         weights = (scores.float() * self.scale).softmax(-1).to(v.dtype)
-        out = torch.einsum("bhrk,bkhd->brhd", weights[..., :rows], values)
-        for s, (_, value) in enumerate(self._kept[1:]):
-            out = out + weights[..., rows + s].transpose(1, 2)[..., None] * value[:, :rows]
+        out = torch.einsum("bhrk,bkhd->brhd", weights[..., :count], values)
+        for s, (_, value) in enumerate(self._own):
+            out = out + weights[..., count + s].transpose(1, 2)[..., None] * value
         return out
 
-    def _seen(self, rows: int, step: int, device: torch.device) -> Tensor:
-        """Which pairs of step 0 each row sees: up to its own, and within the window of where it stands. [R, R] bool"""
-        seen = torch.ones(rows, rows, dtype=torch.bool, device=device).tril()
+    def _seen(self, step: int, count: int) -> Tensor:
+        """Which pairs of step 0 each row sees: up to its own, and within the window of where it stands. [R, K] bool"""
+        at = torch.arange(count, device=self._rows.device)
+        seen = at <= self._rows[:, None]
         if self.window is not None:
-            at = torch.arange(rows, device=device)
-            seen &= at[:, None] + step - at < self.window
+            seen &= self._rows[:, None] + step - at < self.window
         return seen

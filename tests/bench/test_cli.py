@@ -3,13 +3,11 @@
 import json
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
 
 from forerun.bench.pair import Pair
-from forerun.bench.report import progress
 from tests import tiny
 from tests.test_cli import MODEL, run
 
@@ -23,18 +21,18 @@ BAD = {
     "no verb of that name": (["decod"], "decode"),
     "pair without a place": (["pair"], "--out"),
     "pair where a file is": (["pair", "--out", __file__], "not empty"),
-    "pair that cannot be": (["pair", "--out", "x", "--vocab", "9"], "vocab=9"),
+    "pair that cannot be": (["pair", "--out", "x", "--vocab", "9"], "--vocab 9"),
     "kernels of no format": (["kernels", "--formats", "int9"], "did you mean 'int"),
     "kernels of no rows": (["kernels", "--rows", ","], "at least one"),
     "kernels of odd rows": (["kernels", "--rows", "1,two"], "'two' is not a whole number"),
-    "kernels of zero rows": (["kernels", "--rows", "0"], "rows=0"),
+    "kernels of zero rows": (["kernels", "--rows", "0"], "--rows 0"),
     "decode with an unknown draft": (["decode", "--drafts", "sufix"], "did you mean 'suffix'"),
     "decode with both": (["decode", "--draft", "off", "--drafts", "suffix"], "--draft and --drafts"),
     "decode with an unknown precision": (["decode", "--quantizations", "none,int5"], "quantization 'int5'"),
-    "decode with an unknown depth": (["decode", "--depths", "deep"], "depth='deep'"),
+    "decode with an unknown depth": (["decode", "--depths", "deep"], "--depth deep"),
     "decode with no model": (["decode", "--model", "./nowhere"], "no directory ./nowhere"),
     "decode with no prompts": (["decode", "--prompts", "./nowhere.json"], "nowhere.json cannot be read"),
-    "decode with no requests": (["decode", "--requests", "0"], "requests=0"),
+    "decode with no requests": (["decode", "--requests", "0"], "--requests 0"),
     "decode over the context": (["decode", "--tokens", str(5 * tiny.SPOKEN)], f"context of {tiny.SPOKEN}"),
     "sweep of no temperature": (["sweep", "--temperatures", "0,warm"], "'warm' is not a number"),
     "sweep of bad counts": (["sweep", "--requests", "1,many"], "'many' is not a whole number"),
@@ -45,7 +43,7 @@ BAD = {
     "model of nonsense": (["model", "--acceptance", "high"], "'high' is not a number"),
     "model over one": (["model", "--acceptance", "0.8", "--siblings", "0.3"], "more than 1"),
     "model of bad costs": (["model", "--acceptance", "0.8", "--verify-cost", "4:1.1"], "one row"),
-    "model too deep": (["model", "--acceptance", "0.8", "--depth", "65"], "depth=65"),
+    "model too deep": (["model", "--acceptance", "0.8", "--depth", "65"], "--depth 65"),
 }
 
 
@@ -127,20 +125,3 @@ def test_help_is_quick_and_shows_an_example(verb: str) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "--json" in done.stdout and f"forerun bench {verb} " in done.stdout
-
-
-def test_progress_is_one_changing_line_without_a_thread(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A spinner's thread would take time from what is measured."""
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    before = threading.active_count()
-    with progress(quiet=False) as tell:
-        tell("one")
-        tell("two")
-        assert threading.active_count() == before
-    err = capsys.readouterr().err
-    assert err.count("\r") == 3 and "\n" not in err and err.endswith("\x1b[2K")
-    with progress(quiet=True) as tell:
-        tell("one")
-    assert capsys.readouterr().err == ""

@@ -47,7 +47,7 @@ class FakeEngine:
         self.added.append((prompt, params, draft, depth))
         return request
 
-    def step(self) -> list[SimpleNamespace]:
+    def step_or_raise(self) -> list[SimpleNamespace]:
         seconds, tokens = self.steps.pop(0)
         self.now += seconds
         return [SimpleNamespace(request_id=i, token_ids=[0] * n) for i, n in tokens.items()]

@@ -31,6 +31,7 @@ from forerun.bench.peers import measure_peers
 from forerun.bench.run import Work
 from forerun.bench.workloads import Task
 from forerun.kernels import native
+from forerun.progress import nothing
 from tests.bench.test_decode import PARAMS, FakeEngine
 from tests.test_cli import run
 
@@ -172,7 +173,7 @@ def test_an_interrupt_leaves_no_process_and_no_file(
     fake("llama.cpp", WELL)
     monkeypatch.setattr(module.tempfile, "tempdir", str(tmp_path))
 
-    def interrupt(message: str) -> None:
+    def interrupt(message: str, *_: float) -> None:
         if message.startswith("round"):
             assert [p for p in tmp_path.iterdir() if p.is_dir()] and started[0].process.poll() is None
             raise KeyboardInterrupt
@@ -208,9 +209,9 @@ BAD = {
         "prompt of 256 tokens and 1 more",
     ),
     "a directory as stored": (["--peers", "llama.cpp=PYTHON", "--formats", "as stored"], "is no GGUF file"),
-    "no rounds": (["--peers", "llama.cpp=PYTHON", "--repeats", "0"], "repeats=0"),
-    "no time": (["--peers", "llama.cpp=PYTHON", "--timeout", "nan"], "timeout=nan"),
-    "threads of nonsense": (["--peers", "llama.cpp=PYTHON", "--threads", "-1"], "threads=-1"),
+    "no rounds": (["--peers", "llama.cpp=PYTHON", "--repeats", "0"], "--repeats 0"),
+    "no time": (["--peers", "llama.cpp=PYTHON", "--timeout", "nan"], "--timeout nan"),
+    "threads of nonsense": (["--peers", "llama.cpp=PYTHON", "--threads", "-1"], "--threads -1"),
     "a draft without a model": (
         ["--peers", "llama.cpp=PYTHON", "--draft", "suffix"],
         "--draft model:PLACE, lookup or off",
@@ -260,7 +261,7 @@ def test_rounds_are_fair() -> None:
 
     company, bandwidths = Company([player(OURS), player("a"), player("b", fails=3)]), []
     plan = Plan({"a": "x", "b": "x"}, depths=["auto", 3], tokens=100, repeats=3)
-    runs = module._rounds(company, Load("", 1, [[[5]], [[6]]]), plan, bandwidths, lambda _: None)
+    runs = module._rounds(company, Load("", 1, [[[5]], [[6]]]), plan, bandwidths, nothing)
     everything = [(OURS, 0), (OURS, "auto"), (OURS, 3), ("a", 0), ("a", 3), ("b", 0), ("b", 3)]
     assert sorted(log[:7], key=str) == sorted([(*arm, 6, 64) for arm in everything], key=str)
     rounds = [log[7:14], log[14:19], log[19:24]]
@@ -291,7 +292,7 @@ def test_reading_prompts_is_timed_in_turn_too() -> None:
     players = [player(OURS, 1.0), player("a", 2.0), player("b", 1.0, fails=1), player("drafting-server", 1.0, plain=0)]
     company = Company(players)
     texts = [[1, 2, 3], [4, 5], [6, 7]]
-    ours, theirs, *more = measure_prefill("int8", company, [10, 4], texts, 3, lambda _: None)
+    ours, theirs, *more = measure_prefill("int8", company, [10, 4], texts, 3, nothing)
     assert (ours.tokens, ours.first_token, ours.speed, ours.ours_over) == (10, 3.0, 10 / 3, None)
     assert (theirs.engine, theirs.first_token, theirs.ours_over) == ("a", 6.0, 2.0)
     assert [(row.engine, row.tokens, row.ours_over) for row in more] == [(OURS, 4, None), ("a", 4, 2.0)]

@@ -519,7 +519,7 @@ BAD = {
     "no numbers": (["http://a", "--requests", "1,two"], "'two' is not a whole number"),
     "no requests": (["http://a", "--requests", ","], "at least one number of requests"),
     "no drafts": (["http://a", "--drafts", ","], "--drafts names none"),
-    "odd depth": (["http://a", "--drafts", "suffix", "--depth", "deep"], "depth='deep'"),
+    "odd depth": (["http://a", "--drafts", "suffix", "--depth", "deep"], "--depth deep"),
     "no key": (["http://a", "--api-key-env", "SERVE_NO_SUCH_KEY"], "SERVE_NO_SUCH_KEY is not set"),
     "no file": (["http://a", "--prompts", "./nowhere.jsonl"], "nowhere.jsonl cannot be read"),
     "no category": (["http://a", "--category", "edits"], "did you mean 'edit'"),

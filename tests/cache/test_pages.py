@@ -23,7 +23,7 @@ PAGE, SLOTS, CONTEXT = 3, 3, 15
 
 def digest(tokens: Sequence[int], size: int) -> bytes:
     """The name of the page that ends these tokens, page by page from the start."""
-    name = b""
+    name = hashlib.blake2b(b"", digest_size=16).digest()  # of the tenant ""
     for start in range(0, len(tokens), size):
         page = np.array(tokens[start : start + size], dtype=np.int64).tobytes()
         name = hashlib.blake2b(name + page, digest_size=16).digest()
@@ -315,3 +315,14 @@ def test_check_notices() -> None:
         spoil(pages)
         with pytest.raises(AssertionError):
             pages.check()
+
+
+def test_prefixes_are_known_to_their_tenant_alone() -> None:
+    pages = Pages(8, 2, 3, 8)
+    text = [1, 2, 3, 4, 5]
+    assert pages.match(0, text, "one") == 0 and pages.grow(0, len(text))
+    pages.seal(0, text, 4)
+    assert pages.match(1, text, "two") == 0 and pages.match(2, text, "one") == 4
+    pages.release(2)
+    assert pages.match(2, text) == 0, "nobody in particular is a tenant too"
+    pages.check()

@@ -1,13 +1,14 @@
 """`forerun check`: it passes what is right, and every fault it knows makes it fail and say where."""
 
 import json
+import re
 import sys
 
 import numpy as np
 import pytest
 
 from forerun import LLM, cli
-from forerun.check import certificate, faults, law, rules, texts
+from forerun.check import certificate, faults, law, passes, rules, texts
 from forerun.check.certificate import LOSSLESS, Scope, certify
 from forerun.check.faults import FAULTS, check_rules
 from forerun.check.subject import Ask, Schedule, Subject
@@ -59,14 +60,14 @@ def test_every_fault_is_found_in_the_rules(name):
     for rule in FAULTS[name].rules:
         failed = next(f for f in check_rules([rule], FAULTS[name]) if f.passed is False)
         assert failed.subject.startswith(rule)
-        assert any(word in failed.text for word in ("is said with probability", "comes", "forbids"))
+        assert any(word in failed.text for word in ("come with probability", "comes in", "forbids"))
 
 
 def test_a_certificate_with_a_fault_fails_and_says_where(llm):
     made = certify(llm, small(["token"], fault="skipped-rejection"), lambda finding: None)
     assert not made.passed
     assert {"rules", "law"} <= {finding.part for finding in made.failed}
-    assert "the string" in made.failed[0].text
+    assert "the tokens" in made.failed[0].text
 
 
 @pytest.mark.parametrize("name", ["no-residual", "skipped-rejection"])
@@ -141,8 +142,8 @@ def test_proposal_counts_given_children_as_certain():
     [
         ({"rules": ("typical",)}, "changes the output by design"),
         ({"rules": ("match",), "fault": "lenint"}, "lenient"),
-        ({"rules": ("match",), "tokens": 1}, "tokens=1"),
-        ({"rules": ("match",), "seconds": -1.0}, "seconds"),
+        ({"rules": ("match",), "tokens": 1}, "--tokens 1"),
+        ({"rules": ("match",), "seconds": -1.0}, "--seconds -1"),
     ],
 )
 def test_bad_scopes_are_one_line(options, says):
@@ -180,7 +181,7 @@ def test_command_line_fails_with_a_fault(pair, monkeypatch, capsys):
     "arguments, says",
     [
         (("--rule", "typical"), "by design"),
-        (("--inject", "nothing"), "no fault"),
+        (("--inject", "nothing"), "no such fault"),
         (("--draft", "model:nowhere/at-all"), "nowhere"),
         (("no/such/model",), "no/such/model"),
     ],
@@ -197,3 +198,67 @@ def test_faults_change_what_they_name_only():
         for name in LOSSLESS:
             if name not in fault.rules:
                 assert fault.rule(name) is RULES[name]
+
+
+@pytest.mark.parametrize("name", [name for name, fault in FAULTS.items() if "match" not in fault.rules])
+def test_refutations_show_the_difference(name):
+    """No probability is said to be wrong beside the very same digits, and rounding alone refutes nothing."""
+    for rule in FAULTS[name].rules:
+        for failed in (f for f in check_rules([rule], FAULTS[name]) if f.passed is False):
+            if "said" in failed.details:
+                said, target = re.search(r"probability (\S+), but .* with (\S+):", failed.text).groups()
+                assert said != target and failed.details["difference"] > failed.details["allowed"] == rules.ROUNDING
+            elif "evidence" in failed.details:
+                assert re.search(r"comes in \S+% of cases .* is \S+%, \S+ points too (often|seldom)", failed.text)
+                assert "10,000 to 1 refutes" in failed.text
+            else:
+                assert "refused a draft" in failed.text
+
+
+class Rounded(Subject):
+    """A target that rounds where it reads several tokens at once."""
+
+    def logits(self, tokens, first=0, step=None):
+        logits = super().logits(tokens, first, step)
+        if step != 1:
+            logits[3, 7] += 2.0**-10
+        return logits
+
+
+def test_passes_that_differ_say_where_and_by_how_much(llm):
+    finding, noise = passes.check_passes(Rounded(llm), certificate._prompts(llm, 1)[0], exact=True)
+    assert finding.passed is False and noise == pytest.approx(2.0**-10, rel=0.01)
+    together, alone = re.search(
+        r"(\S+) instead of (\S+) for token 7 behind row 3, 2 tokens a pass", finding.text
+    ).groups()
+    assert float(together) - float(alone) == pytest.approx(2.0**-10, rel=0.1)
+    assert "the native kernels allow no difference" in finding.text
+    tolerated, _ = passes.check_passes(Rounded(llm), certificate._prompts(llm, 1)[0], exact=False)
+    assert tolerated.passed is True and "near" not in finding.text
+
+
+class Undefined(Rounded):
+    """A target whose passes over several tokens give no numbers."""
+
+    def logits(self, tokens, first=0, step=None):
+        return super().logits(tokens, first, step).log() if step != 1 else super().logits(tokens, first, step)
+
+
+def test_passes_without_numbers_fail_on_any_kernels(llm):
+    finding, noise = passes.check_passes(Undefined(llm), certificate._prompts(llm, 1)[0], exact=False)
+    assert finding.passed is False and noise == np.inf
+
+
+def test_verbose_lists_every_claim_behind_the_verdict(pair, monkeypatch, capsys):
+    code, out, err = run(monkeypatch, capsys, pair[0], *SMALL)
+    assert code == 0 and out.startswith("certified: ") and "every claim" not in out
+    assert len(err.splitlines()) == 5
+    code, more, _ = run(monkeypatch, capsys, pair[0], *SMALL, "--verbose")
+    assert code == 0 and len(more.split("every claim:\n")[1].splitlines()) == 6
+
+
+def test_failures_come_right_behind_the_verdict(pair, monkeypatch, capsys):
+    code, out, _ = run(monkeypatch, capsys, pair[0], *SMALL, "--inject", "lenient-match")
+    lines = [line for line in out.splitlines() if line]
+    assert code == 1 and lines[0].startswith("NOT certified: ") and "as it must be" in lines[1]
+    assert lines[2].startswith("FAILED  rules: match: ")

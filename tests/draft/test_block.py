@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from forerun import LLM, LoadError, SamplingParams
+from forerun import LLM, ConfigError, LoadError, SamplingParams
 from forerun.cache.attention import Attention
 from forerun.draft import block, features
 from forerun.draft.base import Row
@@ -260,7 +261,7 @@ def test_a_long_lag_is_read_when_it_is_asked_again(watch: Watch) -> None:
     engine = engine_of(head)
     request = engine.add(build.prompts()[2], build.params(2, 0.8, 40), draft="block", depth=0)
     for _ in range(15):
-        engine.step()
+        engine.step_or_raise()
     request.depth = 3
     build.finish(engine)
     assert len(watch.seen[0][0]) > 20
@@ -495,6 +496,27 @@ def test_a_user_s_drafter(kernels: str, tmp_path) -> None:
     drafted = llm.generate([5, 6, 7, 8], params, depth=3)[0]
     assert drafted.token_ids == llm.generate([5, 6, 7, 8], params, draft="off")[0].token_ids
     assert drafted.stats.by_source["block"].drafted > 20
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_user_s_threshold(temperature: float, tmp_path: Path) -> None:
+    """Less is drafted, and the text is plain decoding's."""
+    save_block(head_of(), tmp_path / "drafter")
+    params, drafted = SamplingParams(max_tokens=30, temperature=temperature, seed=1, ignore_eos=True), []
+    for threshold in (0.0, 0.2, 1.0):
+        llm = LLM(tiny.family("llama"), draft=f"block:{tmp_path / 'drafter'}", kv_tokens=512, draft_threshold=threshold)
+        out = llm.generate([5, 6, 7, 8], params, depth=4)[0]
+        assert out.token_ids == llm.generate([5, 6, 7, 8], params, draft="off")[0].token_ids
+        drafted.append(out.stats.drafted)
+    assert drafted[0] > drafted[1] > drafted[2] == 0
+
+
+def test_a_threshold_needs_a_head_that_knows(tmp_path: Path) -> None:
+    """It would be without effect otherwise."""
+    save_block(head_of(**PLAIN), tmp_path / "drafter")
+    with pytest.raises(ConfigError, match=r"draft_threshold=0.3 needs .* confidence head") as error:
+        LLM(tiny.family("llama"), draft=f"block:{tmp_path / 'drafter'}", kv_tokens=512, draft_threshold=0.3)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(

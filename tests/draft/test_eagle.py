@@ -262,7 +262,7 @@ def test_a_long_lag_is_read_when_it_is_asked_again(watch: Watch) -> None:
     engine = engine_of(head)
     request = engine.add(build.prompts()[2], build.params(2, 0.8, 40), draft="eagle", depth=0)
     for _ in range(15):
-        engine.step()
+        engine.step_or_raise()
     request.depth = 3
     build.finish(engine)
     assert len(watch.seen[0][0]) > 20
@@ -444,11 +444,11 @@ CHAINED = NATIVE | {
 
 
 @pytest.mark.parametrize(("family", "name"), [*(("llama", name) for name in CHAINED), ("gemma2", "mtp")])
-def test_a_chain_in_one_call_is_the_chain_level_by_level(
+def test_a_round_in_one_call_is_the_chain_level_by_level(
     family: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Several requests, each with its own depth and temperature; a softcap and a scaled embedding where Gemma has
-    them."""
+    them. Then once more, when there is nothing new to read, and behind a few tokens more."""
     if native.library() is None:
         pytest.skip("the native kernels were not compiled")
     native.start(2)
@@ -461,16 +461,26 @@ def test_a_chain_in_one_call_is_the_chain_level_by_level(
     ]
     torch.manual_seed(0)
     states = [{b: torch.randn(len(row.tokens) - 1, view.hidden) for b in head.boundaries} for row in rows]
-    calls, drafts = [], []
-    right = NativeLayer.chain
-    for chain in (lambda *a: (calls.append(1), right(*a))[1], lambda *_: None):
-        monkeypatch.setattr(NativeLayer, "chain", chain)
+    further = [replace(row, tokens=(*row.tokens, 9, 8, 7)[: len(row.tokens) + 1 + row.slot % 3]) for row in rows]
+    more = [{b: torch.randn(len(f.tokens) - len(r.tokens), view.hidden) for b in head.boundaries}
+            for f, r in zip(further, rows, strict=True)]  # fmt: skip
+    calls, drafts, done, chained = [], [], NativeLayer.round, NativeLayer.chain
+    for whole in (True, False):
+        if whole:
+            monkeypatch.setattr(NativeLayer, "round", lambda *a: (calls.append("round"), done(*a))[1])
+            monkeypatch.setattr(NativeLayer, "chain", lambda *a: (calls.append("chain"), chained(*a))[1])
+        else:
+            monkeypatch.setattr(NativeLayer, "drafts", property(lambda _: False))
+            monkeypatch.setattr(NativeLayer, "chain", lambda *_: None)
         drafter = Pairs("x", head, view, **ROOM)
         for row, shown in zip(rows, states, strict=True):
             drafter.open(row.slot, row.tokens)
             drafter.observe(row.slot, 0, shown)
         drafts.append([drafter.propose(rows) for _ in range(2)])
-    assert calls == [1, 1]
+        for row, shown in zip(rows, more, strict=True):
+            drafter.observe(row.slot, len(row.tokens) - 1, shown)
+        drafts[-1].append(drafter.propose(further))
+    assert calls == ["round", "chain", "round"]
     assert drafts[0] == drafts[1]
     assert [len(draft) - 1 for draft in drafts[0][0]] == [5, 1, 7, 4]
     assert len({token for draft in drafts[0][0] for token in draft.tokens[1:]}) > 4

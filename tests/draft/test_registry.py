@@ -3,7 +3,7 @@
 import pytest
 
 from forerun import LLM, ConfigError, SamplingParams
-from forerun.draft.registry import parse_draft
+from forerun.config import parse_draft
 from tests import tiny
 
 

@@ -14,7 +14,7 @@ import pytest
 from forerun.draft.base import Row
 from forerun.draft.suffix import BREAK, Cursor, Suffix, SuffixAutomaton
 from forerun.sampling.params import SamplingParams
-from forerun.types import Law
+from forerun.types import MEMORY, Law
 from forerun.verify import Noise
 
 
@@ -278,8 +278,8 @@ def test_memory_is_bounded_by_two_generations() -> None:
     memory, proposer, chance = 50, Suffix(memory=50), random.Random(6)
     for _ in range(60):
         finish(proposer, chance.choices(range(9), k=chance.randint(0, 120)))
-        assert len(proposer.shared) <= 2
-        for automaton in proposer.shared:
+        assert len(proposer.memories[""]) <= 2
+        for automaton in proposer.memories[""]:
             assert len(automaton.text) <= memory + 1
             assert len(automaton.next) <= 2 * memory + 3
 
@@ -312,7 +312,7 @@ def test_a_new_generation_in_the_middle_of_a_match() -> None:
     proposer.open(0, [])
     assert proposer.propose([row([1, 2, 3])])[0].tokens == [3, 4, 5, 6]
     finish(proposer, [2, 3, 8, 8, 8, 8, 8])
-    assert len(proposer.shared) == 2
+    assert len(proposer.memories[""]) == 2
     assert proposer.propose([row([1, 2, 3])])[0].tokens == [3, 4, 5, 6]
     assert proposer.propose([row([1, 2, 3, 4])])[0].tokens == [4, 5, 6]
     finish(proposer, [9] * 8)
@@ -367,3 +367,35 @@ def test_forget_drops_what_was_finished() -> None:
     proposer.open(0, [])
     row = Row(slot=0, tokens=[5, 6], params=SamplingParams(), noise=Noise(0, 1), depth=4)
     assert len(proposer.propose([row])[0]) == 1
+
+
+# ---------------------------------------------------------------- tenants
+
+
+def remember(proposer: Suffix, text: Sequence[int], tenant: str) -> None:
+    proposer.open(7, text, tenant=tenant)
+    proposer.close(7, text)
+
+
+def test_a_tenant_drafts_from_its_own_memory_alone_and_says_so() -> None:
+    proposer = Suffix()
+    remember(proposer, [1, 2, 3, 4, 5], "one")
+    for slot, tenant in enumerate(("one", "two", "")):
+        proposer.open(slot, [], tenant=tenant)
+    drafts = proposer.propose([row([1, 2], slot=slot) for slot in range(3)])
+    assert [draft.tokens for draft in drafts] == [[2, 3, 4], [2], [2]]
+    assert drafts[0].sources == ["", MEMORY, MEMORY], "it is no copy of the request's own text"
+
+
+def test_all_memories_together_are_bounded_and_the_least_used_goes_first() -> None:
+    proposer = Suffix(memory=10)
+    for tenant in "abc":
+        remember(proposer, range(5), tenant)  # a text and what ends it: six
+    assert list(proposer.memories) == ["a", "b", "c"]
+    remember(proposer, [7], "a")
+    assert list(proposer.memories) == ["b", "c", "a"]
+    remember(proposer, range(5), "d")
+    assert list(proposer.memories) == ["c", "a", "d"]
+    for i in range(100):
+        remember(proposer, range(10), f"tenant {i}")
+        assert sum(len(a.text) for memory in proposer.memories.values() for a in memory) <= 22

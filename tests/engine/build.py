@@ -80,7 +80,7 @@ def params(i: int, temperature: float, length: int = 20) -> SamplingParams:
 def finish(engine: Engine) -> None:
     """Step until nothing is left, then check that nothing leaked."""
     while engine.busy:
-        engine.step()
+        engine.step_or_raise()
     check_idle(engine)
 
 
@@ -102,6 +102,6 @@ def run(engine: Engine, draft: str, temperature: float, *, arrivals: int = 1, de
     for i, prompt in enumerate(prompts()):
         requests.append(engine.add(prompt, params(i, temperature), draft=draft, depth=depth))
         for _ in range(arrivals):
-            engine.step()
+            engine.step_or_raise()
     finish(engine)
     return requests

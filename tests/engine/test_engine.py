@@ -31,7 +31,7 @@ def test_sixty_four_requests_with_random_everything() -> None:
             requests.append(engine.add(prompt, params, draft=draft, depth=chance.choice(["auto", 0, 2, 6])))
         if requests and chance.random() < 0.05:
             engine.abort(chance.choice(requests))
-        engine.step()
+        engine.step_or_raise()
         engine.target.cache.pages.check()
     build.check_idle(engine)
     assert len(requests) == 64
@@ -45,7 +45,7 @@ def test_the_cache_holds_all_but_the_last_token() -> None:
     for i, prompt in enumerate(build.prompts()):
         engine.add(prompt, build.params(i, 0.8), draft="tree", depth=3)
     while engine.busy:
-        drew = {event.request_id for event in engine.step()}
+        drew = {event.request_id for event in engine.step_or_raise()}
         for request in engine.scheduler.running:
             length = engine.target.cache.length[request.slot]
             assert length <= len(request.tokens) - 1
@@ -57,7 +57,7 @@ def test_events_add_up() -> None:
     request = engine.add(build.prompts()[2], SamplingParams(max_tokens=17, logprobs=3), draft="tree", depth=4)
     events = []
     while engine.busy:
-        events += engine.step()
+        events += engine.step_or_raise()
     tokens = [token for event in events for token in event.token_ids]
     sources = [source for event in events for source in event.sources]
     logprobs = [entry for event in events for entry in event.logprobs or ()]
@@ -75,7 +75,7 @@ def test_logprobs_do_not_depend_on_speculation() -> None:
         engine.add(build.prompts()[2], SamplingParams(max_tokens=25, logprobs=2, temperature=0.8, seed=1), draft=draft)
         entries = []
         while engine.busy:
-            entries += [e for event in engine.step() for e in event.logprobs or ()]
+            entries += [e for event in engine.step_or_raise() for e in event.logprobs or ()]
         found[draft] = entries
     for mine, theirs in zip(found["tree"], found["off"], strict=True):
         assert mine.token_id == theirs.token_id
@@ -108,11 +108,11 @@ def test_the_context_ends_a_request() -> None:
 def test_an_aborted_request_says_so_once() -> None:
     engine = build.engine("llama")
     running = engine.add([5, 6], SamplingParams(max_tokens=50, ignore_eos=True), draft="model")
-    engine.step()
+    engine.step_or_raise()
     waiting = engine.add([5, 6], SamplingParams(max_tokens=50), draft="suffix")
     for request in (running, waiting, running):
         engine.abort(request)
-    events = engine.step()
+    events = engine.step_or_raise()
     assert [(e.request_id, e.finish_reason) for e in events] == [(running.id, "abort"), (waiting.id, "abort")]
     build.check_idle(engine)
 

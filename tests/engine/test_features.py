@@ -33,8 +33,8 @@ class Watcher(DraftModel):
         self.seen: dict[int, dict[int, torch.Tensor]] = {}
         self.ended: list[tuple[list[int], dict[int, torch.Tensor]]] = []
 
-    def open(self, slot, tokens, references=()):
-        super().open(slot, tokens, references)
+    def open(self, slot, tokens, references=(), tenant=""):
+        super().open(slot, tokens, references, tenant)
         self.seen[slot] = {}
 
     def observe(self, slot, start, features):
@@ -79,7 +79,7 @@ def test_every_committed_token_is_shown_once_and_in_order(wrap: bool, tokens: in
     for i, prompt in enumerate(build.prompts(6)):
         engine.add(prompt, build.params(i, 0.8), draft="watch", depth=3)
     while engine.busy:
-        engine.step()
+        engine.step_or_raise()
     assert len(watcher.ended) == 6
     for text, seen in watcher.ended:
         # all but the last token, which was never read; a prefix that was cached was read by somebody else
@@ -93,7 +93,7 @@ def test_who_does_not_ask_is_shown_nothing() -> None:
     engine, watcher = watching(tiny.decoder(tiny.family("llama")), tiny.decoder(tiny.drafter("llama")), wrap=False)
     engine.add(build.prompts()[1], build.params(0, 0.0), draft="off")
     while engine.busy:
-        engine.step()
+        engine.step_or_raise()
     assert not watcher.seen and not watcher.ended
 
 

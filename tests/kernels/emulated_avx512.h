@@ -85,6 +85,13 @@ inline __m512 dpbf16(__m512 acc, __m512bh a, __m512bh b) {  // the odd product f
   });
 }
 
+template <class Byte>
+inline __m512i from_8(__m128i a) {
+  typedef Byte bytes __attribute__((vector_size(16)));
+  typedef int lanes __attribute__((vector_size(64)));
+  return (__m512i) __builtin_convertvector((bytes)a, lanes);
+}
+
 }  // namespace emulated
 
 #define _mm512_fmadd_ps emulated::fmadd
@@ -94,6 +101,8 @@ inline __m512 dpbf16(__m512 acc, __m512bh a, __m512bh b) {  // the odd product f
 #define _mm512_extractf32x8_ps emulated::half
 #define _mm512_castps512_ps256(a) emulated::half(a, 0)
 #define _mm512_cvtepu16_epi32 emulated::from_16
+#define _mm512_cvtepu8_epi32 emulated::from_8<uint8_t>
+#define _mm512_cvtepi8_epi32 emulated::from_8<int8_t>
 #define _mm512_cvtepi32_epi16(a) emulated::narrow<__m256i, int16_t>(a)
 #define _mm512_cvtepi32_epi8(a) emulated::narrow<__m128i, int8_t>(a)
 #define _mm512_test_epi32_mask emulated::nonzero

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from forerun.cache.attention import Segment
 from forerun.errors import LoadError
-from forerun.models.config import FAMILIES, load_config
+from forerun.models.config import load_config
 from forerun.models.decoder import Decoder, load_decoder
+from forerun.models.families import FAMILIES
 from forerun.models.weights import Weights
 from forerun.runner import Runner
 from tests import tiny

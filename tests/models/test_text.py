@@ -18,7 +18,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors,
 from tokenizers import Tokenizer as Backend
 
 from forerun.errors import LoadError, RequestError
-from forerun.models.text import TextStream, Tokenizer
+from forerun.models.text import LONG, MOST_PENDING, TextStream, Tokenizer
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog. The dog sleeps, the fox does not.",
@@ -265,6 +265,29 @@ def test_streams_are_independent(tokenizer: Tokenizer) -> None:
                 stream.append(ids[i][step])
                 seen[i] += stream.take(finished=False)
     assert seen == texts
+
+
+def test_what_never_becomes_a_character_is_not_kept_for_ever(tokenizer: Tokenizer) -> None:
+    """Each token would take longer than the one before it; and the text behind it still arrives."""
+    bad, special = byte_ids(tokenizer, b"\xff"), tokenizer.vocabulary()["<|end|>"]
+    stream, text = TextStream(tokenizer, [], ()), ""
+    for token in [*bad * 1000, *[special] * 1000, *byte_ids(tokenizer, b"end")]:
+        stream.append(token)
+        text += stream.take(finished=False)
+        assert len(stream.stream.pending) + len(stream.stream.context) <= 2 * MOST_PENDING
+    assert text.strip(BROKEN) == "end"
+
+
+@pytest.mark.parametrize("length", [LONG - 1, LONG, 3 * LONG])
+def test_long_texts_are_read_and_spelled_as_short_ones_are(length: int, either: Tokenizer) -> None:
+    """As a batch of one, which takes another way through the library."""
+    text = ("".join(CORPUS) * length)[:length]
+    ids = either.encode(text)
+    assert ids == either._backend.encode(text).ids
+    assert either.encode(text, special=False) == either._backend.encode(text, add_special_tokens=False).ids
+    assert either.decode(ids) == either._backend.decode(ids)
+    with pytest.raises(RequestError, match="Unicode"):
+        either.encode(text[:-1] + "\ud800")
 
 
 # ---------------------------------------------------------------- stop strings

@@ -328,3 +328,31 @@ def test_a_sample_follows_the_reference_law():
     expected = reference(logits[0], params, [4, 4])
     scores = filter_logits(logits, [Draft.root(4)], [started(params, [4, 4])])
     assert np.allclose([law_of(scores[0])[t] for t in expected], list(expected.values()), rtol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("seed", range(3))
+def test_penalties_of_a_growing_text_are_those_of_its_counts(seed, dtype):
+    """What is kept from step to step is what would be counted anew, bit by bit."""
+    chance = random.Random(seed)
+    params = SamplingParams(
+        temperature=1.0, repetition_penalty=1.3, presence_penalty=0.7, frequency_penalty=-0.3, logit_bias={3: 2.5}
+    )
+    state, output = started(params), []
+    for _ in range(40):
+        draft = random_draft(chance, "tree")
+        logits = random_logits(chance.randrange(1000), len(draft), VOCAB).to(dtype)
+        expected = logits.clone()
+        expected[:, 3] += 2.5
+        for node in range(len(draft)):
+            counts = Counter(output + [draft.tokens[i] for i in draft.path_to(node)[1:]])
+            seen = torch.tensor(sorted(set(PROMPT) | counts.keys()))
+            values = expected[node, seen]
+            expected[node, seen] = torch.where(values > 0, values / 1.3, values * 1.3)
+            if counts:
+                amounts = 0.7 + -0.3 * torch.tensor(list(counts.values()), dtype=dtype)
+                expected[node, list(counts)] -= amounts
+        assert torch.equal(filter_logits(logits, [draft], [state]), shape_logits(expected, [params] * len(draft)))
+        for token in chance.choices(range(VOCAB), k=chance.randint(0, 5)):
+            state.append(token)
+            output.append(token)

@@ -7,10 +7,14 @@ tokenizer's own end-of-text token. What `Matcher` finds by going back and forth 
 from __future__ import annotations
 
 import json
+import os
 import random
+import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +24,11 @@ import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers
 
-from forerun.errors import RequestError
+from forerun.errors import BusyError, RequestError
 from forerun.models.text import Tokenizer
-from forerun.sampling import grammar as grammar_module
-from forerun.sampling.grammar import LONGEST, Grammar, GrammarCompiler
+from forerun.sampling import compiler as compiler_module
+from forerun.sampling.compiler import GrammarCompiler
+from forerun.sampling.grammar import LONGEST, Grammar
 from forerun.sampling.matcher import Matcher
 from forerun.sampling.params import SamplingParams
 from forerun.types import Draft, Law
@@ -312,6 +317,13 @@ UNUSABLE = {
     "many properties": Grammar.of(
         "json_schema", {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(1900)}}
     ),
+    "states by another spelling": Grammar.of("lark", 'start: %json {"type": "integer", "multiple\\u004ff": 100000007}'),
+    "a schema by another spelling": Grammar("json_schema", '{"type": "integer", "multiple\\u004ff": 100000007}'),
+    "digits": Grammar("json_schema", '{"type": "number", "multipleOf": 1e-300}'),
+    "repeats of repeats": Grammar.of("regex", "(a{1000}){1000}{1000}"),
+    "deep": Grammar.of("regex", "(" * 20_000 + "a" + ")" * 20_000),
+    "deep in lark": Grammar.of("lark", "start: " + "(" * 30_000 + '"a"' + ")" * 30_000),
+    "more than may be kept": Grammar.of("json_schema", {"type": "integer", "multipleOf": 100_003}),
 }
 
 
@@ -325,20 +337,82 @@ def test_a_grammar_that_cannot_be_used_is_one_line_at_once(name: str, compiler: 
 
 
 @pytest.mark.parametrize("rule", ["a{0}: a{1}", 'a{0}: "x" a{1}'])
-def test_long_chains_of_rules_do_not_end_the_process(
-    rule: str, compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_chains_of_rules_do_not_end_the_process(rule: str, compiler: GrammarCompiler) -> None:
     """llguidance compiles them by recursion; the usual stack would overflow."""
-    monkeypatch.setattr(grammar_module, "SECONDS", 20)
     count = (LONGEST - 200) // len(rule.format(1000, 1000) + "\n")
     assert opened(compiler, Grammar.of("lark", chain(rule, count))).forced(3)
 
 
-def test_a_grammar_that_takes_too_long_is_refused(monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer) -> None:
-    monkeypatch.setattr(grammar_module, "SECONDS", 0.05)
-    monkeypatch.setattr(grammar_module, "_build", lambda *_: time.sleep(0.3))
+def test_a_grammar_that_takes_too_long_is_refused(monkeypatch: pytest.MonkeyPatch, compiler: GrammarCompiler) -> None:
+    """Where the sandbox has had nothing against it."""
+    monkeypatch.setattr(compiler_module, "SECONDS", 0.01)
+    monkeypatch.setattr(compiler_module, "build", lambda *_: time.sleep(0.3))
     with pytest.raises(RequestError, match="too complex"):
-        GrammarCompiler(tokenizer, VOCAB, [END]).matcher(GRAMMARS["regex"], [END])
+        compiler.matcher(Grammar.of("regex", "never compiled"), [END])
+
+
+@pytest.mark.parametrize("name", [name for name in UNUSABLE if "states" in name or "spelling" in name])
+def test_what_would_be_compiled_for_ever_is_not_compiled_here(
+    name: str, compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread that is left behind takes a core and 45 MB a second until the process ends."""
+    monkeypatch.setattr(compiler_module, "build", lambda *_: pytest.fail("it is compiled here"))
+    with pytest.raises(RequestError, match=r"cannot be compiled: it takes over 0\.8 seconds or 64 MiB"):
+        compiler.matcher(UNUSABLE[name], [END])
+    until(lambda: not compiler_module.SANDBOX._busy, "nothing works on it any more")
+
+
+def test_a_compilation_that_is_killed(compiler: GrammarCompiler) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        work = pool.submit(compiler.matcher, UNUSABLE["states by another spelling"], [END])
+        until(lambda: compiler_module.SANDBOX._busy, "it is compiled")
+        os.kill(compiler_module.SANDBOX.processes[0], signal.SIGKILL)
+        with pytest.raises(RequestError, match="ended"):
+            work.result(20)
+    assert compiler.matcher(Grammar.of("regex", "another"), [END])
+
+
+def test_the_sandbox_knows_the_tokens_that_grammars_name(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    """By name and by number; it is given no others."""
+    special = tokenizer.spell(END)
+    for text in (f"start: {special} /[a-z]/", f"start: <[{END}]> /[a-z]/", "start: <[60-80]>"):
+        with suppress(RequestError):  # the model's end token is kept for the end of the text
+            compiler.matcher(Grammar.of("lark", text), [END])
+        source = llguidance.LLMatcher.grammar_from_lark(text)
+        mine = compiler_module._spelled(VOCAB, VOCAB - 1, ((END, special), (VOCAB - 1, "<end>")))
+        assert not llguidance.LLMatcher(mine, source, log_level=0).is_error()
+    with pytest.raises(RequestError, match="<unheard>"):
+        compiler.matcher(Grammar.of("lark", "start: <unheard>"), [END])
+
+
+def test_what_is_compiled_is_kept_within_bounds(monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer) -> None:
+    monkeypatch.setattr(compiler_module, "ALL_HELD", 4 << 20)
+    monkeypatch.setattr(compiler_module, "SANDBOX", Measured())
+    mine = GrammarCompiler(tokenizer, VOCAB, [END])
+    first = mine.compiled(Grammar("regex", "a"))
+    assert mine.compiled(Grammar("regex", "a")) is first
+    for text in "bcdef":
+        mine.compiled(Grammar("regex", text))
+    assert mine.kept(Grammar("regex", "a")) is None and mine.kept(Grammar("regex", "f"))
+    running = [mine.compiled(Grammar("regex", text)) for text in "ghi"]
+    with pytest.raises(BusyError, match="try again"):
+        mine.compiled(Grammar("regex", "j"))
+    del first, running
+    assert mine.compiled(Grammar("regex", "j"))
+
+
+class Measured:
+    """A sandbox that finds every grammar to hold one MiB."""
+
+    def call(self, *_: object) -> int:
+        return 1 << 20
+
+
+def until(true: Callable[[], object], what: str) -> None:
+    end = time.monotonic() + 20
+    while not true():
+        assert time.monotonic() < end, f"it never came that {what}"
+        time.sleep(0.005)
 
 
 def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer, tmp_path: Path) -> None:

@@ -2,7 +2,8 @@
 
     python -m tests.server.fake_playground 8123
 
-The first line of the prompt says what goes on: `#fake: slow | differ | html | lean | refuse | break | cut`.
+The first line of the prompt (in a chat: of the last message) says what goes on:
+`#fake: slow | differ | html | lean | narrow | refuse | full | busy | stopping | break | cut`.
 Tokens follow from the prompt and the seed alone, as under `match`; drafts are right four times out of five.
 """
 
@@ -29,8 +30,20 @@ COSTS = {
 INFO = {
     "version": "0.1.0", "model": "tiny", "context": 2048, "drafts": ["off", "ngram", "suffix", "model:tiny"],
     "draft": "suffix", "rules": ["match", "token", "block", "tree", "typical"], "rule": "match",
-    "kernels": "int8, native avx512", "threads": 2, "costs": COSTS,
+    "kernels": "int8, native avx512", "threads": 2, "costs": COSTS, "chat": False, "sampling": {"top_p": 0.9},
 }  # fmt: skip
+CHAT = INFO | {"chat": True}
+REFUSALS = {  # kind: (status, message, parameter, code)
+    "refuse": (400, "max_tokens must be at most 2048: the context is <no longer> than that", "max_tokens", None),
+    "full": (
+        400,
+        "the prompt has 2100 tokens, the context only 2048: shorten the prompt",
+        None,
+        "context_length_exceeded",
+    ),
+    "busy": (429, "256 requests wait already: try again in a moment", None, None),
+    "stopping": (503, "the server is shutting down: try again in a moment", None, None),
+}
 LINE = " parser.add_argument('--{}', type={}, default={}, help='{}')\n   "
 OPTIONS = [("steps", "int", "100", "how long"), ("rate", "float", "0.1", "how fast"), ("seed", "int", "0", "a number")]
 TEXT = " default='run', help='what to call it')\n   " + "".join(LINE.format(*option) for option in OPTIONS * 3)
@@ -43,21 +56,31 @@ def pieces(text: str) -> list[str]:
     return re.findall(r"\n *| ?\w+|[^\w\s]|\s", text)
 
 
+def asked(body: dict[str, Any]) -> str:
+    """The prompt, or the last message."""
+    return body["prompt"] if "prompt" in body else body["messages"][-1]["content"]
+
+
+def kind(body: dict[str, Any]) -> str:
+    """What is to go on."""
+    return (re.match(r"#fake: (\w+)", asked(body)) or [None, ""])[1]
+
+
 class Story:
     """One request's made-up generation."""
 
     def __init__(self, body: dict[str, Any]) -> None:
-        self.kind = (re.match(r"#fake: (\w+)", body["prompt"]) or [None, ""])[1]
+        self.kind = kind(body)
         self.speculative = body.get("speculative") or {}
-        self.rng = random.Random(f"{body['prompt']} {body['seed']} {self.speculative}")
-        shuffled = random.Random(f"{body['prompt']} {body['seed']}")
+        self.rng = random.Random(f"{asked(body)} {body['seed']} {self.speculative}")
+        shuffled = random.Random(f"{asked(body)} {body['seed']}")
         text = HTML if self.kind == "html" else TEXT
         tokens = pieces(text) if self.kind == "html" else pieces(text * (1 + body["max_tokens"] // 100))
         self.words = sorted(set(tokens))
         self.tokens = [shuffled.choice(self.words) if shuffled.random() < 0.05 else token for token in tokens]
         if self.kind == "html":
             self.tokens = tokens
-        self.tokens = self.tokens[: body["max_tokens"]]
+        self.tokens = self.tokens[: 5 if self.kind == "narrow" else body["max_tokens"]]
         if self.kind == "differ" and not self.speculative:
             self.tokens[5] = " else"
         self.rate = 0.6
@@ -122,8 +145,10 @@ class Story:
 
 
 def chunks(body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The events of one completion."""
-    story = Story(body)
+    """The events of one completion or chat."""
+    story, chat = Story(body), "messages" in body
+    if chat:
+        yield chunk([choice("", chat=True)])
     histogram: dict[int, int] = {}
     rounds, drafted, count = 0, 0, 0
     for trace in story.rounds():
@@ -138,8 +163,8 @@ def chunks(body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         if story.kind == "cut" and rounds == 5:
             return
         text = "".join(token["text"] for token in trace["tokens"])
-        yield chunk([choice(text)]) | ({} if story.kind == "lean" else {"x_spec": trace})
-    yield chunk([choice("", "length")])
+        yield chunk([choice(text, chat=chat)]) | ({} if story.kind == "lean" else {"x_spec": trace})
+    yield chunk([choice("", "length", chat)])
     metrics = {
         "mean_acceptance_length": count / rounds, "num_spec_steps": rounds, "num_draft_tokens": drafted,
         "acceptance_histogram": [histogram.get(i, 0) for i in range(max(histogram) + 1)],
@@ -149,16 +174,17 @@ def chunks(body: dict[str, Any]) -> Iterator[dict[str, Any]]:
     yield chunk([]) | {"usage": usage, "metrics": {"speculative_decoding": metrics}}
 
 
-def choice(text: str, finish_reason: str | None = None) -> dict[str, Any]:
-    return {"index": 0, "text": text, "finish_reason": finish_reason, "logprobs": None}
+def choice(text: str, finish_reason: str | None = None, chat: bool = False) -> dict[str, Any]:
+    said = {"delta": {"content": text}} if chat else {"text": text}
+    return {"index": 0, **said, "finish_reason": finish_reason, "logprobs": None}
 
 
 def chunk(choices: list[dict[str, Any]]) -> dict[str, Any]:
     return {"id": "cmpl-1", "object": "text_completion", "created": 0, "model": "tiny", "choices": choices}
 
 
-def error(message: str, param: str | None = None) -> dict[str, Any]:
-    return {"error": {"message": message, "type": "invalid_request_error", "param": param, "code": None}}
+def error(message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    return {"error": {"message": message, "type": "invalid_request_error", "param": param, "code": code}}
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -180,15 +206,16 @@ class Handler(BaseHTTPRequestHandler):
         if not self.guarded():
             return
         self.server.bodies.append(body)
-        if body["prompt"].startswith("#fake: refuse"):
-            refusal = error("max_tokens must be at most 2048: the context is <no longer> than that", "max_tokens")
-            self.answer(400, "application/json", json.dumps(refusal).encode())
+        self.server.paths.append(self.path)
+        if kind(body) in REFUSALS:
+            status, *refusal = REFUSALS[kind(body)]
+            self.answer(status, "application/json", json.dumps(error(*refusal)).encode())
             return
         self.head(200, "text/event-stream")
         try:
             for event in chunks(body):
                 self.wfile.write(b": a comment\r\n" + f"data: {json.dumps(event, ensure_ascii=False)}\r\n\r\n".encode())
-            if body["prompt"][:11] not in ("#fake: brea", "#fake: cut\n"):
+            if kind(body) not in ("break", "cut"):
                 self.wfile.write(b"data: [DONE]\n\n")
         except (BrokenPipeError, ConnectionResetError):
             self.server.aborted += 1
@@ -214,7 +241,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class FakeServer(ThreadingHTTPServer):
-    """Serves until `close`. `bodies` are the completion requests it got, `aborted` counts those given up on."""
+    """Serves until `close`. `bodies` are the requests it got and `paths` where, `aborted` counts those given up on."""
 
     daemon_threads = True
 
@@ -222,6 +249,7 @@ class FakeServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", port), Handler)
         self.key, self.info = key, info
         self.bodies: list[dict[str, Any]] = []
+        self.paths: list[str] = []
         self.aborted = 0
         self.url = f"http://127.0.0.1:{self.server_port}/"
         self.thread = threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)

@@ -22,6 +22,7 @@ GOOD: dict[str, dict[str, Any]] = {
     COMPLETION: {"prompt": "x = ", "max_tokens": 2},
     CHAT: {"messages": HI, "max_tokens": 2},
     RESPONSE: {"input": "hi", "max_output_tokens": 2},
+    "/v1/embeddings": {"input": "hi"},
     "/tokenize": {"prompt": "x"},
     "/detokenize": {"tokens": [5]},
 }
@@ -71,7 +72,7 @@ GENERATION: dict[str, list[Any]] = {
     "temperature": [*NOT_NUMBER, -1, -0.001, 101, 1e308],
     "top_p": [*NOT_NUMBER, 0, -0.1, 1.1],
     "n": [*NOT_WHOLE, 0, -1, 1025, 1 << 80],
-    "stop": [1, True, {}, [1], [None], "", [""], ["a", ""], ["a"] * 17, NAN, DEEP, Raw('["\\ud800"]')],
+    "stop": [1, True, {}, [1], [None], "", [""], ["a", ""], ["a"] * 17, "a" * 257, NAN, DEEP, Raw('["\\ud800"]')],
     "seed": [*NOT_WHOLE, 1 << 64, -(1 << 63) - 1, LONG],
     "logit_bias": [
         *NOT_OBJECT,
@@ -247,6 +248,17 @@ BAD: dict[str, dict[str, list[Any]]] = {
         "truncation": ["x", 5, True, []],
         "reasoning": NOT_OBJECT,
         "include": [*NOT_LIST, [5]],
+    },
+    "/v1/embeddings": {
+        "input": [
+            *(None, 5, 1.5, True, {}, "", [], [""], [[]], [[], [5]], [None], [5, "a"], ["a", 5], [1.5], NAN, DEEP),
+            *(tokens for tokens in NO_TOKENS if tokens not in (["1"], [[1]])),
+            *("x = 1\n" * 3000, [5] * 5000, ["a", "x = 1\n" * 3000], ["a"] * 2049, Raw('"\\ud800"')),
+        ],
+        "model": GENERATION["model"],
+        "encoding_format": [*NOT_TEXT, [], "binary"],
+        "dimensions": [*NOT_WHOLE, 0, -1, 8, LONG],
+        "user": [*NOT_TEXT, []],
     },
     "/tokenize": {
         "prompt": [*NOT_TEXT, [], None, Raw('"\\ud800"')],
@@ -552,8 +564,9 @@ def test_large_schemas_and_long_stops_do_not_hold_up_others(server: Serving) -> 
         response = server.http.post(COMPLETION, json=GOOD[COMPLETION] | {"response_format": form})
         assert response.status_code in (200, 400), response.text
         assert time.perf_counter() - start < 3
-    stops = ["a" * 100_000, "b" * 100_000, "ab" * 50_000]
     start = time.perf_counter()
-    server.complete(stop=stops, max_tokens=100)
+    server.complete(stop=["a" * 256, "b" * 256, "ab" * 128], max_tokens=100)
+    stops = ["a" * 100_000, "b" * 100_000, "ab" * 50_000]
+    assert "256" in error_of(server.http.post(COMPLETION, json=GOOD[COMPLETION] | {"stop": stops}), 400)["message"]
     assert time.perf_counter() - start < 3
     server.rest()

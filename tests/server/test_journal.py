@@ -26,7 +26,7 @@ def test_a_request_is_one_line_and_one_span(caplog: pytest.LogCaptureFixture) ->
     async def ask() -> None:
         async with app.router.lifespan_context(app):
             transport = httpx2.ASGITransport(app)
-            async with httpx2.AsyncClient(transport=transport, base_url="http://here") as client:
+            async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:
                 body = {"prompt": "def f(", "max_tokens": 5, "temperature": 0}
                 answer = await client.post("/v1/completions", json=body, headers={"X-Request-Id": "mine-1"})
                 assert answer.status_code == 200 and answer.headers["x-request-id"] == "mine-1"

@@ -27,6 +27,7 @@ pytest.importorskip("fastapi")
 
 from forerun.server import run as server_run
 from forerun.server.batch import read_jobs
+from forerun.server.listen import listen
 from forerun.server.settings import Settings
 from tests import tiny
 
@@ -237,8 +238,9 @@ def test_no_thread_of_the_engine_outlives_the_server(monkeypatch: pytest.MonkeyP
         sockets[0].close()
 
     monkeypatch.setattr(server_run.Server, "run", second_signal)
-    monkeypatch.setattr(server_run, "_log_as_json", lambda _: None)
-    assert server_run.run({"model": str(tiny.worded()), "kv_tokens": 256}, Settings(port=0), False) == 0
+    monkeypatch.setattr(server_run, "_log", lambda *_: None)
+    options, listener = {"model": str(tiny.worded()), "kv_tokens": 256}, listen(Settings(port=0))
+    assert server_run.run(options, Settings(), listener, False) == 0
     assert not servers[0].service._thread.is_alive()
 
 
@@ -299,7 +301,7 @@ def test_a_port_that_is_taken() -> None:
 CLIENT = """
 import json, socket, sys
 body = json.dumps({"prompt": "def f(", "max_tokens": 1900, "ignore_eos": True, "speculative": False, "stream": True})
-head = "POST /v1/completions HTTP/1.1\\r\\nHost: x\\r\\nContent-Type: application/json\\r\\nContent-Length: "
+head = "POST /v1/completions HTTP/1.1\\r\\nHost: localhost\\r\\nContent-Type: application/json\\r\\nContent-Length: "
 streams = [socket.create_connection(("127.0.0.1", int(sys.argv[1]))) for _ in range(12)]
 for stream in streams:
     stream.sendall(f"{head}{len(body)}\\r\\n\\r\\n{body}".encode())
@@ -346,7 +348,7 @@ def _unread(server: Server, body: str) -> socket.socket:
 
 def _head(length: int) -> str:
     kind = "Content-Type: application/json"
-    return f"POST /v1/completions HTTP/1.1\r\nHost: x\r\n{kind}\r\nContent-Length: {length}\r\n\r\n"
+    return f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n{kind}\r\nContent-Length: {length}\r\n\r\n"
 
 
 @pytest.mark.parametrize("body", ["", '{"prompt": "de'], ids=["nothing behind the headers", "half a body"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -11,9 +12,16 @@ from schemathesis.generation import GenerationMode
 
 from tests.server.serving import Serving
 
-POST = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize")
-GET = ("/v1/models", "/health", "/ready", "/version", "/server_info", "/metrics")
+POST = (
+    *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings", "/tokenize", "/detokenize"),
+    *("/api/chat", "/api/generate", "/api/embed", "/api/embeddings", "/api/show"),
+)
+GET = (
+    *("/v1/models", "/health", "/ready", "/version", "/server_info", "/metrics"),
+    *("/api/tags", "/api/ps", "/api/version"),
+)
 OPERATIONS = [*(("POST", path) for path in POST), *(("GET", path) for path in GET)]
+EXAMPLES = int(os.environ.get("FORERUN_FUZZ", "25"))  # of each operation, allowed and not allowed
 LIMIT = {
     "/v1/completions": "max_tokens",
     "/v1/chat/completions": "max_completion_tokens",
@@ -33,6 +41,16 @@ def test_every_operation_is_tried(schema: Any) -> None:
     assert found == set(OPERATIONS)
 
 
+def name_it(path: str, body: dict[str, Any]) -> None:
+    """A model's name made up would end it there, and texts are kept short here too."""
+    if path.startswith("/api/"):
+        body["model"] = "tiny"
+        if path in ("/api/chat", "/api/generate"):
+            body["options"] = {"num_predict": 8}
+    else:
+        body.pop("model", None)
+
+
 @pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE], ids=["allowed", "not allowed"])
 @pytest.mark.parametrize(("method", "path"), OPERATIONS)
 def test_no_request_makes_it_fail(schema: Any, server: Serving, method: str, path: str, mode: GenerationMode) -> None:
@@ -42,7 +60,7 @@ def test_no_request_makes_it_fail(schema: Any, server: Serving, method: str, pat
 
     @seed(7)
     @settings(
-        max_examples=25 if method == "POST" else 2,
+        max_examples=EXAMPLES if method == "POST" else 2,
         deadline=None,
         database=None,
         phases=[Phase.generate],
@@ -52,13 +70,17 @@ def test_no_request_makes_it_fail(schema: Any, server: Serving, method: str, pat
     def run(case: Any) -> None:
         limit = LIMIT.get(path)
         if limit and mode is GenerationMode.POSITIVE and (case.body.get(limit) or 99) > 8:
-            case.body[limit] = 8
+            case.body |= dict.fromkeys(("n_predict", "num_predict", "max_new_tokens"), None) | {limit: 8}
         if mode is GenerationMode.POSITIVE and isinstance(case.body, dict):
-            case.body.pop("model", None)  # a name made up would end it there
+            name_it(path, case.body)
         response = case.call()
         assert response.status_code < 500, f"{case.as_curl_command()} -> {response.text[:300]}"
         if response.status_code >= 400:
-            assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+            error = response.json()["error"]
+            if path.startswith("/api/"):
+                assert isinstance(error, str) and error
+            else:
+                assert set(error) == {"message", "type", "param", "code"}
             assert response.headers["x-request-id"]
 
     run()

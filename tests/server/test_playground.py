@@ -18,7 +18,7 @@ from forerun import LLM
 from forerun.engine.costs import SETTLED, Curve
 from forerun.engine.depth import Auto
 from tests import tiny
-from tests.server.fake_playground import COSTS, CSP, HTML, INFO, FakeServer
+from tests.server.fake_playground import CHAT, COSTS, CSP, HTML, INFO, FakeServer
 from tests.server.serving import serving
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="the browser tests need the package playwright")
@@ -26,6 +26,7 @@ Page, Browser, expect = sync_api.Page, sync_api.Browser, sync_api.expect
 TIMES, NONE = "\N{MULTIPLICATION SIGN}", "\N{EN DASH}"
 CHROMIUM = shutil.which("chromium")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="the browser tests need a `chromium` on the path")
+PROMPT = "import argparse\n\n\ndef main():\n    parser = argparse.ArgumentParser()\n    parser.add_argument('--name',"
 WATCH = "addEventListener('securitypolicyviolation', (e) => console.error('CSP', e.violatedDirective, e.sourceFile))"
 
 
@@ -41,6 +42,14 @@ def browser() -> Iterator[Browser]:
 @pytest.fixture(scope="module")
 def fake() -> Iterator[FakeServer]:
     server = FakeServer()
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def chatting() -> Iterator[FakeServer]:
+    """A model that chats."""
+    server = FakeServer(info=CHAT)
     yield server
     server.close()
 
@@ -73,7 +82,7 @@ def tab(browser: Browser) -> Page:
 
 @pytest.fixture
 def open_page(tab: Page) -> Iterator[Callable[..., Page]]:
-    """Opens the page at a URL, `width` wide. Nothing may complain on the console, the CSP neither."""
+    """Opens the page at a URL, `width` wide, details open. Nothing may complain on the console, the CSP neither."""
     complaints: list[str] = []
 
     def note(message: Any) -> None:
@@ -88,6 +97,7 @@ def open_page(tab: Page) -> Iterator[Callable[..., Page]]:
         tab.set_viewport_size({"width": width, "height": 800})
         tab.emulate_media(**{"color_scheme": "light", "reduced_motion": "reduce"} | media)
         tab.goto(url)
+        tab.evaluate("for (const details of document.querySelectorAll('details')) details.open = true")
         return tab
 
     tab.on("console", note)
@@ -99,17 +109,17 @@ def open_page(tab: Page) -> Iterator[Callable[..., Page]]:
 
 
 def run(page: Page, prompt: str | None = None, wait: bool = True, **fields: Any) -> list[Any]:
-    """Fill in the form and press Run; the responses of the completions it asked for."""
+    """Fill in the form and press Run; the responses of what it asked for."""
     responses: list[Any] = []
 
     def collect(response: Any) -> None:
-        if response.url.endswith("/v1/completions"):
+        if response.url.endswith("/completions"):
             responses.append(response)
 
     page.on("response", collect)
-    if prompt is not None:
-        page.fill("#prompt", prompt)
-    for name, value in fields.items():
+    page.locator("#run:enabled").wait_for()
+    page.fill("#prompt", prompt or page.input_value("#prompt") or PROMPT)
+    for name, value in ({"temperature": 0.5, "seed": 2} | fields).items():
         control = page.locator(f"#form [name={name}]")
         if isinstance(value, bool):
             control.set_checked(value)
@@ -332,6 +342,21 @@ def test_why_covers_every_case(open_page, page_url) -> None:
         assert words in page.evaluate(call, arguments)
 
 
+def test_what_was_said_of_a_round_stays(open_page) -> None:
+    """Costs that were measured later change nothing: they were not known when the depth was chosen."""
+    server = FakeServer(info=INFO | {"costs": {}})
+    page = open_page(server.url)
+    server.info = INFO  # while it runs, the server measures
+    run(page, beside=False, max_tokens=30, depth=4)
+    expect(page.locator("#calc-c-from")).to_have_text("measured")
+    page.click("#round-last")
+    page.click("#round-previous")
+    expect(page.locator("#round-why")).to_contain_text("without measured costs yet")
+    run(page, beside=False, max_tokens=30, depth=4)
+    expect(page.locator("#round-why")).to_contain_text("times the speed")
+    server.close()
+
+
 def test_a_tree_is_drawn_as_one(open_page, fake) -> None:
     page = open_page(fake.url)
     rounds = traces(run(page, beside=False, draft="model:tiny", rule="tree", depth=3)[0])
@@ -345,6 +370,226 @@ def test_a_tree_is_drawn_as_one(open_page, fake) -> None:
     assert len(set(lefts)) == max(level) == 3
     q = page.locator("#round-nodes tr:first-child .number").nth(1)
     expect(q).to_have_text(re.compile(r"\d\.\d\d"))
+
+
+# ---- the race
+
+
+def pace(page: Page, lane: str) -> int:
+    """Tokens that a lane says it has."""
+    return int(page.text_content(f"#pace-{lane}").split()[0])
+
+
+def watch(page: Page) -> None:
+    """Keep what is seen from now on: the least tokens in sight, the largest lead, the drafts without a verdict yet."""
+    page.evaluate(
+        """() => {
+          const count = (selector) => document.querySelectorAll(`#tokens ${selector}`).length;
+          const pace = (lane) => parseInt(document.getElementById(`pace-${lane}`).textContent) || 0;
+          window.seen = { least: 1e9, lead: 0, later: 0, drafted: 0, ghost: 0 };
+          new MutationObserver(() => {
+            seen.least = Math.min(seen.least, count(".t:not(.later)"));
+            if (pace("plain")) seen.lead = Math.max(seen.lead, pace("spec") - pace("plain"));
+            seen.later += count(".later");
+            for (const kind of ["drafted", "ghost"]) seen[kind] += count(`.${kind}.fresh`);
+          }).observe(document.getElementById("lanes"), { subtree: true, attributes: true, childList: true });
+        }"""
+    )
+
+
+def test_both_start_from_zero_each_at_its_pace(open_page, fake) -> None:
+    page = open_page(fake.url, reduced_motion="no-preference")
+    run(page, "#fake: slow\n", wait=False, max_tokens=60, depth=4)
+    page.locator("#tokens .t").nth(20).wait_for()
+    watch(page)
+    page.locator("#run:enabled").wait_for()
+    seen = page.evaluate("seen")
+    assert seen["least"] < 20  # the recorded answer began again
+    assert seen["lead"] > 20  # a round says several tokens in the time of a pass
+    expect(page.locator("#explain")).to_contain_text("ran first, alone")
+    assert page.locator("#tokens .t:not(.later)").count() == pace(page, "spec") == pace(page, "plain") == 60
+    assert page.text_content("#plain-text") == "".join(text for text, _ in shown_tokens(page))
+    for lane in ("spec", "plain"):
+        expect(page.locator(f"#pace-{lane}")).to_contain_text(" tokens/s")
+
+
+def test_both_can_be_played_again(open_page, fake) -> None:
+    page = open_page(fake.url, reduced_motion="no-preference")
+    run(page, "#fake: slow\n", max_tokens=30, depth=4)
+    before, asked = page.text_content("#talk"), len(fake.bodies)
+    for button in ("replay", "replay-slowly"):
+        watch(page)
+        page.click(f"#{button}")
+        if button == "replay-slowly":
+            page.click("#stop")
+        page.locator("#run:enabled").wait_for()
+        assert page.evaluate("seen.later") > 0
+        assert page.text_content("#talk") == before  # also where it was stopped: a replay ends with what there was
+    assert len(fake.bodies) == asked
+
+
+def test_drafts_are_grey_for_a_moment(open_page, fake) -> None:
+    page = open_page(fake.url, reduced_motion="no-preference")
+    watch(page)
+    run(page, "#fake: slow\n", max_tokens=60, depth=4, beside=False)
+    seen = page.evaluate("seen")
+    assert seen["drafted"] > 0 and seen["ghost"] > 0
+    expect(page.locator("#tokens .fresh, #tokens .struck")).to_have_count(0)
+    expect(page.locator("#tokens .ghost").first).to_be_hidden()
+
+
+def test_who_wants_no_motion_gets_none(open_page, fake) -> None:
+    page = open_page(fake.url)
+    watch(page)
+    run(page, max_tokens=60)
+    seen = page.evaluate("seen")
+    assert seen["later"] == seen["drafted"] == seen["ghost"] == 0
+    assert page.text_content("#plain-text") == "".join(text for text, _ in shown_tokens(page))
+    assert "played again" not in page.text_content("#explain")
+
+
+def test_a_recording_is_played_at_its_pace(open_page, page_url) -> None:
+    page = open_page(page_url)
+    steps = [{"at": at} for at in (500, 500, 520, 600)]  # half a second went into the prompt
+    call = "([steps, at]) => import('/playground/player.js').then((m) => m.due(steps, at))"
+    assert [page.evaluate(call, [steps, at]) for at in (0, 19, 20, 99, 100)] == [2, 2, 3, 3, 4]
+    assert page.evaluate(call, [[], 5]) == 0
+
+
+# ---- chat
+
+
+def test_a_conversation_goes_on_with_its_salt(open_page, chatting) -> None:
+    page = open_page(chatting.url)
+    del chatting.bodies[:], chatting.paths[:]
+    page.fill("[name=system]", "Be brief.")
+    run(page, "first", max_tokens=12)
+    first = "".join(text for text, _ in shown_tokens(page))
+    assert page.input_value("#prompt") == "" and page.text_content("#asked") == "first"
+    run(page, "second", max_tokens=8, beside=False)
+    page.click("#renew")
+    expect(page.locator("#stage")).to_be_hidden()
+    for prompt in ("third", "third"):  # what began a conversation begins another
+        run(page, prompt, max_tokens=8, beside=False)
+    assert set(chatting.paths) == {"/v1/chat/completions"}
+    said = [[(m["role"], m["content"]) for m in body["messages"]] for body in chatting.bodies]
+    system = ("system", "Be brief.")
+    assert said[:2] == [[system, ("user", "first")]] * 2  # the race asks the same
+    assert said[2] == [system, ("user", "first"), ("assistant", first), ("user", "second")]
+    assert said[3:] == [[system, ("user", "third")]] * 2
+    salts = [body["cache_salt"] for body in chatting.bodies]
+    assert salts[0] == salts[1] == salts[2] and len(set(salts)) == 3
+
+
+def test_earlier_turns_stay_as_they_were(open_page, chatting) -> None:
+    page = open_page(chatting.url)
+    run(page, "<b>first</b>", max_tokens=12)
+    first, ratio = page.text_content("#plain-text"), page.text_content("#compare-ratio")
+    run(page, "second", max_tokens=8, beside=False)
+    turn = page.locator("#turns li")
+    expect(turn.locator(".asked")).to_have_text("<b>first</b>")
+    assert turn.locator(".answer").text_content() == first
+    expect(turn.locator("small")).to_contain_text(f"{ratio} plain decoding")
+
+
+def test_a_stopped_answer_is_kept(open_page, chatting) -> None:
+    page = open_page(chatting.url)
+    run(page, "#fake: slow\n", wait=False)
+    page.locator("#tokens .t").nth(5).wait_for()
+    page.click("#stop")
+    expect(page.locator("#status")).to_contain_text("Stopped after")
+    said = "".join(text for text, _ in shown_tokens(page))
+    run(page, "go on", max_tokens=8)
+    assert chatting.bodies[-1]["messages"][1] == {"role": "assistant", "content": said}
+
+
+def test_a_refused_turn_goes_back_to_the_form(open_page, chatting) -> None:
+    page = open_page(chatting.url)
+    run(page, "first", max_tokens=8)
+    for kind, words in [
+        ("full", "shorten the prompt, or begin a new conversation"),
+        ("busy", "wait already"),
+        ("stopping", "shutting down"),
+    ]:
+        run(page, f"#fake: {kind}\n", max_tokens=8)
+        expect(page.locator("#error")).to_contain_text(words)
+        assert page.input_value("#prompt") == f"#fake: {kind}\n"
+    run(page, "second", max_tokens=8)
+    assert [m["content"] for m in chatting.bodies[-1]["messages"] if m["role"] == "user"] == ["first", "second"]
+
+
+def test_why_an_answer_was_cut_is_said(open_page, chatting) -> None:
+    page = open_page(chatting.url)
+    run(page, "short", max_tokens=8, beside=False)
+    expect(page.locator("#status")).to_contain_text("It stopped at max tokens.")
+    run(page, "#fake: narrow\n", beside=False, max_tokens=8)
+    expect(page.locator("#status")).to_contain_text("The context is full")
+
+
+def test_a_conversation_survives_a_server_that_goes_away(open_page) -> None:
+    server = FakeServer(info=CHAT)
+    page = open_page(server.url)
+    run(page, "#fake: cut\n")
+    expect(page.locator("#error")).to_have_text("the stream ended before it was complete")
+    said = "".join(text for text, _ in shown_tokens(page))
+    server.close()
+    run(page, "go on")
+    expect(page.locator("#error")).to_contain_text("the connection to the server failed")
+    expect(page.locator("#turns .answer")).to_have_text(said, use_inner_text=False)
+    expect(page.locator("#run")).to_be_enabled()
+
+
+# ---- what is asked
+
+
+def test_sampling_is_what_the_authors_set(open_page, fake) -> None:
+    page = open_page(fake.url)
+    del fake.bodies[:]
+    expect(page.locator("[name=top_p]")).to_have_attribute("placeholder", "0.9")
+    expect(page.locator("[name=temperature]")).to_have_attribute("placeholder", "1")
+    run(page, max_tokens=5, temperature="", seed="", beside=False)
+    run(page, max_tokens=5, temperature=0, top_k=20, beside=False)
+    empty, full = fake.bodies
+    assert not {"temperature", "top_p", "top_k", "min_p"} & empty.keys() and isinstance(empty["seed"], int)
+    assert (full["temperature"], full["top_k"]) == (0, 20) and "top_p" not in full
+
+
+@pytest.mark.parametrize(("sampling", "temperature"), [({}, "0"), ({"temperature": 0.6}, "")])
+def test_ready_prompts_say_what_to_expect(open_page, sampling: dict[str, float], temperature: str) -> None:
+    """One that copies asks for the likeliest text, unless the model's authors advise against that."""
+    server = FakeServer(info=CHAT | {"sampling": sampling})
+    page = open_page(server.url)
+    buttons = page.locator("#ready button")
+    expect(buttons.first).to_contain_text("speculates well")
+    expect(buttons.last).to_contain_text("hardly speculates")
+    buttons.first.click()
+    assert "def total_price" in page.input_value("#prompt")
+    assert page.input_value("[name=temperature]") == temperature
+    expect(page.locator("#run")).to_be_focused()
+    page.fill("#prompt", "my own")
+    assert page.input_value("[name=temperature]") == ""
+    buttons.last.click()
+    assert page.input_value("[name=temperature]") == ""
+    server.close()
+
+
+def test_a_wrong_field_out_of_sight_comes_into_sight(open_page, fake) -> None:
+    page = open_page(fake.url)
+    page.locator("#run:enabled").wait_for()
+    page.fill("#prompt", "hello")
+    page.fill("[name=temperature]", "9")
+    page.click("#settings summary")
+    expect(page.locator("[name=temperature]")).to_be_hidden()
+    page.click("#run")
+    expect(page.locator("[name=temperature]")).to_be_visible()
+
+
+def test_what_is_for_experts_is_closed_at_first(open_page, fake) -> None:
+    page = open_page(fake.url)
+    page.reload()
+    for name in ("#rounds", "#calculator", "#detail", "[name=rule]", "[name=temperature]"):
+        expect(page.locator(name)).to_be_hidden()
+    expect(page.locator("#lead")).to_contain_text("guesses")
 
 
 # ---- beside plain decoding
@@ -368,8 +613,24 @@ def test_badge_and_speeds(open_page, page_url) -> None:
     for name, value in zip(["spec", "plain"], speeds, strict=True):
         assert abs(float(page.text_content(f"#compare-{name}").replace(",", "")) - value) <= 1
     assert page.text_content("#compare-ratio") == f"{speeds[0] / speeds[1]:.2f} {TIMES}"
-    run(page)
-    expect(page.locator("#caution")).to_contain_text("ran before")  # by now a drafter may remember the text
+
+
+def test_a_second_run_that_may_be_remembered_is_said_to_be(open_page) -> None:
+    """Unless the server keeps the memory of requests with different salts apart."""
+    server = FakeServer()
+    page = open_page(server.url)
+    for seed in (1, 2):  # at temperature 0, and often above, another seed says the same
+        run(page, max_tokens=10, seed=seed)
+    expect(page.locator("#caution")).to_contain_text("ran before")
+    server.info = INFO | {"isolation": True}
+    open_page(server.url)
+    for _ in range(2):
+        run(page, max_tokens=10)
+    expect(page.locator("#caution")).to_be_hidden()
+    salts = [body["cache_salt"] for body in server.bodies]
+    assert [salts[i] == salts[i + 1] for i in range(7)] == [True, False] * 3 + [True]
+    assert len(set(salts)) == 4 and all(re.fullmatch("[0-9a-f]{32}", salt) for salt in salts)
+    server.close()
 
 
 def decoding_speed(rounds: list[dict[str, Any]]) -> float:
@@ -454,9 +715,11 @@ def test_calculator_starts_from_what_was_measured(open_page, fake) -> None:
     accepted = sum(n["accepted"] for r in rounds for n in r["draft"])
     cut_short = sum(any(not n["accepted"] for n in r["draft"]) for r in rounds)
     a = accepted / (accepted + cut_short)  # a draft accepted to its end tells nothing of what would have come
+    k = round(sum(len(r["draft"]) for r in rounds[1:]) / len(rounds[1:]))  # chains: as many levels as tokens
     expect(page.locator("#calc-a-from")).to_have_text("from the last run")
-    assert numbers(page)[0] == f"{expected_tokens(a, 4):.3f}"
-    page.locator("#calc-v").fill("2")
+    expect(page.locator("#calc-k-value")).to_have_text(str(k))
+    assert numbers(page)[0] == f"{expected_tokens(a, k):.3f}"
+    slide(page, k=4, v=2)
     expect(page.locator("#calc-v-from")).to_have_text("set by hand")
     page.click("#calc-reset")
     assert numbers(page)[1] == f"{expected_tokens(a, 4) / (4 * c + v):.3f} {TIMES}"
@@ -562,6 +825,8 @@ def test_stop_while_plain_decoding_compares_what_there_is(open_page, fake) -> No
     page.wait_for_timeout(300)
     page.click("#stop")
     expect(page.locator("#badge")).to_have_text(re.compile(r"Identical: the first \d+ token ids? equal"))
+    page.click("#replay")
+    expect(page.locator("#status")).to_have_text("Played again.")
 
 
 def test_events_cut_anywhere_are_read_whole(open_page, page_url) -> None:
@@ -583,21 +848,32 @@ def test_events_cut_anywhere_are_read_whole(open_page, page_url) -> None:
 def test_keyboard_alone_will_do(open_page, page_url) -> None:
     page = open_page(page_url)
     page.locator("#run:enabled").wait_for()
+    page.keyboard.press("Tab")
+    page.keyboard.press("Enter")  # the first ready prompt, which moves on to Run
+    page.keyboard.press("Enter")
+    page.locator("#badge").wait_for()
     page.focus("#prompt")
     page.keyboard.press("Control+Enter")
+    page.locator("#stop:enabled").wait_for()
     page.locator("#badge").wait_for()
-    page.focus("#run")
+    page.locator("#run:enabled").wait_for()
+    active = "document.activeElement.id || document.activeElement.className.split(' ')[0]"
+    page.focus("#plain-output")
+    page.keyboard.press("Shift+Tab")
+    assert page.evaluate(active) == "t"
     reached = []
-    for _ in range(12):
+    for _ in range(45):
         page.keyboard.press("Tab")
-        reached.append(page.evaluate("document.activeElement.id || document.activeElement.className.split(' ')[0]"))
-    assert reached[:3] == ["ghosts", "output", "t"] or reached[:2] == ["ghosts", "t"]
-    assert {"rounds", "round-slider", "round-first", "calc-a", "calc-k"} <= set(reached)
+        reached.append(page.evaluate(active))
+    assert reached.index("plain-output") < reached.index("replay") < reached.index("prompt")
+    assert {"ghosts", "run", "rounds", "round-slider", "round-first", "calc-a", "calc-k"} <= set(reached)
 
 
-@pytest.mark.parametrize("width", [320, 375, 1280])
-def test_no_width_scrolls_sideways(open_page, fake, width: int) -> None:
-    page = open_page(fake.url, width)
+@pytest.mark.parametrize("chat", [False, True])
+@pytest.mark.parametrize("width", [320, 375, 390, 1280])
+def test_no_width_scrolls_sideways(open_page, fake, chatting, width: int, chat: bool) -> None:
+    page = open_page(chatting.url if chat else fake.url, width)
+    run(page, "#fake: differ\n" + "y" * 300)  # in a chat, an earlier turn
     run(page, "#fake: differ\n" + "x" * 300, draft="model:tiny", depth=6, rule="tree")
     page.check("#ghosts")
     page.click("#round-next")
@@ -649,7 +925,7 @@ def test_nothing_from_elsewhere_and_nothing_inline(open_page, page_url) -> None:
 
     page.on("request", note)
     headers = page.goto(page_url).all_headers()
-    page.locator("#run:enabled").wait_for()
+    page.click("#settings summary")
     run(page, beside=False, max_tokens=20)
     page.remove_listener("request", note)
     assert all(url.startswith((page_url, "data:")) for url in asked)

@@ -8,16 +8,21 @@ import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 pytest.importorskip("fastapi")
 
-from forerun.errors import RequestError
+from forerun.errors import BusyError, ForerunError, RequestError
 from forerun.llm import LLM
+from forerun.sampling import filters
 from forerun.sampling.params import SamplingParams
-from forerun.server.service import BusyError, Group, Order, Service, UnavailableError
+from forerun.server.errors import told
+from forerun.server.service import Service, UnavailableError
+from forerun.server.tickets import Group, Order
+from forerun.types import Event
 from tests import tiny
 from tests.engine.build import check_idle
 
@@ -101,6 +106,26 @@ def failing(llm: LLM, monkeypatch: pytest.MonkeyPatch, when: Callable[[], bool],
 def once() -> Callable[[], bool]:
     left = [True]
     return lambda: bool(left and left.pop())
+
+
+@pytest.mark.parametrize("waits", [False, True], ids=["events lie there", "no event comes"])
+def test_the_deadline_ends_the_events_and_not_whoever_takes_them(waits: bool) -> None:
+    """A reader that stalls between two events gets to say, as an event, why the stream ends."""
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        group = Group([order()], timeout=0.05)
+        event = Event(0, [1], [""], ["a"])
+        group.desk.tell(group.tickets[0], event)
+        events = group.events()
+        assert (await anext(events))[1] is event
+        if not waits:
+            group.desk.tell(group.tickets[0], event)
+            await until(lambda: loop.time() > (group.end or 0.0))
+        with pytest.raises(TimeoutError):
+            await soon(anext(events))
+
+    asyncio.run(main())
 
 
 def test_cancelled_before_it_is_taken(llm: LLM) -> None:
@@ -190,6 +215,33 @@ def test_a_failed_pass_is_told_to_those_it_concerns_and_to_nobody_else(
     play(llm, body)
 
 
+@pytest.mark.parametrize("error", [RuntimeError("a test"), BaseException("a panic")], ids=["exception", "panic"])
+def test_what_fails_for_one_request_is_told_to_that_one(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    """The engine goes on, and the others say what they would have said."""
+    adjust = filters._adjust
+
+    def fail(logits: Any, draft: Any, state: filters.SamplingState) -> None:
+        if state.params.seed == 3 and state.produced >= 4:
+            raise error
+        adjust(logits, draft, state)
+
+    async def body(llm: LLM, service: Service) -> None:
+        orders = [replace(order(i), params=replace(order(i).params, presence_penalty=0.5)) for i in range(6)]
+        expected = [await soon(result(service.submit([each]))) for each in orders]
+        monkeypatch.setattr(filters, "_adjust", fail)
+        groups = [service.submit([each]) for each in orders]
+        outcomes = await soon(asyncio.gather(*(result(group) for group in groups), return_exceptions=True))
+        failed = outcomes.pop(3)
+        assert outcomes == [each for i, each in enumerate(expected) if i != 3]
+        assert isinstance(failed, ForerunError) and "failed while it worked on this request" in str(failed)
+        assert "\n" not in str(failed) and told(failed)[0] == 500
+        assert service.alive and service.failures == 0
+
+    play(llm, body)
+
+
 def test_a_failure_behind_the_last_event_of_a_request_does_not_take_it_back(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -216,7 +268,7 @@ async def _items(group: Group) -> AsyncIterator[tuple[int, Any]]:
     """Everything that is put into a group's inbox, errors included, until each ticket has ended."""
     left = len(group.tickets)
     while left:
-        ticket, item = await soon(group.inbox.get())
+        ticket, item = await soon(group.desk.inbox.get())
         left -= item is None or isinstance(item, BaseException)
         yield ticket.index, item
 

@@ -1,5 +1,6 @@
 """Settings and the file they may come from: every mistake is one line that says what and how."""
 
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,6 +10,7 @@ from forerun.config import Config
 from forerun.errors import ConfigError
 from forerun.server.app import served_name
 from forerun.server.settings import Settings, read_file
+from tests import tiny
 
 
 def test_defaults_are_careful() -> None:
@@ -48,6 +50,13 @@ def test_defaults_are_careful() -> None:
         {"api_key": True},
         {"allowed_origins": 5},
         {"allowed_origins": ["http://a", None]},
+        {"allowed_hosts": 5},
+        {"allowed_hosts": [""]},
+        {"max_bodies": 0},
+        {"max_connections": 0},
+        {"header_timeout": -1},
+        {"body_timeout": "1"},
+        {"write_timeout": float("nan")},
         {"host": 5},
         {"host": ""},
         {"served_name": 5},
@@ -118,13 +127,16 @@ def test_flags_win_over_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     taken: list = []
     monkeypatch.setattr(run, "run", lambda *args: taken.append(args) or 0)
-    file = write(tmp_path, 'port = 9000\nmax-queue = 3\ndraft = "ngram"\nmodel = "a"\n')
-    monkeypatch.setattr(sys, "argv", ["forerun", "serve", "b", "--config", str(file), "--port", "1", "--depth", "2"])
+    file = write(tmp_path, 'port = 9000\nmax-queue = 3\ndraft = "ngram"\nmodel = "./a"\n')
+    monkeypatch.setattr(
+        sys, "argv", ["forerun", "serve", str(tiny.spoken()), "--config", str(file), "--port", "0", "--depth", "2"]
+    )
     with pytest.raises(SystemExit) as exit_:
         cli.main()
-    ((options, settings, _),) = taken
-    assert exit_.value.code == 0 and options == {"model": "b", "draft": "ngram", "depth": "2"}
-    assert (settings.port, settings.max_queue) == (1, 3)
+    ((options, settings, listener, _),) = taken
+    listener.close()
+    assert exit_.value.code == 0 and options == {"model": str(tiny.spoken()), "draft": "ngram", "depth": "2"}
+    assert (settings.port, settings.max_queue) == (0, 3)
 
 
 @pytest.mark.parametrize("flags", [["--port", "99999"], ["--metrics-compat", "x"], ["--api-key", ""], ["--rule", "x"]])
@@ -140,3 +152,16 @@ def test_bad_flags_are_one_line(
         cli.main()
     out, err = capsys.readouterr()
     assert exit_.value.code == 2 and not out and len(err.splitlines()) == 1
+
+
+def test_every_limit_is_in_the_table_of_limits() -> None:
+    """A page that says it is complete has to be."""
+    page = (Path(__file__).parents[2] / "docs" / "security.md").read_text(encoding="utf-8")
+    table = page.split("## Limits")[1].split("## ")[0]
+    limits = [f for f in fields(Settings) if f.name.startswith("max_") or f.name.endswith("timeout")]
+    assert len(limits) >= 10
+    for limit in limits:
+        row = next((line for line in table.splitlines() if f"`--{limit.name.replace('_', '-')}`" in line), "")
+        value = limit.default
+        written = {0: "the context", 8 << 20: "8 MiB", 64 << 20: "64 MiB"}.get(value, f"{value:g}")
+        assert row and f"| {written}" in row, limit.name

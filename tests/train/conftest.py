@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from forerun.progress import nothing
 from forerun.train.capture import Target
 from forerun.train.data import Corpus, Document, Passage
+from forerun.train.deadline import Deadline
 from forerun.train.evaluate import Judge
 from forerun.train.loop import Trainer
 from forerun.train.options import SmallLMOptions
@@ -23,6 +25,16 @@ SMALL: dict[str, Any] = dict(
 )  # fmt: skip
 TEXTS = [f'{{"name":"alpha {i}","sizes":[{i},{i * i},{i * 7}],"colour":"green grey"}}' for i in range(12)]
 Make = Callable[..., Trainer]
+
+
+class Clock:
+    """Goes on when it is told to."""
+
+    def __init__(self, now: float = 0.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
 
 
 def documents(texts: list[str]) -> list[Document]:
@@ -41,15 +53,16 @@ def corpus(target: Target) -> Corpus:
 
 @pytest.fixture
 def make(target: Target, corpus: Corpus, tmp_path: Path) -> Make:
-    """A run of the tiny target; keyword arguments are settings, options of the recipe, `watch` and `clock`."""
+    """A run of the tiny target; keyword arguments are settings, options of the recipe, `tell` and `clock`."""
 
-    def make(watch: Any = None, clock: Any = lambda: 0.0, options: Any = None, **settings: Any) -> Trainer:
+    def make(tell: Any = nothing, clock: Any = lambda: 0.0, options: Any = None, **settings: Any) -> Trainer:
         training = Training(**(SMALL | settings))
         recipe = SmallLM(SmallLMOptions(**(options or {"layers": 1})))
         module = recipe.build(target, corpus)
         judge, stream = Judge(target, recipe, corpus, training), Stream(corpus, target, training)
         path = tmp_path / "drafter.training"
-        return Trainer(recipe, module, target, stream, judge, training, path, {"made": "here"}, watch, clock)
+        deadline = Deadline(training.max_minutes, clock)
+        return Trainer(recipe, module, target, stream, judge, training, path, {"made": "here"}, tell, deadline)
 
     return make
 

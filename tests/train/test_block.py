@@ -181,7 +181,7 @@ def test_training_pays_and_arithmetic_agrees_with_the_engine(aimed: Target, corp
     assert after.accepted_length > before.accepted_length + 0.02
     directory = tmp_path / "drafter"
     RECIPE.export(head, aimed, directory)
-    for entry in judge.measure(RECIPE.load(directory, aimed), directory):
+    for entry in judge.measure(RECIPE.load(directory, aimed), directory, judge.cases):
         assert entry.passes > 200
         assert entry.accepted_length == pytest.approx(entry.analytic, rel=0.05 if entry.temperature else 0.02)
     llm = LLM(tiny.worded(), draft=f"block:{directory}", kv_tokens=512)

@@ -72,7 +72,7 @@ def test_a_step_can_be_repeated_whatever_came_before(target: Target, corpus: Cor
     straight = Stream(corpus, target, settings)
     steps = [straight.step(n) for n in range(8)]
     assert Stream(corpus, target, settings).step(6) == steps[6] and straight.step(2) == steps[2]
-    texts = [text for step in steps for part in step for text in part]
+    texts = [straight.text(number) for step in steps for part in step for number in part]
     written = [text for text in texts if text.given == SMALL["prompt_tokens"]]
     assert [len(part) for part in steps[0]] == [3, 3] and len(written) == int(0.4 * len(texts))
     others = [text for text in texts if text.given == 1]
@@ -82,7 +82,7 @@ def test_a_step_can_be_repeated_whatever_came_before(target: Target, corpus: Cor
 @pytest.mark.parametrize(("share", "count"), [(0.0, 0), (1.0, 12), (0.25, 3)])
 def test_the_share_that_the_target_writes(target: Target, corpus: Corpus, share: float, count: int) -> None:
     stream = Stream(corpus, target, Training(**(SMALL | {"on_policy": share})))
-    texts = [text for n in range(4) for part in stream.step(n) for text in part]
+    texts = [stream.text(number) for n in range(4) for part in stream.step(n) for number in part]
     assert sum(text.given > 1 for text in texts) == count
 
 

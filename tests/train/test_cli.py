@@ -102,6 +102,18 @@ def test_the_card_says_how_to_measure_it_again(
     assert code == 0 and {line.split()[0] for line in text.splitlines()} == {"task", "chat"}  # without data, no speed
 
 
+def test_a_run_whose_time_is_over_when_it_is_set_up(train: Verb, tmp_path: Path) -> None:
+    """It writes the drafter as it is, and says what it leaves out."""
+    out = tmp_path / "d"
+    code, text, err = train("--out", str(out), "--max-minutes", "0.0001", "--tasks", "chat", "--speed-rounds", "1")
+    assert code == 0, err
+    (line,) = (line for line in text.splitlines() if "for want of time" in line)
+    assert line == "not measured, for want of time: held-out, chat, the speed"
+    report, card = json.loads((out / "training.json").read_text()), (out / "README.md").read_text()
+    assert report["steps"] == 0 and report["measured"] == [] and len(report["evaluations"]) == 1
+    assert line.replace("not", "Not", 1) + "." in card
+
+
 @pytest.mark.parametrize("recipe", ["small-lm", "eagle3", "medusa"])
 def test_a_quantised_target(recipe: str, bare: Verb, data: Path, tmp_path: Path) -> None:
     """Drafters learn from the very numbers that serve."""
@@ -143,9 +155,9 @@ def test_ctrl_c_and_resume(train: Verb, bare: Verb, tmp_path: Path, monkeypatch:
     assert f"stopped after step 4, and kept in {out}.training; go on with: forerun train --resume --out {out}" in err
     assert train("--out", str(out))[2].count("use --resume") == 1
     code, _, err = bare("--resume", "--out", str(out), "--rows", "4")
-    assert code == 2 and "begun with rows=3, not 4" in err
+    assert code == 2 and "begun with --rows 3, not 4" in err
     code, _, err = bare("--resume", "--out", str(out), "--target", "other")
-    assert code == 2 and "begun with target=" in err
+    assert code == 2 and "begun with --target " in err
     code, _, err = bare("--resume", "--out", str(out), "--unroll", "2")
     assert code == 2 and "begun with recipe small-lm, which has no unroll" in err
     code, text, err = bare("--resume", "--out", str(out), "--layers", "1", "--max-minutes", "60", "--json")
@@ -215,7 +227,6 @@ def test_no_step_at_all_writes_the_layers_as_they_are(train: Verb, tmp_path: Pat
     ("flags", "says"),
     [
         ([], "there is no --out"),
-        (["--out", "{tmp}/d"], "there is no --data"),
         (["--out", "{tmp}", "--data", "{tmp}/data.jsonl"], "not empty"),
         (["--out", "{tmp}/a/b", "--data", "{tmp}/data.jsonl"], "no directory"),
         (["--out", "{tmp}/d", "--data", "{tmp}/gone.txt"], "cannot be read"),
@@ -227,8 +238,8 @@ def test_no_step_at_all_writes_the_layers_as_they_are(train: Verb, tmp_path: Pat
         (["--out", "{tmp}/d", "--data", "{tmp}/data.jsonl", "--init", "model", "--layers", "1"], "contradict"),
         (["--out", "{tmp}/d", "--data", "{tmp}/data.jsonl", "--on-policy", "1.5"], "share from 0 to 1"),
         (["--out", "{tmp}/d", "--data", "{tmp}/data.jsonl", "--temperature", "0"], "over 0"),
-        (["--out", "{tmp}/d", "--data", "{tmp}/data.jsonl", "--steps", "-1"], "steps=-1"),
-        (["--out", "{tmp}/d", "--data", "{tmp}/data.jsonl", "--learning-rate", "nan"], "learning_rate=nan"),
+        (["--out", "{tmp}/d", "--data", "{tmp}/data.jsonl", "--steps", "-1"], "--steps -1"),
+        (["--out", "{tmp}/d", "--data", "{tmp}/data.jsonl", "--learning-rate", "nan"], "--learning-rate nan"),
         (["--out", "{tmp}/d", "--data", "{tmp}/data.jsonl", "--prompt-tokens", "255"], "leaves no room"),
         (["--out", "{tmp}/d", "--data", "{tmp}/data.jsonl", "--dtype", "float16"], "float16"),
         (["--out", "{tmp}/d", "--data", "{tmp}/data.jsonl", "--kl", "0", "--tv", "0"], "nothing to learn"),
@@ -240,7 +251,7 @@ def test_no_step_at_all_writes_the_layers_as_they_are(train: Verb, tmp_path: Pat
         (["--eval", "{tmp}/d", "--tasks", "none"], "there is nothing to measure on"),
         (["--eval", "{tmp}/d", "--tasks", "edits"], "did you mean 'edit'"),
         (["--out", "{tmp}/d", "--data", "{tmp}/data.jsonl", "--tasks", ","], "names none"),
-        (["--out", "{tmp}/d", "--data", "{tmp}/data.jsonl", "--speed-rounds", "-1"], "speed_rounds=-1"),
+        (["--out", "{tmp}/d", "--data", "{tmp}/data.jsonl", "--speed-rounds", "-1"], "--speed-rounds -1"),
     ],
 )  # fmt: skip
 def test_bad_input_is_one_line(bare: Verb, data: Path, tmp_path: Path, flags: list[str], says: str) -> None:

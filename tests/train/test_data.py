@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from forerun import ConfigError, ForerunError
+from forerun import ForerunError
 from forerun.models.text import Tokenizer
 from forerun.train.data import Corpus, Document, Order, Passage, digest_of, read_data, split
 from tests import tiny
@@ -133,5 +133,3 @@ def test_paths_that_are_no_data(tmp_path: Path) -> None:
     for name, says in (("no.txt", "not UTF-8"), ("binary.txt", "not UTF-8"), ("empty", "no text in"), ("gone", "No")):
         with pytest.raises(ForerunError, match=says):
             read_data([str(tmp_path / name)])
-    with pytest.raises(ConfigError, match="no --data"):
-        read_data([])

@@ -47,7 +47,8 @@ def module(target: Target, directory: Path) -> nn.Module:
 def test_measured_and_analytic_agree(target: Target, held_out: Corpus, module: nn.Module, directory: Path) -> None:
     """Within the noise of some hundred passes at temperature 1; greedy, where there is none, to the last pass."""
     recipe = SmallLM(SmallLMOptions(init=str(directory)))
-    measured = Judge(target, recipe, held_out, SETTINGS).measure(module, directory)
+    judge = Judge(target, recipe, held_out, SETTINGS)
+    measured = list(judge.measure(module, directory, judge.cases))
     assert [(m.temperature, m.depth) for m in measured] == [(t, d) for t in (0.0, 1.0) for d in (1, 2)]
     for entry in measured:
         assert entry.accepted_length > 1.2 and entry.passes > 300
@@ -58,7 +59,8 @@ def test_measured_and_analytic_agree(target: Target, held_out: Corpus, module: n
 
 def test_a_misaligned_drafter_shows(target: Target, held_out: Corpus, module: nn.Module, directory: Path) -> None:
     recipe = Misaligned(SmallLMOptions(init=str(directory)))
-    measured = Judge(target, recipe, held_out, SETTINGS).measure(module, directory)
+    judge = Judge(target, recipe, held_out, SETTINGS)
+    measured = list(judge.measure(module, directory, judge.cases))
     assert max(abs(m.accepted_length / m.analytic - 1) for m in measured) > 0.05
 
 
@@ -82,7 +84,7 @@ def test_what_was_written_drafts_as_the_module_would(target: Target, corpus: Cor
     request = llm.engine.add(list(range(5, 20)), SamplingParams(max_tokens=24), draft="model", depth=3, trace=True)
     drafts, text = 0, list(range(5, 20))
     while llm.engine.busy:
-        for event in llm.engine.step():
+        for event in llm.engine.step_or_raise():
             assert event.round is not None
             for token in event.round.draft.tokens[1:]:
                 with torch.inference_mode():

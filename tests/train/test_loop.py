@@ -3,41 +3,76 @@
 import errno
 import math
 import signal
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from forerun import ForerunError, LoadError
-from forerun.train import checkpoint
+from forerun.progress import Silent
+from forerun.train import checkpoint, stream
 from forerun.train.checkpoint import read_checkpoint, write_checkpoint
 from forerun.train.evaluate import Evaluation
 from forerun.train.loop import Trainer, computes_bfloat16, learning_rate
 from forerun.train.optimizers import Muon
 from forerun.train.settings import Training
-from forerun.train.watch import Silent
-from tests.train.conftest import Make
+from tests.train.conftest import Clock, Make
+
+
+class Each(Silent):
+    """Does something after each step."""
+
+    def __init__(self, then: Callable[[], None]) -> None:
+        self.then = then
+
+    def __call__(self, what: str, done: float | None = None, total: float | None = None) -> None:
+        self.then()
 
 
 class Interrupting(Silent):
-    """Ctrl-C while step `at` is shown."""
+    """Ctrl-C after a step."""
 
     def __init__(self, at: int) -> None:
-        self.at = at
+        self.left = at
 
-    def step(self, step: int, steps: int, loss: float, tokens: int) -> None:
-        if step == self.at:
+    def __call__(self, what: str, done: float | None = None, total: float | None = None) -> None:
+        self.left -= 1
+        if not self.left:
             signal.raise_signal(signal.SIGINT)
 
 
 class Scripted:
     """A judge that says what it was told to."""
 
+    parts = 1
+
     def __init__(self, *lengths: float) -> None:
         self.lengths = list(lengths)
 
     def evaluate(self, module: torch.nn.Module, step: int) -> Evaluation:
         return Evaluation(step, 1.0, 1.0, 1.0, self.lengths.pop(0))
+
+
+ENDS: dict[str, Any] = {"patience": 0, "evaluate_every": 0}  # by steps or time alone
+
+
+def timed(trainer: Trainer, clock: Clock, parts: int) -> Trainer:
+    """A step takes 30 seconds, an evaluation 10, and measuring as long as so many evaluations."""
+    learn, judge = trainer.learn, Scripted(1.0)
+
+    def slow_learn() -> tuple[float, int]:
+        clock.now += 30
+        return learn()
+
+    def evaluate(module: torch.nn.Module, step: int) -> Evaluation:
+        clock.now += 10
+        return Evaluation(step, 1.0, 1.0, 1.0, 1.0)
+
+    judge.parts, judge.evaluate = parts, evaluate  # type: ignore[method-assign]
+    trainer.learn, trainer.judge = slow_learn, judge  # type: ignore[method-assign, assignment]
+    return trainer
 
 
 def with_dropout(trainer: Trainer) -> Trainer:
@@ -49,15 +84,19 @@ def with_dropout(trainer: Trainer) -> Trainer:
 
 
 def interrupted(make: Make, at: int, **settings: object) -> Trainer:
-    trainer = with_dropout(make(watch=Interrupting(at), **settings))
+    trainer = with_dropout(make(tell=Interrupting(at), **settings))
     with pytest.raises(KeyboardInterrupt, match=f"after step {at}"):
         trainer.run()
     return trainer
 
 
+@pytest.mark.parametrize("pool", [64, 4], ids=["new texts", "texts that come back"])
 @pytest.mark.parametrize("at", [1, 3, 5])
-def test_an_interrupted_run_goes_on_to_the_very_same_curve(make: Make, at: int) -> None:
+def test_an_interrupted_run_goes_on_to_the_very_same_curve(
+    make: Make, at: int, pool: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Losses, evaluations and weights bit by bit, whether or not the step is one of evaluation or checkpoint."""
+    monkeypatch.setattr(stream, "POOL", pool)
     whole = with_dropout(make())
     record = whole.run()
     assert record.step == len(record.losses) == 6 and [e.step for e in record.evaluations] == [0, 3, 6]
@@ -105,29 +144,41 @@ def test_the_best_is_kept_and_patience_ends(make: Make) -> None:
     trainer = make(steps=50, evaluate_every=1, patience=2, checkpoint_every=0)
     trainer.judge = Scripted(1.0, 1.5, 1.4, 1.5, 9.0)  # type: ignore[assignment]
     seen: list[torch.Tensor] = []
-    trainer.watch.step = lambda *_: seen.append(next(trainer.module.parameters()).detach().clone())  # type: ignore[method-assign]
+    trainer.tell = Each(lambda: seen.append(next(trainer.module.parameters()).detach().clone()))
     record = trainer.run()
     assert record.step == 3 and record.best is record.evaluations[1] and len(record.evaluations) == 4
     assert torch.equal(next(trainer.module.parameters()), seen[0]) and not torch.equal(seen[0], seen[2])
 
 
-def test_the_time_ends(make: Make) -> None:
-    ticks = iter(range(0, 6000, 30))
-    trainer = make(steps=50, max_minutes=10.0, evaluate_every=0, clock=lambda: float(next(ticks)), patience=0)
+@pytest.mark.parametrize(("parts", "steps"), [(6, 16), (9, 15), (1000, 14)])
+def test_the_time_ends(make: Make, parts: int, steps: int) -> None:
+    """Of ten minutes one goes by before the first step. What an evaluation took says how much is kept for measuring, a
+    fifth at most, and over what is left the learning rate falls."""
+    clock = Clock()
+    trainer = make(steps=50, max_minutes=10.0, clock=clock, **ENDS)
     rates: list[float] = []
-    trainer.watch.step = lambda *_: rates.append(trainer.optimizers[0].param_groups[0]["lr"])  # type: ignore[method-assign]
-    record = trainer.run()
-    assert 2 < record.step < 10 and record.evaluations[-1].step == record.step
-    assert rates[-1] < 0.3 * max(rates), "the learning rate falls by the clock"
+    trainer.tell = Each(lambda: rates.append(trainer.optimizers[0].param_groups[0]["lr"]))
+    clock.now += 60
+    record = timed(trainer, clock, parts).run()
+    assert (record.began, record.slowest) == (60, 10)
+    assert record.step == steps and record.evaluations[-1].step == record.step
+    assert max(rates[:3]) == max(rates) and rates[-1] < 0.15 * max(rates), "it warms up once set-up is over"
 
 
 def test_a_run_that_is_taken_up_again_has_the_time_that_was_left(make: Make) -> None:
-    first = interrupted(make, 3, steps=50, evaluate_every=0, clock=iter(range(0, 6000, 30)).__next__)
-    second = make(steps=50, max_minutes=10.0, evaluate_every=0, clock=iter(range(7000, 13000, 30)).__next__)
+    """Setting it up again takes time too; what is kept for measuring is known from before."""
+    clock = Clock()
+    first = make(tell=Interrupting(3), steps=50, max_minutes=10.0, clock=clock, **ENDS)
+    clock.now += 60
+    with pytest.raises(KeyboardInterrupt):
+        timed(first, clock, 6).run()
+    clock = Clock(7000.0)
+    second = make(steps=50, max_minutes=10.0, clock=clock, **ENDS)
+    clock.now += 50
     second.resume(read_checkpoint(first.path))
-    assert 300 < second.record.seconds < 600
-    record = second.run()
-    assert 600 <= record.seconds < 800 and 3 < record.step < 8
+    assert second.record.seconds == 60 + 10 + 3 * 30 and second.deadline.seconds == second.record.seconds + 50
+    record = timed(second, clock, 6).run()
+    assert (record.step, record.began) == (3 + 11, 60)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

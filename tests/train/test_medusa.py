@@ -93,7 +93,7 @@ def test_training_pays_and_arithmetic_agrees_with_the_engine(aimed: Target, corp
     directory = tmp_path / "heads"
     directory.mkdir()
     RECIPE.export(heads, aimed, directory)
-    for entry in judge.measure(heads, directory):
+    for entry in judge.measure(heads, directory, judge.cases):
         assert entry.passes > 200
         assert entry.accepted_length == pytest.approx(entry.analytic, rel=0.05 if entry.temperature else 0.02)
     llm = LLM(tiny.worded(), draft=f"medusa:{directory}", kv_tokens=512)

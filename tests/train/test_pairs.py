@@ -35,9 +35,9 @@ from tests.train.conftest import SMALL, documents
 
 TEXTS = [Example(tuple(range(3, 25)), 1), Example(tuple(range(40, 9, -2)), 7)]
 RECIPES: dict[str, PairRecipe] = {
-    "eagle3": Eagle3(EagleOptions(unroll=3, kl=1.0, tv=0.0, decay=0.5)),
-    "eagle3, some tokens": Eagle3(EagleOptions(unroll=3, kl=1.0, tv=0.0, decay=0.5, draft_vocab=100)),
-    "mtp": Mtp(PairOptions(unroll=3, kl=1.0, tv=0.0, decay=0.5)),
+    "eagle3": Eagle3(EagleOptions(unroll=3, thin=1, kl=1.0, tv=0.0, decay=0.5)),
+    "eagle3, some tokens": Eagle3(EagleOptions(unroll=3, thin=1, kl=1.0, tv=0.0, decay=0.5, draft_vocab=100)),
+    "mtp": Mtp(PairOptions(unroll=3, thin=1, kl=1.0, tv=0.0, decay=0.5)),
 }
 
 
@@ -82,7 +82,7 @@ def test_rows_are_what_is_computed_while_drafting(
         head.attach(target.view)
         drafted = target.batch([Example((*text[: root + 1], *draft.tokens[1:]), 1)])
         with torch.no_grad():
-            steps = [head.logits(made)[0] for made in unroll(head, drafted, 3)]
+            steps = [head.logits(made)[0] for _, made in unroll(head, drafted, 3)]
         assert len(seen) == 3
         for step, logits in enumerate(seen):
             ids = head.tokens() if head.tokens() is not None else torch.arange(steps[step].shape[-1])
@@ -94,7 +94,7 @@ def reference(recipe: PairRecipe, head: PairHead, batch: Batch) -> float:
     ids = head.tokens()
     said = ids.tolist() if ids is not None else list(range(batch.vocab))
     total, weight = 0.0, 0.0
-    for step, made in enumerate(unroll(head, batch, recipe.options.unroll)):
+    for step, (_, made) in enumerate(unroll(head, batch, recipe.options.unroll)):
         logits, losses = head.logits(made).double(), []
         for i, text in enumerate(TEXTS):
             for root in range(1, len(text.tokens) - 1 - step):
@@ -124,6 +124,29 @@ def test_the_loss_is_that_of_each_drafted_token(name: str, target: Target, corpu
     assert len(trained) == len(list(head.parameters())) and all(weight.grad.isfinite().all() for weight in trained)
 
 
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("name", RECIPES)
+def test_fewer_places_are_drafted_from_as_all_would_be(
+    name: str, window: int | None, target: Target, corpus: Corpus
+) -> None:
+    head = aim(RECIPES[name], target, corpus)
+    if window:
+        head.layer = replace(head.layer, windows=(window,))
+    batch, firsts = target.batch(TEXTS), set()
+    with torch.no_grad():
+        whole = [made for _, made in unroll(head, batch, 3)]
+        for seed in range(8):
+            torch.manual_seed(seed)
+            sizes = []
+            for step, (rows, made) in enumerate(unroll(head, batch, 3, thin=2)):
+                assert torch.allclose(made, whole[step][:, rows], atol=1e-5)
+                sizes.append(len(rows))
+                firsts.add((step, int(rows[0])))
+            assert sizes[0] == whole[0].shape[1] and sizes[1] in (sizes[0] // 2, sizes[0] // 2 - 1, (sizes[0] + 1) // 2)
+            assert sizes[2] <= (sizes[1] + 1) // 2
+    assert len(firsts) > 4  # not always the same ones
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_texts_too_short_to_draft_teach_nothing(name: str, target: Target, corpus: Corpus) -> None:
     head = aim(RECIPES[name], target, corpus)
@@ -138,7 +161,7 @@ def test_the_outlook_is_that_of_each_drafted_token(temperature: float, target: T
     head, batch = aim(recipe, target, corpus), target.batch(TEXTS, temperature)
     with torch.no_grad():
         outlook = recipe.analytic(head, batch, 3)
-        steps = [head.logits(made) for made in unroll(head, batch, 3)]
+        steps = [head.logits(made) for _, made in unroll(head, batch, 3)]
     said, cannot = head.tokens().tolist(), 0
     for i, root, k in ((0, 1, 0), (0, 4, 2), (0, 9, 1), (1, 7, 1), (1, 12, 2)):
         logits, at, token = steps[k][i, root - 1], root + k, int(batch.tokens[i, root + k + 1])
@@ -177,7 +200,7 @@ def test_training_pays_and_arithmetic_agrees_with_the_engine(
     recipe.export(head, target, directory)
     loaded = recipe.load(directory, target)
     assert torch.allclose(recipe.loss(loaded, target.batch(TEXTS)), recipe.loss(head, target.batch(TEXTS)), rtol=0.01)
-    for entry in judge.measure(head, directory):
+    for entry in judge.measure(head, directory, judge.cases):
         assert entry.passes > 150
         assert entry.accepted_length == pytest.approx(entry.analytic, rel=0.05 if entry.temperature else 0.02)
     llm = LLM(tiny.worded(), draft=f"{recipe.draft}:{directory}", kv_tokens=512)

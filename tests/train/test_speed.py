@@ -1,5 +1,6 @@
 """The speed on the card is that of what was written, beside plain decoding on the same texts; how the card says it."""
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -57,6 +58,24 @@ def test_every_way_runs_on_the_same_texts(target: Target, corpus: Corpus, monkey
     assert target.llm.engine is engine and "model" not in engine.proposers
 
 
+@pytest.mark.parametrize("rounds_that_fit", [0, 1])
+def test_no_round_is_begun_that_there_is_no_time_for(target: Target, corpus: Corpus, rounds_that_fit: int) -> None:
+    """The card says how many there were. How long one takes is known from the warm-up, which is one of three texts."""
+    asked: list[tuple[float, int]] = []
+
+    def fits(seconds: float, done: int) -> bool:
+        asked.append((seconds, done))
+        return done < rounds_that_fit
+
+    prompts = held_out_prompts(corpus, SETTINGS)
+    began = time.monotonic()
+    args = (target, SmallLM(SmallLMOptions()), tiny.worded(0.03), prompts, SETTINGS)
+    speed = measure_speed(*args, fits=fits)
+    assert [done for _, done in asked] == list(range(rounds_that_fit + 1))
+    assert all(0 < seconds < 3 * (time.monotonic() - began) for seconds, _ in asked)
+    assert (speed.rounds if speed else 0) == rounds_that_fit
+
+
 def test_another_text_shows(target: Target, corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fault: speculative runs say one token more than was asked."""
     right = rounds.timed_run
@@ -109,9 +128,14 @@ def test_a_card_has_a_row_for_each_task_and_a_column_for_each_depth() -> None:
         "| task | temperature | depth 1 | depth 2 | passes |", "|---|---|---|---|---|",
         *(f"| {m.task} | {m.temperature:g} | 2.500 (2.250) | 3.500 (3.250) | 45 |" for m in measured[1::2]),
     ]  # fmt: skip
+    lacking = by_task([m for m in measured if m.task != "edit" or m.depth == 2], [1, 2])
+    assert lacking[4:] == [f"| edit | {t:g} |  | 3.500 (3.250) | 45 |" for t in (0.0, 0.8)]
     record = Record(evaluations=[Evaluation(0, 9.0, 0.5, 1.5, 1.25)])
     report = Report(FACTS, record, 12, Findings(measured, {"edit": 2}, None), "model")
     text = card(report)
+    assert "want of time" not in text
+    findings = replace(report.findings, no_time=("chat", "the speed"))
+    assert "Not measured, for want of time: chat, the speed." in card(replace(report, findings=findings)).splitlines()
     assert "edit: 2 prompts were too long" in text and "## Speed" not in text and __version__ in text
     assert "## Speed" in card(replace(report, findings=replace(report.findings, speed=SPEED)))
     assert report.as_dict()["left_out"] == {"edit": 2} and report.as_dict()["speed"] is None

@@ -108,7 +108,7 @@ class TestMeasuring:
         """Greedy, arithmetic is right to the last pass, where the engine's drafter is not rounded to int8."""
         monkeypatch.setattr(target.llm, "config", replace(target.llm.config, draft_quantization="none"))
         judge, module, directory = self.judge(target)
-        measured = judge.measure(module, directory)
+        measured = list(judge.measure(module, directory, judge.cases))
         assert [(m.task, m.temperature, m.depth) for m in measured] == [
             (task, t, d) for task in ("edit", "chat") for t in (0.0, 0.8) for d in (1, 2)
         ]
@@ -119,9 +119,9 @@ class TestMeasuring:
     def test_a_wrong_limit_shows(self, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
         """The fault: as if no text were longer than those of the data."""
         judge, module, directory = self.judge(target)
-        right = {(m.task, m.temperature, m.depth): m for m in judge.measure(module, directory)}
+        right = {(m.task, m.temperature, m.depth): m for m in judge.measure(module, directory, judge.cases)}
         monkeypatch.setattr(evaluate, "Stretch", lambda first, end, limit: Stretch(first, end, SETTINGS.tokens - 1))
-        wrong = judge.measure(module, directory)
+        wrong = list(judge.measure(module, directory, judge.cases))
         assert all(m.accepted_length == right[m.task, m.temperature, m.depth].accepted_length for m in wrong)
         assert any(m.analytic < right[m.task, m.temperature, m.depth].analytic - 0.02 for m in wrong)
 
@@ -135,10 +135,10 @@ class TestMeasuring:
         assert evaluate._opened(SimpleNamespace(stats=stats, produced=2)) == 2  # type: ignore[arg-type]
 
     def test_nothing_is_left(self, target: Target) -> None:
-        judge, module, directory = self.judge(target)
+        judge, _, _ = self.judge(target)
         judge.sets = [prompts for prompts in judge.sets if not prompts.openings]
         with pytest.raises(RequestError, match="no prompt is left"):
-            judge.measure(module, directory)
+            _ = judge.cases
 
     def test_texts_are_said_once_and_in_the_precision_of_the_target(
         self, target: Target, corpus: Corpus, monkeypatch: pytest.MonkeyPatch

@@ -70,15 +70,20 @@ struct Batch {
 };
 
 // Passes one behind the other, each over the tokens that were said after the one before. Level l has the first active[l]
-// rows of all, and its own positions, store and direct in the batch, `rows` further on than the level before.
+// rows of all, and its own positions, store and direct in the batch, `rows` further on than the level before. With `first`,
+// a pass over what each row begins behind comes before: it says the tokens of the first level, and its states go with them.
 struct Chain {
   int32_t levels, rows, logits, vocab;      // logits: their buffer; vocab: as many of them may be said
   const int32_t *active;                    // [levels], never rising
   const float *temperature;                 // [rows], 0 says the likeliest
   const uint64_t *keys;                     // [levels][rows] streams of noise
-  int64_t *tokens;                          // [levels + 1][rows]: the first row is given
+  int64_t *tokens;                          // [levels + 1][rows]: the first row is given, or said by `first`
   const int64_t *ids;                       // [said] tokens that logits are of, or null: all in order
-  int32_t said, pad;
+  int32_t said, state;                      // state: the buffer that says of a token what the next one is paired with
+  const Batch *first;                       // whose logits are those of the rows, in order; or null
+  const int32_t *last;                      // [rows] of the first pass's tokens the last of each row
+  const uint64_t *first_keys;               // [rows]
+  float *left;                              // [rows][width of the first buffer]: what the first pass left of those tokens
 };
 
 // static: each instruction set needs its own copy, or the linker keeps one of them for all

@@ -241,6 +241,43 @@ float *spread(const float *logits, const Chain *chain, std::vector<float> &all) 
   return all.data();
 }
 
+// The likeliest of some tokens, the first of equals.
+int64_t likeliest(const float *logits, const Chain *chain) {
+  float most = -INFINITY;
+  int64_t token = 0;
+  for (int i = 0; i < chain->said; i++)
+    if (logits[i] > most && chain->ids[i] < chain->vocab) most = logits[i], token = chain->ids[i];
+  return token;
+}
+
+// A token for each of the first rows of a pass.
+void say_all(
+    const Program *program, const Batch *batch, const Chain *chain, int rows, const uint64_t *keys, int64_t *tokens,
+    std::vector<float> &all
+) {
+  for (int r = 0; r < rows; r++) {
+    float *row = at(program, batch, chain->logits, r);
+    if (chain->ids && chain->temperature[r] == 0) {
+      tokens[r] = likeliest(row, chain);
+      continue;
+    }
+    if (chain->ids) row = spread(row, chain, all);
+    int64_t token = active->say(row, chain->vocab, chain->temperature[r], keys[r]);
+    tokens[r] = token < 0 ? 0 : token;  // logits that are not finite: any draft is right
+  }
+}
+
+// The states of the last tokens of the first pass come to where the chain's rows look for them.
+void gather(const Program *program, const Chain *chain) {
+  const int width = program->widths[chain->state], left = program->widths[0];
+  std::vector<float> states((size_t)chain->rows * width);
+  for (int r = 0; r < chain->rows; r++) {
+    memcpy(&states[(size_t)r * width], at(program, chain->first, chain->state, chain->last[r]), width * sizeof(float));
+    memcpy(chain->left + (size_t)r * left, at(program, chain->first, 0, chain->last[r]), left * sizeof(float));
+  }
+  memcpy(at(program, chain->first, chain->state, 0), states.data(), states.size() * sizeof(float));
+}
+
 }  // namespace
 
 extern "C" {
@@ -267,17 +304,17 @@ void forerun_run(const Program *program, const Batch *batch) {
 void forerun_chain(const Program *program, const Batch *batch, const Chain *chain) {
   Batch b = *batch;
   std::vector<float> all(chain->ids ? chain->vocab : 0);
+  if (chain->first) {
+    forerun_run(program, chain->first);
+    say_all(program, chain->first, chain, chain->rows, chain->first_keys, chain->tokens, all);
+    gather(program, chain);
+  }
   for (int level = 0; level < chain->levels; level++) {
     int64_t *tokens = chain->tokens + (int64_t)level * chain->rows;
     b.ids = tokens;
     b.tokens = b.wanted = chain->active[level];
     forerun_run(program, &b);
-    for (int r = 0; r < b.tokens; r++) {
-      float *row = at(program, &b, chain->logits, r);
-      if (chain->ids) row = spread(row, chain, all);
-      int64_t token = active->say(row, chain->vocab, chain->temperature[r], chain->keys[(int64_t)level * chain->rows + r]);
-      tokens[chain->rows + r] = token < 0 ? 0 : token;  // logits that are not finite: any draft is right
-    }
+    say_all(program, &b, chain, b.tokens, chain->keys + (int64_t)level * chain->rows, tokens + chain->rows, all);
     b.positions += chain->rows, b.store += chain->rows, b.direct += chain->rows;
   }
 }

@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 
 from forerun.errors import LoadError, nearest, one_line, shown
-from forerun.models.config import Json, ModelConfig, make_config
+from forerun.models.config import MOST_CONTEXT, ModelConfig, make_config
+from forerun.models.families import Json
 from forerun.models.gguf.blocks import FLOATS, Blocks, Piece
 from forerun.models.gguf.container import Gguf, open_gguf
 from forerun.models.gguf.kinds import OTHER_KINDS, refused
 from forerun.models.gguf.tokenizer import end_tokens
 
-MOST_CONTEXT = 1 << 24  # positions, for which tables are made
 ROTATED = ("llama", "mistral3", "smollm3")  # architectures whose queries and keys rotate neighbouring channels
 
 

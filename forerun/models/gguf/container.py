@@ -7,11 +7,12 @@ plain reads, a part at a time: a mapping would kill the process if the file shra
 
 from __future__ import annotations
 
+import array
 import mmap
 import os
 import re
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -21,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from forerun.errors import LoadError, one_line
+from forerun.models.gguf.strings import Strings
 
 MAGIC = b"GGUF"
 ALIGNMENT, MOST_ALIGNMENT = 32, 1 << 20
@@ -86,7 +88,7 @@ class Gguf:
 
     Attributes:
         path: the file, of several the first.
-        metadata: keys to values: str, int, float, bool, list[str], or an array of numbers.
+        metadata: keys to values: str, int, float, bool, Strings, or an array of numbers.
         tensors: by name.
         parts: all files.
     """
@@ -259,21 +261,20 @@ class Reader:
             return np.frombuffer(self.data, np.uint8, count, start) != 0
         return np.frombuffer(self.data, dtype, count, start).copy()
 
-    def texts(self, count: int, key: str) -> list[str]:
+    def texts(self, count: int, key: str) -> Sequence[str]:
         if count * 8 > self.size - self.at:
             self.fail(f"has {count} strings in {key}, more than fit in it")
-        data, at, size, length_at = self.data, self.at, self.size, struct.Struct("<Q").unpack_from
-        found = []
+        data, start, size, length_at = self.data, self.at, self.size, struct.Struct("<Q").unpack_from
+        at, ends = start, array.array("q")
         for _ in range(count):  # the one loop that takes time: hundreds of thousands of tokens
             if at + 8 > size:
                 self.fail(f"ends within {key}")
-            end = at + 8 + length_at(data, at)[0]
-            if end > size:
+            at += 8 + length_at(data, at)[0]
+            if at > size:
                 self.fail(f"ends within {key}")
-            found.append(data[at + 8 : end].decode(errors="replace"))
-            at = end
+            ends.append(at - start)
         self.at = at
-        return found
+        return Strings(data[start:at], np.array(ends, np.int64))
 
     def alignment(self, metadata: Mapping[str, Any]) -> int:
         alignment = metadata.get("general.alignment", ALIGNMENT)

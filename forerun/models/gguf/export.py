@@ -16,7 +16,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from forerun.errors import LoadError
-from forerun.models.config import Json, ModelConfig, load_config, make_config
+from forerun.models.config import ModelConfig, load_config, make_config
+from forerun.models.families import Json
 from forerun.models.gguf.config import hugging_face_config
 from forerun.models.gguf.container import open_gguf
 from forerun.models.gguf.tokenizer import build_tokenizer, chat_templates, special_tokens

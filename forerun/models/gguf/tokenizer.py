@@ -15,6 +15,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from forerun.errors import LoadError, one_line, shown
 from forerun.models.gguf.pretokenizers import find_pretokenizer
 from forerun.models.gguf.spm import merges_by_score
+from forerun.models.gguf.strings import Strings
 from forerun.models.gguf.vocabulary import (
     BYTE,
     CONTROL,
@@ -147,7 +148,7 @@ def _gemma4(metadata: Mapping[str, Any], vocabulary: Vocabulary) -> Tokenizer:
 def _merges(metadata: Mapping[str, Any], ids: Mapping[str, int]) -> list[tuple[str, str]]:
     """The file's merges. Of equal ones the first counts; those of tokens that were cut off are left out."""
     found = metadata.get(PREFIX + "merges")
-    if not isinstance(found, list):
+    if not isinstance(found, list | Strings):
         raise LoadError("the file has no merges (tokenizer.ggml.merges), which its tokenizer needs; use another one")
     merges = [_halves(merge) for merge in dict.fromkeys(found)]
     if len(ids) < len(metadata[PREFIX + "tokens"]):

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from forerun.errors import LoadError, shown
+from forerun.models.gguf.strings import Strings
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -102,7 +103,7 @@ def model_of(metadata: Mapping[str, Any]) -> str:
 
 def _texts(metadata: Mapping[str, Any], rows: int | None) -> list[str]:
     texts = metadata.get(PREFIX + "tokens")
-    if not isinstance(texts, list) or not texts:
+    if not isinstance(texts, list | Strings) or not texts:
         raise LoadError("the file has no list of tokens (tokenizer.ggml.tokens); it is broken, use another one")
     if len(texts) > MOST_TOKENS:
         raise LoadError(f"the file has {len(texts)} tokens, more than the {MOST_TOKENS} that forerun takes")

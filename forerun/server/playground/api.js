@@ -39,9 +39,9 @@ export async function serverInfo() {
   return (await call("server_info")).json();
 }
 
-/** Streams one completion; `onChunk(chunk)` for every event. Resolves at [DONE], throws ApiError, or AbortError. */
-export async function complete(body, signal, onChunk) {
-  const response = await call("v1/completions", {
+/** Streams one answer; `onChunk(chunk)` for every event. Resolves at [DONE], throws ApiError, or AbortError. */
+export async function complete(path, body, signal, onChunk) {
+  const response = await call(path, {
     method: "POST",
     headers: { "Content-Type": "application/json" },
     body: JSON.stringify(body),

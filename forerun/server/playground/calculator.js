@@ -75,21 +75,26 @@ export class Calculator {
   #growth = null; // of v per further row, set by hand
   #costs = measured();
   #fromRun = false;
+  #byHand = false; // the depth: else it is that of the last run
 
   constructor() {
     this.sliders = Object.fromEntries(["a", "k", "c", "v"].map((id) => [id, byId(`calc-${id}`)]));
     this.sliders.a.addEventListener("input", (e) => this.#set({ a: e.target.valueAsNumber }));
-    this.sliders.k.addEventListener("input", (e) => this.#set({ k: e.target.valueAsNumber }));
+    this.sliders.k.addEventListener("input", (e) => {
+      this.#byHand = true;
+      this.#set({ k: e.target.valueAsNumber });
+    });
     this.sliders.c.addEventListener("input", (e) => this.#set({ c: e.target.valueAsNumber }));
     this.sliders.v.addEventListener("input", (e) => this.#set({ growth: (e.target.valueAsNumber - 1) / this.#k }));
     byId("calc-reset").addEventListener("click", () => this.#set({ c: null, growth: null }));
     this.#draw();
   }
 
-  /** New costs from the server, and the acceptance of a run where there was one (NaN or undefined: keep). */
-  prefill(costs, drafters, acceptance) {
+  /** New costs from the server, and acceptance and depth of a run where there was one (NaN or undefined: keep). */
+  prefill(costs, drafters, run) {
     this.#costs = measured(costs, ...drafters);
-    if (acceptance >= 0) [this.#a, this.#fromRun] = [acceptance, true];
+    if (run?.acceptance >= 0) [this.#a, this.#fromRun] = [run.acceptance, true];
+    if (run?.depth >= 0 && !this.#byHand) this.#k = Math.min(Math.round(run.depth), DEEPEST);
     this.#draw();
   }
 

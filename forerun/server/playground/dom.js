@@ -40,6 +40,9 @@ export const plural = (count, word, many = `${word}s`) => `${count} ${count === 
 /** White space made visible, for places where a token stands alone; a part of a character is a dotted circle. */
 export const visible = (text) => text.replaceAll("\n", "↵").replaceAll("\t", "⇥").replaceAll(" ", "␣") || "◌";
 
+/** Whether the reader has nothing against motion. */
+export const moving = () => !matchMedia("(prefers-reduced-motion: reduce)").matches;
+
 /** Calls `draw` at most once a frame however often it is asked to. A hidden tab draws when it is seen again. */
 export function everyFrame(draw) {
   let asked = false;

@@ -49,6 +49,21 @@ export function exactness(spec, plain, rule, temperature, ended) {
   return { kind: "different", at, text: `Different ${where}` };
 }
 
+/** What a lane says of itself: how much came in which time and, when it is over, how fast. */
+export function pace(run, count, milliseconds) {
+  const tokens = run.steps.slice(0, count).reduce((sum, { round }) => sum + (round?.tokens.length ?? 0), 0);
+  const over = run.ended && count === run.steps.length;
+  const fast = over && run.speed > 0 ? ` · ${speed(run.speed)} tokens/s` : "";
+  return `${plural(tokens, "token")} · ${num(milliseconds / 1000)} s${fast}`;
+}
+
+/** The outcome of a race in a few words, for the turns of a conversation. */
+export function outcome(spec, plain) {
+  const ratio = spec.speed / plain.speed;
+  const beside = Number.isFinite(ratio) ? `, ${num(ratio)} × plain decoding` : "";
+  return spec.speed > 0 ? `${speed(spec.speed)} tokens/s${beside}` : "";
+}
+
 /** The two runs beside each other: time for the same text as bars, speeds, ratio. */
 export function drawComparison(spec, plain) {
   byId("compare").hidden = false;
@@ -60,6 +75,10 @@ export function drawComparison(spec, plain) {
   byId("bar-spec").style.setProperty("--share", spec.draftShare || 0);
   byId("compare-ratio").textContent = `${num(spec.speed / plain.speed)} ×`;
   byId("compare-note").textContent = sentence(spec, plain);
+  const ratio = spec.speed / plain.speed;
+  if (!Number.isFinite(ratio)) return;
+  byId("calc-measured").textContent =
+    `Measured in the last race: ${num(ratio)} times the speed. What follows is an estimate, from that run's figures.`;
 }
 
 /** Why it is faster, or slower. */

@@ -1,21 +1,31 @@
-// Wires the page: reads the form, runs the request twice, hands what comes to the views.
+// Wires the page: sends the request twice, one after the other, and hands what comes to the views.
 
-import { ApiError, complete, saveKey, serverInfo } from "./api.js";
-import { Calculator, DEEPEST } from "./calculator.js";
-import { byId, el, everyFrame, plural } from "./dom.js";
-import { drawComparison, drawLive, exactness } from "./live.js";
+import { complete, serverInfo } from "./api.js";
+import { Calculator } from "./calculator.js";
+import { Conversation } from "./conversation.js";
+import { byId, everyFrame, moving, plural } from "./dom.js";
+import { Form } from "./form.js";
+import { drawComparison, drawLive, exactness, outcome, pace } from "./live.js";
+import { showError, status, withKey } from "./messages.js";
+import { duration, play } from "./player.js";
 import { RoundsView } from "./rounds.js";
 import { Run } from "./run.js";
 import { TokenView } from "./tokens.js";
 
-const form = byId("form");
+const ALONE = "Two answers at once on one processor would slow each other down, so the speculative one ran first, alone";
+const AGAIN = `${ALONE}; it is played again at the pace it had, beside the plain one, live and alone too.`;
+const STILL = `${ALONE}, and the plain one after it, alone too.`;
+
+const form = new Form(start, begin);
 const rounds = new RoundsView((index, byHand) => tokens.highlight(index, byHand));
 const tokens = new TokenView((index) => rounds.show(index, false));
 const calculator = new Calculator();
-const seen = new Set(); // requests of this visit, without how they were drafted
+const conversation = new Conversation();
+const seen = new Set(); // what was asked in this visit
 let info = null;
 let abort = null;
 let last = null; // the last speculative run
+let raced = []; // the last two runs that were compared: what can be played again
 
 // ---- what the server offers
 
@@ -23,6 +33,7 @@ async function load() {
   try {
     info = await withKey(serverInfo);
   } catch (error) {
+    byId("server").textContent = "not connected: load this page again when the server answers";
     return showError(error);
   }
   byId("server").textContent = [
@@ -32,98 +43,118 @@ async function load() {
     plural(info.threads, "thread"),
     `v${info.version}`,
   ].join(" · ");
-  options(byId("draft"), info.drafts, info.draft);
-  options(byId("rule"), info.rules, info.rule, (rule) => (rule === "typical" ? "typical (lossy)" : rule));
-  byId("max-tokens").max = info.context;
-  byId("run").disabled = false;
+  form.offer(info);
   prefill();
-}
-
-function options(select, values, chosen, label = (value) => value) {
-  select.replaceChildren(...values.map((value) => el("option", { value }, label(value))));
-  select.value = chosen;
 }
 
 function prefill() {
   const drafted = last?.rounds.find((round) => round.draft.length);
-  calculator.prefill(info?.costs, [byId("draft").value, drafted?.draft[0].source], last?.acceptance);
+  calculator.prefill(info?.costs, [byId("draft").value, drafted?.draft[0].source], last);
 }
 
 /** Costs are learned while requests run, so they are fetched again after each. Failing at that disturbs nobody. */
 async function learnCosts() {
   info = await serverInfo().catch(() => info);
-  rounds.learn(info.costs);
   prefill();
 }
 
 // ---- one press of Run
 
-function readForm() {
-  const field = (name) => form.elements[name].value;
-  const depth = field("depth");
-  const random = Math.floor(Math.random() * 2 ** 31);
-  return {
-    request: {
-      model: info.model,
-      prompt: field("prompt"),
-      max_tokens: Number(field("max_tokens")),
-      temperature: Number(field("temperature")),
-      seed: field("seed") === "" ? random : Number(field("seed")), // one seed for both runs, or they could not agree
-      stream: true,
-      stream_options: { include_usage: true },
-      trace: true,
-    },
-    speculative: field("draft") !== "off" && {
-      draft: field("draft"),
-      depth: depth === "auto" ? depth : Number(depth),
-      rule: field("rule"),
-    },
-    beside: form.elements.beside.checked && field("draft") !== "off",
-  };
+/** A new conversation, where the model has conversations. */
+function begin() {
+  if (!info.chat || conversation.empty) return;
+  conversation.renew();
+  byId("stage").hidden = true;
+  status("A new conversation.");
 }
 
 /** What makes a speed-up look better or worse than it is. */
-function caution(request) {
-  const name = JSON.stringify(request);
+function caution(said) {
+  const name = JSON.stringify(said);
   const again = seen.has(name);
   seen.add(name);
-  if (again) return "This very request ran before: a drafter that remembers finished requests knows its text by now.";
+  if (again && !info.isolation) {
+    return "This prompt ran before: a drafter that remembers finished requests may know its text by now.";
+  }
   const cold = !Object.keys(info.costs?.pass_ms ?? {}).length;
   return cold ? "This run had yet to measure what passes and drafts cost: the next, with another seed, says more." : "";
 }
 
+/** What is asked, where, and how it is to be run. The salt changes with every conversation: each begins cold. */
+function planned() {
+  const { prompt, system, temperature } = form;
+  if (!info.chat || conversation.beganWith(prompt)) conversation.renew();
+  const said = info.chat ? { messages: conversation.messages(system, prompt) } : { prompt };
+  const path = info.chat ? "v1/chat/completions" : "v1/completions";
+  const { request, ...rest } = form.read();
+  return { ...rest, path, prompt, temperature, said, request: { ...request, ...said, cache_salt: conversation.salt } };
+}
+
 async function start() {
-  const plan = readForm();
-  const warning = caution(plan.request);
-  busy(true);
-  const spec = new Run();
-  const plain = new Run();
+  const plan = planned();
+  const warning = caution(plan.said);
+  const [spec, plain] = [new Run(info.costs), new Run(info.costs)];
   last = spec;
+  busy(true);
+  prepare(plan);
   try {
     // Speculation goes first: a drafter that remembers finished requests would know the text from the plain run.
     await speculate(plan, spec);
-    if (plan.beside) await decodePlainly(plan, spec, plain);
-    status(`Done: ${plural(spec.tokens.length, "token")} in ${plural(spec.rounds.length, "pass", "passes")}.`);
+    if (plan.beside) await race(plan, spec, plain);
+    status(done(spec, plan.request.max_tokens));
     byId("caution").textContent = warning;
     byId("caution").hidden = !warning;
   } catch (error) {
     if (error.name === "AbortError") status(`Stopped after ${plural(spec.tokens.length, "token")}.`);
     else showError(error);
-    if (plain.rounds.length) compare(plan, spec, plain, false);
+    if (plain.rounds.length) compare(plan, spec, plain);
   } finally {
     busy(false);
+    modes();
   }
+  if (info.chat) remember(plan, spec, plain);
   await learnCosts();
 }
 
+function done({ finish, tokens: said, rounds: passes }, most) {
+  const full = said.length < most ? "The context is full: begin anew or shorten the prompt." : "It stopped at max tokens.";
+  const cut = finish === "length" ? ` ${full}` : "";
+  return `Done: ${plural(said.length, "token")} in ${plural(passes.length, "pass", "passes")}.${cut}`;
+}
+
+/** The stage as it is before anything has come. In a chat the prompt leaves the form and the last answer joins the turns. */
+function prepare({ prompt, speculative }) {
+  conversation.show();
+  byId("stage").hidden = false;
+  byId("asked").hidden = !info.chat;
+  byId("asked").textContent = prompt;
+  byId("text-title").textContent = speculative ? "Speculative" : "Plain";
+  modes("live");
+  for (const id of ["error", "compare", "caution", "plain", "explain"]) byId(id).hidden = true;
+  byId("pace-spec").textContent = "";
+  if (info.chat) form.prompt = "";
+  tokens.clear(info.chat ? "" : prompt);
+  byId("lanes").scrollIntoView({ block: "nearest" });
+}
+
+/** What came stays, in part as well. A turn without any answer never was: its prompt goes back to the form. */
+function remember({ prompt }, spec, plain) {
+  if (spec.text) {
+    conversation.add(prompt, spec.text);
+    conversation.note = outcome(spec, plain);
+    return;
+  }
+  if (!form.prompt) form.prompt = prompt;
+  byId("stage").hidden = true;
+}
+
 /** The run that is shown. What came since the last frame is drawn in one go. */
-async function speculate({ request, speculative }, run) {
-  tokens.clear(request.prompt);
-  rounds.watch(run.rounds, speculative, info.costs);
-  byId("results").hidden = false;
-  status(speculative ? "Running with speculation…" : "Running without speculation…");
+async function speculate(plan, run) {
+  rounds.watch(run, plan.speculative);
+  status(plan.speculative ? "Running with speculation…" : "Running without speculation…");
   let drawn = 0;
   const flush = () => {
+    byId("pace-spec").textContent = pace(run, run.steps.length, duration(run.steps));
     if (drawn === run.rounds.length) return;
     tokens.append(run.rounds.slice(drawn));
     drawn = run.rounds.length;
@@ -132,101 +163,131 @@ async function speculate({ request, speculative }, run) {
   };
   const soon = everyFrame(flush);
   try {
-    await stream({ ...request, speculative }, (chunk) => {
-      if (run.add(chunk)) soon();
-      else if (chunk.choices[0]?.text) flush(), tokens.appendPlain(chunk.choices[0].text);
+    await stream(plan, plan.speculative, run, (step) => {
+      if (step.round) soon();
+      else flush(), tokens.appendPlain(step.text);
     });
   } finally {
     flush();
   }
 }
 
-async function decodePlainly(plan, spec, plain) {
+/** The same without speculation, live, beside the recorded answer. Who wants no motion sees the plain one come only. */
+async function race(plan, spec, plain) {
   status("Running the same without speculation…");
-  await stream({ ...plan.request, speculative: false }, (chunk) => plain.add(chunk));
-  compare(plan, spec, plain, true);
+  byId("explain").textContent = moving() ? AGAIN : STILL;
+  byId("plain").hidden = byId("explain").hidden = false;
+  byId("plain-prompt").textContent = info.chat ? "" : plan.prompt;
+  byId("plain-text").replaceChildren();
+  byId("pace-plain").textContent = "";
+  byId("lanes").scrollIntoView({ block: "nearest" });
+  const tracks = moving() ? [replayed(spec), beside(plain)] : [beside(plain)];
+  modes(moving() ? "recording" : "", "live");
+  let playing = null;
+  try {
+    await stream(plan, false, plain, () => (playing ??= play(tracks, abort.signal)));
+  } finally {
+    await playing;
+  }
+  compare(plan, spec, plain);
 }
 
-function compare({ request, speculative }, spec, plain, ended) {
-  const verdict = exactness(spec, plain, speculative.rule, request.temperature, ended);
+/** A lane that shows a run again. */
+function replayed(run) {
+  const draw = (count, milliseconds) => {
+    byId("pace-spec").textContent = pace(run, count, milliseconds);
+    tokens.reveal(run.steps.slice(0, count).filter((step) => step.round).length);
+  };
+  return { run, draw };
+}
+
+/** The lane of plain decoding. */
+function beside(run) {
+  const [box, text] = [byId("plain-output"), byId("plain-text")];
+  let shown = 0;
+  const draw = (count, milliseconds) => {
+    byId("pace-plain").textContent = pace(run, count, milliseconds);
+    const stick = box.scrollHeight - box.scrollTop - box.clientHeight < 40;
+    text.append(run.steps.slice(shown, count).map((step) => step.text).join("")); // nodes of their own: all else stays
+    shown = count;
+    if (stick) box.scrollTop = box.scrollHeight;
+  };
+  return { run, draw };
+}
+
+/** Both from their recordings. */
+async function replay(slow) {
+  busy(true);
+  byId("lanes").scrollIntoView({ block: "nearest" });
+  byId("plain-text").replaceChildren();
+  modes("recording", "recording");
+  status(slow === 1 ? "Playing both again at the speed they had…" : `Playing both again, ${slow} times slower…`);
+  await play([replayed(raced[0]), beside(raced[1])], abort.signal, slow);
+  busy(false);
+  modes();
+  status("Played again.");
+}
+
+/** Says of each lane whether it is seen as it comes. */
+function modes(spec = "", plain = "") {
+  byId("mode-spec").textContent = spec;
+  byId("mode-plain").textContent = plain;
+}
+
+/** The outcome, of as much as there is. From now on both can be played again. */
+function compare({ request, speculative, temperature }, spec, plain) {
+  raced = [spec, plain];
+  const verdict = exactness(spec, plain, speculative.rule, temperature, plain.finish !== null);
   drawComparison(spec, plain);
+  byId("compare").scrollIntoView({ block: "nearest" });
   const badge = byId("badge");
   badge.className = `badge ${verdict.kind}`;
   badge.textContent = verdict.text;
   if (verdict.at >= 0) tokens.markDifference(verdict.at);
 }
 
-const stream = (body, onChunk) => withKey(() => complete(body, abort.signal, onChunk));
+/** Streams one answer into `run`; `onStep(step)` for whatever said something. */
+async function stream({ path, request }, speculative, run, onStep) {
+  try {
+    await withKey(() => {
+      const began = performance.now();
+      return complete(path, { ...request, speculative }, abort.signal, (chunk) => {
+        const before = run.steps.length;
+        run.add(chunk, performance.now() - began);
+        if (run.steps.length > before) onStep(run.steps.at(-1));
+      });
+    });
+  } finally {
+    run.ended = true;
+  }
+}
 
 function busy(on) {
   const [run, stop] = [byId("run"), byId("stop")];
   const focused = document.activeElement === (on ? run : stop);
-  if (on) {
-    abort = new AbortController();
-    for (const id of ["error", "compare", "caution"]) byId(id).hidden = true;
-  }
-  run.disabled = on;
+  if (on) abort = new AbortController();
+  form.wait(on);
   stop.disabled = !on;
+  for (const id of ["renew", "replay", "replay-slowly"]) byId(id).setAttribute("aria-disabled", on);
   byId("tokens").setAttribute("aria-busy", on);
-  if (focused) (on ? stop : run).focus(); // a button that goes out takes the focus with it
-}
-
-// ---- messages and the key
-
-/** One polite line; the tokens themselves are no live region, nobody wants thousands of words read twice. */
-function status(text) {
-  byId("status").textContent = text;
-}
-
-function showError(error) {
-  const ours = !(error instanceof ApiError);
-  if (ours) console.error(error); // for whoever can mend it
-  const param = error.param ? ` (${error.param})` : "";
-  byId("error").textContent = ours ? `This page made a mistake: ${error.message}` : `${error.message}${param}`;
-  byId("error").hidden = false;
-  status("");
-}
-
-/** Asks for the API key for as long as the server wants one and the reader gives one. */
-async function withKey(action) {
-  for (;;) {
-    try {
-      return await action();
-    } catch (error) {
-      if (error.status !== 401) throw error;
-      const key = await askKey(error.message);
-      if (!key) throw error;
-      saveKey(key);
-    }
-  }
-}
-
-function askKey(message) {
-  const dialog = byId("key-dialog");
-  byId("key-reason").textContent = message;
-  byId("key").value = "";
-  dialog.returnValue = "";
-  dialog.showModal();
-  const answer = () => dialog.returnValue === "use" && byId("key").value.trim();
-  return new Promise((resolve) => dialog.addEventListener("close", () => resolve(answer()), { once: true }));
+  if (focused) (on ? stop : run).focus({ preventScroll: true }); // a button that goes out takes the focus with it
 }
 
 // ---- events
 
-byId("depth").append(...Array.from({ length: DEEPEST }, (_, i) => el("option", { value: i + 1 }, `${i + 1}`)));
-form.addEventListener("submit", (event) => {
-  event.preventDefault();
-  if (!byId("run").disabled) start();
-});
-byId("prompt").addEventListener("keydown", (event) => {
-  if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) form.requestSubmit();
-});
+const idle = (action) => () => byId("run").disabled || action(); // while a request runs the button does nothing
 byId("stop").addEventListener("click", () => abort.abort());
+byId("renew").addEventListener("click", idle(begin));
+byId("replay").addEventListener("click", idle(() => replay(1)));
+byId("replay-slowly").addEventListener("click", idle(() => replay(10)));
 byId("draft").addEventListener("change", () => {
   last = null; // another drafter: what the last run accepted says nothing of it
   prefill();
 });
 byId("ghosts").addEventListener("change", (event) => {
   byId("tokens").classList.toggle("with-ghosts", event.target.checked);
+});
+byId("details").addEventListener("toggle", () => {
+  byId("detail").hidden = !byId("details").open;
 });
 load();

@@ -74,17 +74,11 @@ export class RoundsView {
     });
   }
 
-  /** Watches the rounds of a run; `rounds` grows while it lasts. */
-  watch(rounds, asked, costs) {
+  /** Watches a run, which grows while it lasts. Its reasons are told by the costs known when it began, ever after. */
+  watch({ rounds, costs }, asked) {
     [this.#rounds, this.#asked, this.#costs, this.#at, this.#settled] = [rounds, asked, costs, -1, false];
     byId("round-body").hidden = true;
     this.refresh();
-  }
-
-  /** Costs measured in the meantime. */
-  learn(costs) {
-    this.#costs = costs;
-    if (this.#at >= 0) this.show(this.#at, false);
   }
 
   /** Rounds have come: shows the first that drafted, then stays where the reader is. */

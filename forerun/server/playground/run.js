@@ -18,6 +18,10 @@ export function firstDifference(a, b) {
 }
 
 export class Run {
+  steps = []; // {at, round, text} of every chunk that said something; `at` is milliseconds since the request was sent
+  ended = false; // nothing more will come
+  text = "";
+  finish = null; // why the server ended it
   rounds = [];
   tokens = []; // {id, text, source} of every token emitted
   histogram = []; // rounds by how many drafted tokens they kept
@@ -29,10 +33,20 @@ export class Run {
   #accepted = 0;
   #rejections = 0;
 
-  /** Takes in one chunk. Returns its round, or null where it carries none. */
-  add(chunk) {
+  /** `costs` are those known when it began: what is said of its rounds later must not use newer ones. */
+  constructor(costs = null) {
+    this.costs = costs;
+  }
+
+  /** Takes in one chunk of either endpoint, which arrived `at`. Returns its round, or null where it carries none. */
+  add(chunk, at = 0) {
     this.metrics = chunk.metrics?.speculative_decoding ?? this.metrics;
-    const round = chunk.x_spec;
+    const choice = chunk.choices[0];
+    const text = choice?.text ?? choice?.delta?.content ?? "";
+    const round = chunk.x_spec ?? null;
+    this.text += text;
+    this.finish = choice?.finish_reason ?? this.finish;
+    if (round || text) this.steps.push({ at, round, text });
     if (!round) return null;
     this.rounds.push(round);
     this.tokens.push(...round.tokens);
@@ -57,6 +71,12 @@ export class Run {
   /** Tokens per pass of the target. */
   get acceptedLength() {
     return this.tokens.length / this.rounds.length;
+  }
+
+  /** Tokens drafted a round, in levels: the depth that the rounds really had, on average. */
+  get depth() {
+    const depths = this.rounds.slice(1).map((round) => Math.max(0, ...levels(round.draft)));
+    return depths.reduce((sum, depth) => sum + depth, 0) / depths.length;
   }
 
   /** The chance that the next drafted token is accepted, as seen in this run; NaN without a draft. */

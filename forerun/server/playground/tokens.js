@@ -1,11 +1,13 @@
 // The text, token by token, each marked by where it came from. Only appends: a long text is never drawn again.
 // Rejected drafted tokens are always in the page and hidden by the style sheet, so that showing them costs nothing.
 
-import { byId, el, num, visible } from "./dom.js";
+import { byId, el, moving, num, visible } from "./dom.js";
 import { acceptedPath } from "./run.js";
 
 // Every source has a colour and an underline of its own (style.css), in the order in which they turn up.
 const STYLES = 5;
+const GREY = 120; // milliseconds for which drafted tokens are grey before their verdict shows
+const GONE = 300; // and after which the rejected ones have vanished
 const slots = new Map();
 
 /** The style class of a source, the same for as long as the page is open. */
@@ -40,6 +42,9 @@ export class TokenView {
   #tokens = []; // the element of every emitted token
   #firsts = []; // of every round: index of its first token
   #rounds = [];
+  #pieces = []; // of every round: its tokens and rejected ones, in the order of the page
+  #revealed = 0; // rounds that can be seen
+  #fresh = []; // rejected tokens of the newest round, not yet vanished
   #current = null; // the one that the Tab key reaches; arrows move it
   #shown = null;
 
@@ -57,7 +62,8 @@ export class TokenView {
   }
 
   clear(prompt) {
-    [this.#tokens, this.#firsts, this.#rounds, this.#current, this.#shown] = [[], [], [], null, null];
+    [this.#tokens, this.#firsts, this.#rounds, this.#pieces, this.#fresh] = [[], [], [], [], []];
+    [this.#current, this.#shown, this.#revealed] = [null, null, 0];
     this.text.replaceChildren(el("span", { class: "prompt" }, prompt));
     this.detail.textContent = this.hint;
     for (const item of this.legend.querySelectorAll("[data-source]")) item.remove();
@@ -65,11 +71,51 @@ export class TokenView {
 
   /** Adds rounds that were not drawn yet, all in one go. */
   append(rounds) {
-    const stick = this.box.scrollHeight - this.box.scrollTop - this.box.clientHeight < 40;
     const pieces = document.createDocumentFragment();
     for (const round of rounds) this.#draw(round, pieces);
-    this.text.append(pieces);
-    if (stick) this.box.scrollTop = this.box.scrollHeight; // follow the text unless the reader has scrolled away
+    this.#following(() => {
+      this.text.append(pieces);
+      this.#show(this.#rounds.length);
+    });
+  }
+
+  /** Shows the first `count` rounds only: the others are yet to come, in a replay. */
+  reveal(count) {
+    if (count === this.#revealed) return;
+    this.#following(() => {
+      for (const span of this.#pieces.slice(count, this.#revealed).flat()) span.classList.add("later");
+      this.#show(count);
+    });
+  }
+
+  /** What changes the text also follows it, unless the reader has scrolled away. */
+  #following(change) {
+    const stick = this.box.scrollHeight - this.box.scrollTop - this.box.clientHeight < 40;
+    change();
+    if (stick) this.box.scrollTop = this.box.scrollHeight;
+  }
+
+  #show(count) {
+    const shown = this.#pieces.slice(this.#revealed, count);
+    this.#revealed = count;
+    for (const span of shown.flat()) span.classList.remove("later");
+    if (shown.length && moving()) this.#flash(shown);
+  }
+
+  /** What was drafted is grey for a moment before its verdict shows. Only the newest round shows what it lost: in the
+   * middle of a text it would push what follows to and fro. Nothing waits for this. */
+  #flash(rounds) {
+    for (const span of this.#fresh) span.classList.remove("fresh", "struck");
+    const lost = rounds.at(-1).filter((span) => span.matches(".ghost"));
+    const drafted = [...lost, ...rounds.flat().filter((span) => span.matches(".drafted"))];
+    for (const span of drafted) span.classList.add("fresh");
+    this.#fresh = lost;
+    setTimeout(() => {
+      for (const span of drafted) span.classList.replace("fresh", "struck");
+    }, GREY);
+    setTimeout(() => {
+      for (const span of drafted) span.classList.remove("struck");
+    }, GONE);
   }
 
   /** Text that came without a trace. */
@@ -82,8 +128,9 @@ export class TokenView {
     this.#firsts.push(this.#tokens.length);
     const path = acceptedPath(round);
     const ghosts = ghostsByPlace(round);
+    const mine = [];
     const drawGhosts = (place) => {
-      for (const i of ghosts.get(place) ?? []) pieces.append(ghost(round.draft[i], index, i));
+      for (const i of ghosts.get(place) ?? []) mine.push(ghost(round.draft[i], index, i));
     };
     round.tokens.forEach((token, j) => {
       drawGhosts(j);
@@ -94,9 +141,11 @@ export class TokenView {
       if (token.source) this.#explain(token.source);
       if (token.text.startsWith("\n")) span.classList.add("newline"); // or its mark would not be seen
       this.#tokens.push(span);
-      pieces.append(span);
+      mine.push(span);
     });
     drawGhosts(round.tokens.length); // where the request ended
+    this.#pieces.push(mine);
+    pieces.append(...mine);
     if (!this.#current && this.#tokens.length) this.#reach(this.#tokens[0]);
   }
 

@@ -7,7 +7,6 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,8 +24,9 @@ from forerun.runner import Runner
 from forerun.train.blocks import blocks
 from forerun.train.capture import Batch, Target
 from forerun.train.data import Corpus
+from forerun.train.fused import fused_sum
 from forerun.train.lengths import chances_of
-from forerun.train.losses import Law, Mixture, at_temperature, nothing_learnt, tv
+from forerun.train.losses import Mixture, at_temperature, nothing_learnt, tv
 from forerun.train.options import BlockOptions
 from forerun.train.recipes.base import Outlook
 
@@ -88,16 +88,23 @@ class Block:
         row, anchor, slot = counts.nonzero(as_tuple=True)
         if not len(row):
             return nothing_learnt(module)  # no text has a token that could be an anchor
-        at, made = at[row, anchor, slot], made[row, anchor, slot]
-        law, previous = _law(batch.law, (row, at)), batch.tokens[row, at]
-        logits = module.follow(module.say(made), previous)
-        options, weights = self.options, self.options.decay**slot
-        losses = Mixture(options.kl, options.tv, options.ce)(law, logits, batch.tokens[row, at + 1])
-        if options.confidence:
-            overlap = (1 - tv(law.logs, law.of(logits.detach()))).clamp(0, 1)
-            trust = module.trust(made, previous).float()
-            losses = losses + options.confidence * F.binary_cross_entropy_with_logits(trust, overlap, reduction="none")
-        return (losses * weights).sum() / weights.sum()
+        at, options, weights = at[row, anchor, slot], self.options, self.options.decay**slot
+        laws, before, said = batch.law.at((row, at)), batch.tokens[row, at], batch.tokens[row, at + 1]
+        mixture = Mixture(options.kl, options.tv, options.ce)
+
+        def losses(made: Tensor, part: slice) -> Tensor:
+            law, previous = laws.at(part), before[part]
+            logits = module.follow(module.say(made), previous)
+            values = mixture(law, logits, said[part])
+            if options.confidence:
+                overlap = (1 - tv(law.logs, law.of(logits.detach()))).clamp(0, 1)
+                trust = module.trust(made, previous).float()
+                values = values + options.confidence * F.binary_cross_entropy_with_logits(
+                    trust, overlap, reduction="none"
+                )
+            return values * weights[part]
+
+        return fused_sum(made[row, anchor, slot], module, losses) / weights.sum()
 
     def anchors(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Some positions that count, as many of each text: (positions [B, A], whether each is one). They follow from
@@ -117,7 +124,11 @@ class Block:
         chances, said = torch.zeros_like(overlap), torch.full_like(batch.said, -math.log(batch.vocab))
         for k, roots, logits in self._laws(module, batch, depth):
             at = slice(roots.start + k, roots.stop + k)
-            logits, counts, law = at_temperature(logits, batch.temperature), batch.mask[:, at], _law(batch.law, at)
+            logits, counts, law = (
+                at_temperature(logits, batch.temperature),
+                batch.mask[:, at],
+                batch.law.at((slice(None), at)),
+            )
             tokens = batch.tokens[:, at.start + 1 : at.stop + 1, None]
             guessed = logits.log_softmax(-1).gather(-1, tokens)[..., 0]
             overlap[:, roots, k] = torch.where(counts, 1 - tv(law.logs, law.of(logits)), 0.0)
@@ -177,12 +188,6 @@ def mask_token(target: Target, corpus: Corpus, asked: int | None) -> int:
     if isinstance(padding, int) and 0 <= padding < c.vocab and padding not in c.end_ids:
         return padding
     return int(corpus.counts(c.vocab).argmin())
-
-
-def _law(law: Law, index: Any) -> Law:
-    """The laws at some positions: a slice of them in every text, or an index (texts, positions)."""
-    index = (slice(None), index) if isinstance(index, slice) else index
-    return Law(None if law.tokens is None else law.tokens[index], law.logs[index])
 
 
 def _of_rows(values: Tensor, at: Tensor) -> Tensor:

@@ -17,16 +17,18 @@ from forerun.draft.mtp import MtpModule, load_module, save_module
 from forerun.draft.pair_head import PairHead
 from forerun.draft.pairs import Pairs
 from forerun.draft.view import view_of
+from forerun.models.config import ModelConfig
 from forerun.runner import Runner
 from forerun.train.capture import PAGE, Batch, Target
 from forerun.train.data import Corpus
+from forerun.train.fused import fused_sum
 from forerun.train.lengths import chances_of
-from forerun.train.losses import Mixture, at_temperature, masked_mean, nothing_learnt, places, tv
+from forerun.train.losses import Law, Mixture, at_temperature, nothing_learnt, places, tv
 from forerun.train.options import EagleOptions, PairOptions
 from forerun.train.recipes.base import Outlook
 from forerun.train.unroll import unroll
 
-LARGEST_VOCAB = 32000  # of an EAGLE-3 head, unless it is asked for
+SMALLEST_VOCAB, LARGEST_VOCAB = 8192, 32000  # of an EAGLE-3 head, unless it is asked for
 OWN_SCORE = 10.0  # of a pair with itself where an EAGLE-3 head begins; those of others are about 1
 
 
@@ -62,10 +64,16 @@ class PairRecipe:
             sayable = numbers < len(ids)
             numbers = torch.where(sayable, numbers, 0)
         total, weight = torch.zeros((), device=batch.tokens.device), 0.0
-        for step, made in enumerate(unroll(module, batch, self.options.unroll)):
-            losses = mixture(law.behind(step + 1), module.logits(made), numbers[:, step + 2 :])
-            counts = batch.mask[:, step + 1 :] & sayable[:, step + 2 :]
-            total = total + self.options.decay**step * masked_mean(losses, counts)
+        for step, (rows, made) in enumerate(unroll(module, batch, self.options.unroll, self.options.thin)):
+            position = rows + step + 1
+            counts = batch.mask[:, position] & sayable[:, position + 1]
+            at, said = law.at((slice(None), position)).at(counts), numbers[:, position + 1][counts]
+
+            def losses(made: Tensor, part: slice, at: Law = at, said: Tensor = said) -> Tensor:
+                return mixture(at.at(part), module.logits(made), said[part])
+
+            mean = fused_sum(made[counts], module, losses) / max(len(said), 1)
+            total = total + self.options.decay**step * mean
             weight += self.options.decay**step
         return total / weight if weight else nothing_learnt(module)
 
@@ -74,7 +82,7 @@ class PairRecipe:
         overlap = torch.zeros((*batch.mask.shape, depth), device=batch.tokens.device)
         chances, said = torch.zeros_like(overlap), torch.full_like(batch.said, -math.log(batch.vocab))
         law, numbers = batch.law.over(module.tokens()), _numbers(module.tokens(), batch)
-        for step, made in enumerate(unroll(module, batch, depth)):
+        for step, (_, made) in enumerate(unroll(module, batch, depth)):
             logits, counts = at_temperature(module.logits(made), batch.temperature), batch.mask[:, step + 1 :]
             logs = nn.functional.pad(logits.log_softmax(-1), (0, 1), value=-torch.inf)
             guessed = logs.gather(-1, numbers[:, step + 2 :, None])[..., 0]
@@ -114,8 +122,8 @@ class Eagle3(PairRecipe):
 
     def build(self, target: Target, corpus: Corpus) -> nn.Module:
         c = target.llm.decoder.config
-        said = min(self.options.draft_vocab or LARGEST_VOCAB, c.vocab)
         layer, boundaries = layer_like(c, self.options.intermediate), depths_read(c.layers)
+        said = min(self.options.draft_vocab or fitting_vocab(layer), c.vocab)
         config = EagleConfig(
             layer=layer, target_hidden=c.hidden, boundaries=boundaries, draft_vocab=said, fc_norm=True,
             norm_before_residual=True, norm_output=True,
@@ -161,6 +169,14 @@ class Mtp(PairRecipe):
 
     def _read(self, directory: Path, target: Target) -> PairHead:
         return load_module(directory, view_of(target.llm.decoder))
+
+
+def fitting_vocab(layer: ModelConfig) -> int:
+    """Tokens that an EAGLE-3 head says where nobody asks for a number: so many that to score them costs about as much
+    as its layer does. What a text then lacks is rare, and every round is drafted and learnt from sooner."""
+    attention = (layer.heads + 2 * layer.kv_heads) * 2 + layer.heads
+    inputs = attention * layer.head_dim + 3 * layer.intermediate  # numbers of the layer for each of its inputs
+    return min(max(inputs // 1024 * 1024, SMALLEST_VOCAB), LARGEST_VOCAB)
 
 
 def depths_read(layers: int) -> tuple[int, ...]:

@@ -1,0 +1,58 @@
+"""Small files that come with a model, from strangers: bounded in size, regular files only, every fault one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from forerun.errors import LoadError, one_line, shown
+
+LARGEST = 64 << 20  # bytes; the longest lists of tensors and of added tokens have a few
+
+
+def read_text(path: Path, largest: int = LARGEST) -> str:
+    """A text file. Raises LoadError."""
+    try:
+        if not path.is_file():  # a pipe would be waited for
+            raise LoadError(f"{path} is no file that can be read; download it again")
+        with path.open("rb") as file:
+            content = file.read(largest + 1)
+        if len(content) > largest:
+            raise LoadError(f"{path} has over {largest >> 20} MB, which no such file has; download it again")
+        return content.decode("utf-8")
+    except (OSError, ValueError) as error:
+        raise LoadError(f"{path} cannot be read: {one_line(str(error))}; download it again") from None
+
+
+def read_json(path: Path) -> Any:
+    """What a JSON file holds. Raises LoadError."""
+    try:
+        return json.loads(read_text(path))
+    except (ValueError, RecursionError) as error:
+        why = "it is nested too deep" if isinstance(error, RecursionError) else one_line(str(error))
+        raise LoadError(f"{path} cannot be read: {why}; download it again") from None
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """A JSON object in a file. Raises LoadError."""
+    raw = read_json(path)
+    if not isinstance(raw, dict):
+        raise LoadError(f"{path} does not hold an object: download it again")
+    return raw
+
+
+def inside(directory: Path, name: str) -> Path:
+    """The file that another one in `directory` names. Raises LoadError for a name that leads out of there."""
+    path = directory / name
+    if "\0" in name or ".." in Path(name).parts or Path(name).is_absolute():
+        raise LoadError(f"{directory} names the file {shown(name)}, which is not in it; download it again")
+    return path
+
+
+def indexed(index: Path) -> list[Path]:
+    """The files that an index of weights names, there or not. Raises LoadError."""
+    files = read_object(index).get("weight_map")
+    if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
+        raise LoadError(f"{index} cannot be read: it has no weight_map of tensors to files; download it again")
+    return [inside(index.parent, name) for name in sorted(set(files.values()))]

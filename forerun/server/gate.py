@@ -1,0 +1,75 @@
+"""Before everything else: a request id, the name that was asked, the key, the size of the body."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Awaitable, Callable
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from forerun.server import errors
+from forerun.server.bodies import Bodies
+from forerun.server.errors import ApiError
+from forerun.server.hosts import Hosts
+from forerun.server.journal import REQUEST_ID
+from forerun.server.tenants import CALLER, Callers
+
+Turn = Callable[[], Awaitable[None]]
+FORM = "application/x-www-form-urlencoded"
+
+
+class Gate:
+    """Refuses what asks for somebody else, has no key or is too large, and gives every request an id."""
+
+    OPEN = ("/health", "/", "/docs")  # the pages hold no secret; the playground asks for the key
+    OPEN_BELOW = "/playground/"
+
+    def __init__(self, app: ASGIApp, callers: Callers, hosts: Hosts, bodies: Bodies, turn: Turn) -> None:
+        """`turn` waits until a request may begin."""
+        self.app, self.callers, self.hosts, self.bodies, self.turn = app, callers, hosts, bodies, turn
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        if scope["path"] != "/health":
+            await self.turn()
+        headers = Headers(scope=scope)
+        request_id = "".join(c for c in headers.get("x-request-id", "")[:128] if c.isalnum() or c in "-_.")
+        request_id = request_id or secrets.token_hex(8)
+
+        REQUEST_ID.set(request_id)
+        if scope["path"].startswith("/api/") and "origin" not in headers:
+            _call_it_json(scope)
+
+        async def reply(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+            await send(message)
+
+        error = self._refusal(scope["path"], headers)
+        if error is None:
+            with self.bodies.limited(receive) as limited:
+                await self.app(scope, limited, reply)
+            return
+        await errors.answer(error, scope["path"])(scope, receive, reply)
+
+    def _refusal(self, path: str, headers: Headers) -> ApiError | None:
+        elsewhere = self.hosts.refusal(headers)
+        if elsewhere:
+            return elsewhere
+        caller = self.callers.find(headers.get("authorization", ""))
+        if caller is not None:
+            CALLER.set(caller)
+        elif path not in self.OPEN and not path.startswith(self.OPEN_BELOW):
+            return ApiError(401, "give a valid key: Authorization: Bearer KEY", None, "invalid_api_key")
+        return self.bodies.refusal(headers)
+
+
+def _call_it_json(scope: Scope) -> None:
+    """Ollama takes what `curl -d` calls a form. Only from where no browser is: of a page elsewhere, the type is what
+    keeps it from asking."""
+    headers = MutableHeaders(scope=scope)
+    if headers.get("content-type") in (None, FORM):
+        headers["content-type"] = "application/json"

@@ -1,0 +1,109 @@
+"""What every handler needs: the service, what the server was told, and the way of a request to the engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+from anyio import CapacityLimiter, to_thread
+from fastapi import Response
+from fastapi.responses import JSONResponse
+
+from forerun.errors import RequestError, brief
+from forerun.server import bounds
+from forerun.server.errors import ApiError
+from forerun.server.grammars import Grammars
+from forerun.server.service import Service
+from forerun.server.writing import WholeAnswer
+
+R = TypeVar("R")
+PREPARATIONS = 2  # at once: each that computes may keep the interpreter from the engine for a moment
+SMALL = 1 << 14  # bytes of a body that is parsed on the spot
+SHORT = 1024  # values of an answer that is written on the spot
+
+
+@dataclass(frozen=True, slots=True)
+class Kitchen:
+    """What every handler needs: the service and what the server was told."""
+
+    service: Service
+    name: str
+    fingerprint: str
+    timeout: float
+    max_prompt: int
+    grammars: Grammars
+    parsing: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(1))
+    preparing: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(PREPARATIONS))
+    writing: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(PREPARATIONS))
+    beginning: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    async def turn(self) -> None:
+        """Wait for a turn: in each round of the event loop one request goes on, so that however many come at once,
+        /health and the tokens of others never wait for all of them."""
+        async with self.beginning:
+            await asyncio.sleep(0)
+
+    def check(self, model: str | None) -> None:
+        """Refuse a model that is not served."""
+        if model is not None and model.removesuffix(":latest") != self.name.removesuffix(":latest"):
+            raise ApiError(
+                404, f"there is no model {brief(model)} here, only {self.name!r}", "model", "model_not_found"
+            )
+
+    def check_limit(self, tokens: Sequence[int]) -> None:
+        """Refuse a prompt over this server's limit."""
+        count = len(tokens)
+        if self.max_prompt and count > self.max_prompt:
+            raise ApiError(400, f"the prompt has {count} tokens, this server takes {self.max_prompt}", "prompt")
+
+    def check_prompt(self, tokens: Sequence[int]) -> None:
+        """Refuse a prompt over this server's limit, or over the context."""
+        self.check_limit(tokens)
+        count, context = len(tokens), self.service.llm.decoder.context
+        if count >= context:
+            raise RequestError(f"the prompt has {count} tokens, the context only {context}: shorten the prompt")
+
+    @property
+    def most_characters(self) -> int:
+        """Characters of the longest text that is tokenized."""
+        room = self.service.llm.room
+        return bounds.most_characters(min(self.max_prompt or room, room))
+
+    def check_characters(self, count: int) -> None:
+        """Refuse a text that cannot be short enough, before it is tokenized."""
+        if count > self.most_characters:
+            message = f"the prompt has {count} characters, this server takes {self.most_characters}: shorten the prompt"
+            raise ApiError(400, message, None, "context_length_exceeded")
+
+    def tokens(self, prompt: str | list[int]) -> list[int]:
+        """A prompt as the model reads it. Raises ApiError, RequestError."""
+        if isinstance(prompt, str):
+            self.check_characters(len(prompt))
+        else:
+            self.check_prompt(prompt)
+        tokens = self.service.llm.tokens(prompt)
+        self.check_prompt(tokens)
+        return tokens
+
+    async def parse(self, body: bytes) -> Any:
+        """The value that a body is, read beside the event loop where it is large, one at a time: each holds the
+        interpreter for up to 30 ms. Raises as `prepare` does, and ValueError."""
+        with self.service.place(1):
+            if len(body) < SMALL:
+                return bounds.parse(body)
+            return await to_thread.run_sync(bounds.parse, body, limiter=self.parsing)
+
+    async def prepare(self, work: Callable[..., R], *given: Any, count: int = 1) -> R:
+        """What `work` makes of something given, beside the event loop: of few requests at once, and only where there
+        is a place for `count` of them. Raises BusyError, UnavailableError, RequestError."""
+        with self.service.place(count):
+            return await to_thread.run_sync(partial(work, *given), limiter=self.preparing)
+
+    async def write(self, content: Callable[[], dict[str, Any]], count: int) -> Response:
+        """The answer whose content has `count` values; a long one is written beside the event loop."""
+        if count < SHORT:
+            return JSONResponse(content())
+        return await to_thread.run_sync(lambda: WholeAnswer(content()), limiter=self.writing)

@@ -1,0 +1,31 @@
+"""The address a server listens on, taken before a model is loaded: one that is in use is known at once."""
+
+from __future__ import annotations
+
+import errno
+import socket
+
+from forerun.errors import ConfigError
+from forerun.server.settings import Settings
+
+
+def listen(settings: Settings) -> socket.socket:
+    """A socket bound to the host and port of the settings. Raises ConfigError."""
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # by this asyncio knows to set TCP_NODELAY
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((settings.host, settings.port))
+    except OSError as error:
+        listener.close()
+        where = f"cannot listen on {settings.host}:{settings.port}: {(error.strerror or str(error)).lower()}"
+        raise ConfigError(f"{where}; {_advice(error)}") from None
+    return listener
+
+
+def _advice(error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return "another program has it: give another --port, or --port 0 for any that is free"
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return "give a --port from 1024 up"
+    return "give a --host of this machine, such as 127.0.0.1 for itself alone or 0.0.0.0 for everybody"

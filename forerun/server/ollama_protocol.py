@@ -1,0 +1,168 @@
+"""What clients of Ollama's API may send, and as which chat it is understood."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+from fastapi.exceptions import RequestValidationError
+from pydantic import Field, ValidationError
+
+from forerun.server import fields
+from forerun.server.errors import ApiError
+from forerun.server.protocol import MOST_MESSAGES, Body, ChatRequest, List, Strict, Tool
+
+Json = dict[str, Any]
+OPTIONS = (  # besides what is in the table of fields
+    *("temperature", "top_k", "top_p", "min_p", "seed", "stop", "min_tokens", "max_tokens", "ignore_eos"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "speculative", "cache_salt"),
+)
+
+
+class OllamaFunction(Strict):
+    name: str
+    arguments: Json = Field(default_factory=dict)
+    index: int | None = None
+    description: str | None = None
+
+
+class OllamaCall(Strict):
+    id: str | None = None
+    type: str | None = None
+    function: OllamaFunction
+
+
+class OllamaMessage(Strict):
+    role: str
+    content: str | None = None
+    images: List[Any] | None = None
+    thinking: str | None = None
+    tool_calls: List[OllamaCall] | None = None
+    tool_name: str | None = None
+    tool_call_id: str | None = None
+
+
+class Ollama(Body):
+    """What all requests of Ollama's API have in common."""
+
+    model: str
+    options: Json | None = None
+    keep_alive: float | str | None = None
+
+
+class OllamaGeneration(Ollama):
+    """What chats and generations have in common."""
+
+    stream: bool | None = None
+    format: str | Json | None = None
+    think: bool | None = None
+    truncate: bool | None = None
+    shift: bool | None = None
+
+
+class OllamaChat(OllamaGeneration):
+    """/api/chat."""
+
+    messages: Annotated[List[OllamaMessage], Field(max_length=MOST_MESSAGES)] | None = None
+    tools: Annotated[List[Tool], Field(max_length=128)] | None = None
+
+
+class OllamaGenerate(OllamaGeneration):
+    """/api/generate."""
+
+    prompt: str | None = None
+    system: str | None = None
+    raw: bool | None = None
+    suffix: str | None = None
+    template: str | None = None
+    images: List[Any] | None = None
+    context: List[int] | None = None
+
+
+class OllamaEmbed(Ollama):
+    """/api/embed."""
+
+    input: str | List[str]
+    truncate: bool | None = None
+    dimensions: int | None = None
+
+
+class OllamaEmbeddings(Ollama):
+    """/api/embeddings, the older one."""
+
+    prompt: str
+
+
+class OllamaShow(Body):
+    """/api/show; the older clients say `name`."""
+
+    model: str | None = None
+    name: str | None = None
+    verbose: bool | None = None
+
+
+def chat_of(body: OllamaChat) -> ChatRequest:
+    """A chat as OpenAI writes it. Raises ApiError, RequestValidationError."""
+    tools = [tool.model_dump(exclude_none=True) for tool in body.tools or []]
+    return _request(body, [_message(message) for message in body.messages or []], {"tools": tools} if tools else {})
+
+
+def chat_of_prompt(body: OllamaGenerate) -> ChatRequest:
+    """The chat of a single prompt; of a raw one it is what its tokens are put in. Raises ApiError."""
+    refused = {
+        "suffix": "this server continues texts, it fills no gaps",
+        "template": "the model's own is used; give raw and a prompt that is laid out",
+        "images": "this server reads text only",
+        "context": "send the conversation to /api/chat",
+    }
+    for name, why in refused.items():
+        if getattr(body, name):
+            raise ApiError(400, f"{name} is not supported: {why}", name)
+    if body.raw and body.system:
+        raise ApiError(400, "raw takes the prompt as it is: put the system message into it", "system")
+    system = [{"role": "system", "content": body.system}] if body.system else []
+    return _request(body, [*system, {"role": "user", "content": body.prompt}], {})
+
+
+def _message(message: OllamaMessage) -> Json:
+    if message.images:
+        raise ApiError(400, "images is not supported: this server reads text only", "messages")
+    values: Json = {"role": message.role, "content": message.content or ""}
+    if message.tool_calls:
+        values["tool_calls"] = [
+            {
+                "id": call.id or f"call_{i}",
+                "function": {"name": call.function.name, "arguments": json.dumps(call.function.arguments)},
+            }
+            for i, call in enumerate(message.tool_calls)
+        ]
+    named = {"name": message.tool_name, "tool_call_id": message.tool_call_id}
+    return values | {key: value for key, value in named.items() if value is not None}
+
+
+def _request(body: OllamaGeneration, messages: list[Json], more: Json) -> ChatRequest:
+    for name in body.options or {}:
+        if name not in OPTIONS and name not in fields.TABLE:
+            raise fields.unknown(name, OPTIONS)
+    options = dict(body.options or {})
+    for name in ("num_predict", "seed"):  # below 0: as long as there is room, and any seed
+        value = options.get(name)
+        if isinstance(value, int) and value < 0:
+            del options[name]
+    if body.think is not None:
+        options["enable_thinking"] = body.think
+    values = {"messages": messages, **options, **more, **_form(body.format)}
+    try:
+        return ChatRequest.model_validate(values)
+    except ValidationError as error:
+        raise RequestValidationError(error.errors()) from None
+
+
+def _form(form: str | Json | None) -> Json:
+    if not form:
+        return {}
+    if form == "json":
+        return {"response_format": {"type": "json_object"}}
+    if isinstance(form, str):
+        raise ApiError(400, "format must be 'json' or a JSON schema", "format")
+    return {"response_format": {"type": "json_schema", "json_schema": {"schema": form}}}

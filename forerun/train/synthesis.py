@@ -1,0 +1,293 @@
+"""Material for a run without data: what the target writes when nobody asks it anything (Magpie, arXiv 2406.08464).
+
+A chat model gets the beginning of a user's turn in its own template and writes the question, then answers it. A base
+model begins from nothing or from a first word. What loops or was nearly said before is left out. Texts follow from the
+seed and are lines of JSON, which `--data` reads.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from forerun.engine.request import Request
+from forerun.errors import ConfigError, ForerunError, RequestError
+from forerun.models.text import BROKEN
+from forerun.progress import Tell, nothing
+from forerun.sampling.params import SamplingParams
+from forerun.train.capture import AT_ONCE, Target
+from forerun.train.data import Document, Source, read_line
+from forerun.train.settings import FEWEST_TOKENS, Training
+from forerun.train.sieve import USUAL, Limits, Sieve
+from forerun.train.stream import seed_of
+from forerun.train.topics import FIRST_OF_QUESTIONS, FIRST_WORDS, TOPICS
+
+AUTHOR = "written by the target itself"
+GROUP = 2 * AT_ONCE  # texts begun together: while long ones end, others take the place of short ones
+FEWEST = 16  # texts that are worth a run, however long they take
+SHARE = 0.2  # of the time of a run
+STALE = 4  # groups that together keep less than a quarter of one: nothing new is to be expected
+# of questions and beginnings, which are to differ; the rest has the run's temperature, and all of its law. Top-p would
+# sort the vocabulary for every token, which takes longer than a pass of a small model
+TEMPERATURE, MIN_P = 1.0, 0.02
+SEEDS = 1 << 40  # seeds from here on are not those of continuations
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What the target wrote: `lines` of JSON, how many were said before, how many were left out for another reason, and
+    the seconds that it took."""
+
+    lines: list[str]
+    repeated: int
+    left_out: int
+    seconds: float
+
+    def read(self) -> tuple[list[Document], list[Source]]:
+        """As `read_data` gives what it reads from files."""
+        documents = [read_line(line, f"{AUTHOR}, line {number}") for number, line in enumerate(self.lines, 1)]
+        return documents, [Source(AUTHOR, len(documents), self.repeated, self.left_out)]
+
+
+class Author(Protocol):
+    """How texts are begun and gone on with. `limit` is the most tokens of a beginning, `ends` what ends it beside the
+    target's own end of text; `whole` says whether it has to come to its end, or must not."""
+
+    limit: int
+    ends: dict[str, Any]
+    whole: bool
+
+    def opening(self, number: int) -> list[int]:
+        """What beginning `number` is written behind."""
+        ...
+
+    def text(self, beginning: Request) -> str:
+        """What of a beginning is judged."""
+        ...
+
+    def prompt(self, beginning: Request) -> list[int]:
+        """What the rest is written behind."""
+        ...
+
+    def line(self, beginning: Request, rest: Request) -> tuple[str, dict[str, Any]]:
+        """(what of the rest is judged, what is kept)"""
+        ...
+
+
+class ChatAuthor:
+    """Questions in the user's place of the target's template, and answers to them.
+
+    Every other one is begun behind a system prompt, which the answer does not know of; the others by first words.
+    """
+
+    whole = True
+
+    def __init__(self, target: Target) -> None:
+        """Raises ConfigError where the template leaves no room."""
+        self.tokenizer = target.tokenizer
+        plain, behind = self._around("", "")
+        self.ends = self._ends(behind)
+        topics = [self._around(topic, "")[0] or beginning_of_text(target) for topic in TOPICS]
+        asked = [self._around("", words)[0] for words in FIRST_OF_QUESTIONS]
+        self._openings = (topics, asked)
+        self._begun = {tuple(ids): self.tokenizer.decode(ids[len(plain) :]) for ids in asked}
+        room = target.tokens - len(self.tokenizer.chat([_said("user", "x")]))
+        if room < 2 * FEWEST_TOKENS:
+            raise ConfigError(
+                f"tokens={target.tokens} leaves no room for a question and an answer in the target's chat template:"
+                f" give {target.tokens - room + 2 * FEWEST_TOKENS} or more"
+            )
+        self.limit = room // 2
+
+    def _around(self, system: str, words: str) -> tuple[list[int], list[int]]:
+        """The tokens before what a user says behind these words, and those after it: what two sayings share."""
+        first, sayings = [_said("system", system)] if system else [], (f"{words}7", f"{words} x".strip())
+        try:
+            one, other = (self.tokenizer.chat([*first, _said("user", saying)]) for saying in sayings)
+        except RequestError:
+            if not system:
+                raise
+            return self._around("", words)  # a template without system prompts
+        return _in_common(one, other), _in_common(one[::-1], other[::-1])[::-1]
+
+    def _ends(self, behind: Sequence[int]) -> dict[str, Any]:
+        """Parameters that end a turn where `behind` begins: at a special token, or at a line of text."""
+        for at, token in enumerate(behind):
+            if token in self.tokenizer.special:
+                return {"stop_token_ids": (token,)}
+            if self.tokenizer.spell(token).strip():
+                return {"stop": self.tokenizer.decode(behind[at:]).strip().splitlines()[0]}
+        return {}
+
+    def opening(self, number: int) -> list[int]:
+        openings = self._openings[number % 2]
+        return openings[number // 2 % len(openings)]
+
+    def text(self, beginning: Request) -> str:
+        begun = self._begun.get(tuple(beginning.tokens[: beginning.prompt_length]), "")
+        return (begun + _text(beginning)).strip()
+
+    def prompt(self, beginning: Request) -> list[int]:
+        return self.tokenizer.chat([_said("user", self.text(beginning))])
+
+    def line(self, beginning: Request, rest: Request) -> tuple[str, dict[str, Any]]:
+        answer = _text(rest)
+        return answer, {"messages": [_said("user", self.text(beginning)), _said("assistant", answer)]}
+
+
+class BaseAuthor:
+    """Texts from nothing and from first words, gone on with at the run's temperature."""
+
+    whole = False
+    ends: dict[str, Any] = {}  # noqa: RUF012
+
+    def __init__(self, target: Target, settings: Training) -> None:
+        self.tokenizer = target.tokenizer
+        start = beginning_of_text(target)
+        encoded = [[*start, *self.tokenizer.encode(word, special=False)] for word in FIRST_WORDS]
+        self._openings = [ids[: settings.prompt_tokens] for ids in encoded if ids]
+        self.limit = settings.prompt_tokens
+
+    def opening(self, number: int) -> list[int]:
+        return self._openings[number % len(self._openings)]
+
+    def text(self, beginning: Request) -> str:
+        return self.tokenizer.decode(beginning.tokens).rstrip(BROKEN)
+
+    def prompt(self, beginning: Request) -> list[int]:
+        return beginning.tokens
+
+    def line(self, beginning: Request, rest: Request) -> tuple[str, dict[str, Any]]:
+        text = self.text(rest)
+        return text, {"text": text}
+
+
+class Writing:
+    """Texts of one target, a group at a time: what is kept, and why the others are not."""
+
+    def __init__(self, target: Target, settings: Training, limits: Limits) -> None:
+        self.target, self.settings, self.sieve = target, settings, Sieve(limits)
+        chats = target.tokenizer.has_chat_template
+        self.author: Author = ChatAuthor(target) if chats else BaseAuthor(target, settings)
+        self.lines: list[str] = []
+        self.faults = Counter[str]()
+        self.begun = 0
+
+    def group(self) -> None:
+        """Begin `GROUP` texts, and go on with those that are worth it."""
+        author, numbers = self.author, range(self.begun, self.begun + GROUP)
+        openings = [author.opening(number) for number in numbers]
+        params = [self._to_begin(number, len(opening)) for number, opening in zip(numbers, openings, strict=True)]
+        self.begun += GROUP
+        going = []
+        for number, beginning in zip(numbers, self._say(openings, params), strict=True):
+            ended = beginning.finish_reason == "stop"
+            fault = "cut off" if ended != author.whole else self.sieve.fault_of_beginning(author.text(beginning))
+            prompt = [] if fault else author.prompt(beginning)
+            if not fault and len(prompt) + FEWEST_TOKENS > self.target.tokens:
+                fault = "long"  # written in other tokens than it is read in
+            if fault:
+                self.faults[fault] += 1
+            else:
+                going.append((beginning, prompt, self._to_go_on(number, len(prompt))))
+        rests = self._say([prompt for _, prompt, _ in going], [params for _, _, params in going])
+        for (beginning, _, _), rest in zip(going, rests, strict=True):
+            text, line = author.line(beginning, rest)
+            if fault := self.sieve.fault(text):
+                self.faults[fault] += 1
+            else:
+                self.lines.append(json.dumps(line, ensure_ascii=False))
+
+    def _to_begin(self, number: int, before: int) -> SamplingParams:
+        most = max(min(self.author.limit, self.target.context - before), 1)
+        seed = seed_of(self.settings.seed, SEEDS + 2 * number)
+        return SamplingParams(temperature=TEMPERATURE, min_p=MIN_P, max_tokens=most, seed=seed, **self.author.ends)
+
+    def _to_go_on(self, number: int, before: int) -> SamplingParams:
+        seed = seed_of(self.settings.seed, SEEDS + 2 * number + 1)
+        return SamplingParams(temperature=self.settings.temperature, max_tokens=self.target.tokens - before, seed=seed)
+
+    def _say(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[Request]:
+        engine = self.target.llm.engine
+        self.target.llm.forget()  # speculation then depends on these prompts alone
+        requests = [engine.add(prompt, how, draft="suffix") for prompt, how in zip(prompts, params, strict=True)]
+        while engine.busy:
+            engine.step_or_raise()
+        return requests
+
+
+def write(
+    target: Target,
+    settings: Training,
+    tell: Tell = nothing,
+    limits: Limits = USUAL,
+    clock: Callable[[], float] = time.monotonic,
+) -> Written:
+    """Let the target write `settings.write` texts, fewer if they would take more than their share of the run or if
+    nothing new comes any more.
+
+    Raises:
+        ForerunError: too few are worth anything.
+        ConfigError: `settings.tokens` has no room for a question and its answer.
+    """
+    writing, began = Writing(target, settings, limits), clock()
+    enough, until = min(settings.write, FEWEST), SHARE * 60 * settings.max_minutes
+    kept, lately = writing.lines, deque([GROUP], STALE)
+    while len(kept) < settings.write and not (len(lately) == STALE and 4 * sum(lately) < GROUP):
+        tell(f"the target writes its own data, {len(kept)} of {settings.write} texts", len(kept), settings.write)
+        before = len(kept)
+        writing.group()
+        lately.append(len(kept) - before)
+        groups, seconds = writing.begun // GROUP, clock() - began
+        if until and len(kept) >= enough and seconds * (groups + 1) / groups > until:
+            break
+    del kept[settings.write :]
+    faults, seconds = writing.faults, clock() - began
+    why = ", ".join(f"{count} {fault}" for fault, count in faults.most_common()) or "none"
+    if len(kept) < max(enough, 2):
+        raise ForerunError(
+            f"the target writes nothing to learn from: of {writing.begun} texts {len(kept)} are left (left out: {why});"
+            " give --data"
+        )
+    tell.note(f"{len(kept)} texts {AUTHOR} in {seconds:.0f} s; left out: {why}")
+    return Written(kept, faults["repeated"], faults.total() - faults["repeated"], seconds)
+
+
+def check_place(name: str, data: Sequence[str]) -> None:
+    """Raise ConfigError now for a file that could not keep what is written, or would not be read again."""
+    path = Path(name).expanduser()
+    if data:
+        raise ConfigError("--save-data keeps what the target writes, and with --data it writes nothing: leave one out")
+    if path.suffix.lower() != ".jsonl":
+        raise ConfigError(f"{name} would not be read as lines of JSON: give --save-data a name that ends in .jsonl")
+    parent = path.absolute().parent
+    if path.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        raise ConfigError(f"{name} cannot be written: give --save-data a file in a directory that can be written to")
+
+
+def beginning_of_text(target: Target) -> list[int]:
+    """The tokens that stand before any text; where there are none, what ends one."""
+    return target.tokenizer.encode("") or list(target.llm.decoder.config.end_ids[:1])
+
+
+def _text(request: Request) -> str:
+    """What was said; half a character at a limit is none."""
+    assert request.text is not None
+    text = request.text.text
+    return text if request.finish_reason == "stop" else text.rstrip(BROKEN)
+
+
+def _said(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+def _in_common(one: Sequence[int], other: Sequence[int]) -> list[int]:
+    """The beginning that both have."""
+    count = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    return list(one[:count])

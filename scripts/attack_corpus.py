@@ -1,0 +1,286 @@
+"""What strangers may send: requests that are malformed, extreme or never end, each by its name.
+
+`REQUESTS` are bodies, made when their turn comes; `BEHAVIOURS` are ways to use a connection. `scale` makes what is
+large smaller, for tests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+HELLO = [{"role": "user", "content": "Say hello."}]
+Made = tuple[str, bytes]
+
+
+def posted(path: str, body: Any) -> Made:
+    """A body as JSON."""
+    return path, json.dumps(body, separators=(",", ":")).encode()
+
+
+def many(count: float, scale: float) -> int:
+    """How many there are of something."""
+    return max(2, int(count * scale))
+
+
+def form(kind: str, value: Any) -> Made:
+    """A completion in the form of a grammar."""
+    named = {"name": "x", "schema": value} if kind == "json_schema" else value
+    return posted(COMPLETIONS, {"prompt": "x", "max_tokens": 32, "response_format": {"type": kind, kind: named}})
+
+
+def messages(scale: float) -> Made:
+    return posted(CHAT, {"messages": [{"role": "user"}] * many(490_000, scale), "max_tokens": 1})
+
+
+def metadata(scale: float) -> Made:
+    entries = {f"k{i}": "" for i in range(many(550_000, scale))}
+    return posted(CHAT, {"messages": HELLO, "max_tokens": 1, "metadata": entries})
+
+
+def stops(scale: float) -> Made:
+    texts = ["\n" * many(950_000, scale) + str(i) for i in range(4)]
+    return posted(COMPLETIONS, {"prompt": "x", "max_tokens": 400, "ignore_eos": True, "stop": texts})
+
+
+def stop_ids(scale: float) -> Made:
+    ids = [9] * many(3_900_000, scale)
+    return posted(COMPLETIONS, {"prompt": "x", "max_tokens": 4, "n": 64, "stop_token_ids": ids})
+
+
+def documents(scale: float) -> Made:
+    text = "def walk(path): return [name for name in os.listdir(path)]\n" * many(2_500, scale)
+    return posted(COMPLETIONS, {"prompt": ["x"] * 64, "max_tokens": 2, "documents": [text]})
+
+
+def nested(scale: float) -> Made:
+    deep = many(2_000_000, scale)
+    return CHAT, b'{"messages":' + b"[" * deep + b"]" * deep + b"}"
+
+
+def schema_of_schemas(scale: float) -> Made:
+    value: Any = {"type": "string"}
+    for _ in range(many(300, scale)):
+        value = {"type": "object", "properties": {"a": value, "b": {"$ref": "#"}}, "required": ["a"]}
+    return form("json_schema", value)
+
+
+def tools(scale: float) -> Made:
+    given = [
+        {"type": "function", "function": {"name": f"f{i}", "parameters": {"type": "object", "properties": {}}}}
+        for i in range(many(20_000, scale))
+    ]
+    return posted(CHAT, {"messages": HELLO, "max_tokens": 4, "tools": given, "tool_choice": "required"})
+
+
+def noise(rng: random.Random) -> Made:
+    """A request of fields that may exist with values that may be of their kind."""
+    names = (
+        "prompt", "messages", "max_tokens", "n", "stop", "seed", "temperature", "top_p", "top_k", "min_p", "logprobs",
+        "logit_bias", "echo", "stream", "trace", "documents", "prediction", "speculative", "response_format", "tools",
+        "tool_choice", "stop_token_ids", "user", "min_tokens", "x",
+    )  # fmt: skip
+    values: tuple[Any, ...] = (
+        None, True, -1, 0, 1, 1 << 70, 1e308, float("nan"), float("-inf"), "", "x", "\x00", "\ud800", "\u202e" * 9, [],
+        [[]], [1, "x"], {}, {"x": {"x": {}}}, {"type": "regex", "regex": "(((a*)*)*)*b"},
+        {"draft": "model:/etc", "depth": -1},
+    )  # fmt: skip
+    body = {rng.choice(names): rng.choice(values) for _ in range(rng.randrange(1, 6))}
+    base: dict[str, Any] = rng.choice([{"prompt": "x"}, {"messages": HELLO}])
+    path = rng.choice([COMPLETIONS, CHAT, "/v1/responses", "/v1/embeddings", "/tokenize", "/detokenize", "/api/chat"])
+    return posted(path, base | body)
+
+
+ENDLESS_LARK = 'start: %json {"type": "integer", "\\u006dultipleOf": 123456789}'
+REQUESTS: dict[str, Callable[[float], Made]] = {
+    "long prompt": lambda s: posted(COMPLETIONS, {"prompt": "a b c d " * many(1_000_000, s), "max_tokens": 1}),
+    "long chat": lambda s: posted(CHAT, {"messages": [{"role": "user", "content": "a b c d " * many(1_000_000, s)}]}),
+    "long tokenize": lambda s: posted("/tokenize", {"prompt": "a b c d " * many(1_000_000, s)}),
+    "one long word": lambda s: posted("/tokenize", {"prompt": "a" * many(8_000_000, s)}),
+    "long embedding": lambda s: posted("/v1/embeddings", {"input": "a b c d " * many(1_000_000, s)}),
+    "long generate": lambda s: posted("/api/generate", {"prompt": "a b c d " * many(1_000_000, s), "raw": True}),
+    "many embeddings": lambda s: posted("/v1/embeddings", {"input": ["x"] * many(1_900_000, s)}),
+    "many prompts": lambda s: posted(COMPLETIONS, {"prompt": ["x"] * many(1_900_000, s), "max_tokens": 1}),
+    "many ids": lambda s: posted("/detokenize", {"tokens": [9] * many(3_900_000, s)}),
+    "many messages": messages,
+    "many messages to tokenize": lambda s: ("/tokenize", messages(s)[1]),
+    "metadata": metadata,
+    "long stops": stops,
+    "stop ids": stop_ids,
+    "documents": documents,
+    "tools": tools,
+    "logit bias": lambda s: posted(
+        COMPLETIONS, {"prompt": "x", "max_tokens": 4, "logit_bias": {str(i): 1 for i in range(many(500_000, s))}}
+    ),
+    "lark with an escaped multipleOf": lambda s: form("grammar", ENDLESS_LARK),
+    "schema with a multipleOf": lambda s: form("json_schema", {"type": "integer", "multipleOf": 123456789}),
+    "nested schema": schema_of_schemas,
+    "large regex": lambda s: form("regex", f"(a{{{many(1000, s)}}}){{{many(1000, s)}}}"),
+    "long choice": lambda s: form("choice", [f"{i:07}" for i in range(many(700_000, s))]),
+    "template arguments": lambda s: posted(
+        CHAT, {"messages": HELLO, "max_tokens": 1, "chat_template_kwargs": {"x": [[0] * 9] * many(300_000, s)}}
+    ),
+    "most completions": lambda s: posted(COMPLETIONS, {"prompt": "x", "max_tokens": many(64, s), "n": 64}),
+    "too many completions": lambda s: posted(COMPLETIONS, {"prompt": "x", "n": 10**9}),
+    "a seed of 4,299 digits": lambda s: (COMPLETIONS, b'{"prompt":"x","seed":' + b"9" * 4299 + b"}"),
+    "a number of many digits": lambda s: (COMPLETIONS, b'{"prompt":"x","top_p":0.' + b"9" * many(7_000_000, s) + b"}"),
+    "unknown fields": lambda s: posted(COMPLETIONS, {"prompt": "x"} | {f"z{i}": i for i in range(many(400_000, s))}),
+    "nested lists": nested,
+    "no JSON": lambda s: (CHAT, b'{"messages": [{"role"'),
+    "no text": lambda s: (CHAT, bytes(range(256)) * many(10_000, s)),
+    "nothing": lambda s: (CHAT, b""),
+}
+
+
+class Wire:
+    """One address of a server, and what can be done to it by hand."""
+
+    def __init__(self, host: str, port: int, patience: float) -> None:
+        self.host, self.port, self.patience = host, port, patience
+
+    async def ask(self, path: str, body: bytes, kind: str = "application/json", name: str = "") -> str:
+        """Send a request and read all of its answer; returns the status, or what became of it."""
+        head = f"POST {path} HTTP/1.1\r\nHost: {name or f'{self.host}:{self.port}'}\r\nContent-Type: {kind}\r\n"
+        return await self.say(f"{head}Connection: close\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+
+    async def say(self, *pieces: bytes, pause: float = 0.0, read: bool = True) -> str:
+        """Send bytes, with pauses between the pieces; returns the status of what is answered."""
+        writer, status = None, "no answer"
+        try:
+            async with asyncio.timeout(self.patience):
+                reader, writer = await asyncio.open_connection(self.host, self.port)
+                for piece in pieces:
+                    writer.write(piece)
+                    await writer.drain()
+                    await asyncio.sleep(pause)
+                line = await reader.readline() if read else b""
+                status = line[9:12].decode(errors="replace") or "closed"
+                while read and await reader.read(1 << 16):
+                    pass
+        except TimeoutError:
+            status = f"{status}, not ended" if status != "no answer" else status
+        except OSError:
+            status = "closed" if status == "no answer" else status
+        finally:
+            if writer is not None:
+                writer.transport.abort()
+        return status
+
+
+def begun(path: str, length: int) -> bytes:
+    kind = "Content-Type: application/json"
+    return f"POST {path} HTTP/1.1\r\nHost: localhost\r\n{kind}\r\nContent-Length: {length}\r\n\r\n".encode()
+
+
+async def hung_body(wire: Wire, scale: float) -> str:
+    """Most of a large body, and then nothing."""
+    size = many(8_000_000, scale)
+    return await wire.say(begun(COMPLETIONS, size) + b'{"prompt": "' + b"a" * (size // 2))
+
+
+async def trickle(wire: Wire, scale: float) -> str:
+    """A body a byte at a time."""
+    return await wire.say(begun(COMPLETIONS, 1000), *[b" "] * 500, pause=0.1)
+
+
+async def slow_headers(wire: Wire, scale: float) -> str:
+    """Headers a line at a time."""
+    return await wire.say(b"GET /health HTTP/1.1\r\n", *[b"X: y\r\n"] * 500, pause=0.1)
+
+
+async def many_connections(wire: Wire, scale: float) -> str:
+    """Connections that say nothing."""
+    said = await asyncio.gather(*(wire.say(b"", pause=3 * scale, read=False) for _ in range(many(700, scale))))
+    return said[0]
+
+
+async def slow_reader(wire: Wire, scale: float) -> str:
+    """A stream with all that can be in it, of which nothing is read."""
+    body = {
+        "prompt": "x",
+        "max_tokens": 2000,
+        "ignore_eos": True,
+        "n": 4,
+        "logprobs": 20,
+        "stream": True,
+        "trace": True,
+    }
+    path, content = posted(COMPLETIONS, body)
+    return await wire.say(begun(path, len(content)) + content, b"", pause=wire.patience * 0.9, read=False)
+
+
+async def killed(wire: Wire, scale: float) -> str:
+    """Streams that are left as soon as they have begun."""
+    path, content = posted(COMPLETIONS, {"prompt": "x", "max_tokens": 500, "ignore_eos": True, "stream": True})
+    said = begun(path, len(content)) + content
+    return (await asyncio.gather(*(wire.say(said, pause=0.05, read=False) for _ in range(20))))[0]
+
+
+async def rebound(wire: Wire, scale: float) -> str:
+    """A page whose name leads here."""
+    return await wire.ask(COMPLETIONS, b'{"prompt": "x", "max_tokens": 1}', name="a.example")
+
+
+async def unseen_post(wire: Wire, scale: float) -> str:
+    """What a page elsewhere may send unasked."""
+    return await wire.ask("/api/generate", b'{"prompt": "x"}', kind="text/plain\r\nOrigin: https://a.example")
+
+
+async def random_bytes(wire: Wire, scale: float) -> str:
+    """No HTTP at all."""
+    return await wire.say(random.Random(1).randbytes(many(100_000, scale)))
+
+
+async def header_flood(wire: Wire, scale: float) -> str:
+    """Headers without end."""
+    return await wire.say(b"GET / HTTP/1.1\r\nHost: localhost\r\n", *[b"X-Header: y\r\n" * 1000] * many(500, scale))
+
+
+async def two_lengths(wire: Wire, scale: float) -> str:
+    """A request that two readers would end at different places."""
+    return await wire.say(
+        b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\nGET"
+    )
+
+
+async def pipeline(wire: Wire, scale: float) -> str:
+    """Many requests at once on one connection, whose answers are not read."""
+    return await wire.say(
+        b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n" * many(1000, scale), pause=1.0 * scale, read=False
+    )
+
+
+async def noise_of_fields(wire: Wire, scale: float) -> str:
+    """Requests of random fields."""
+    rng = random.Random()
+    said = [await wire.ask(*noise(rng)) for _ in range(many(20, scale))]
+    return max(said)  # the worst status
+
+
+BEHAVIOURS: dict[str, Callable[[Wire, float], Awaitable[str]]] = {
+    "hung body": hung_body,
+    "trickling body": trickle,
+    "slow headers": slow_headers,
+    "many connections": many_connections,
+    "slow reader": slow_reader,
+    "killed clients": killed,
+    "rebound name": rebound,
+    "unseen post": unseen_post,
+    "random bytes": random_bytes,
+    "header flood": header_flood,
+    "two lengths": two_lengths,
+    "pipeline": pipeline,
+    "random fields": noise_of_fields,
+}
+NAMES = (*REQUESTS, *BEHAVIOURS)
+
+
+async def strike(wire: Wire, name: str, scale: float = 1.0) -> str:
+    """One of the corpus; returns what the server said."""
+    if name in BEHAVIOURS:
+        return await BEHAVIOURS[name](wire, scale)
+    return await wire.ask(*REQUESTS[name](scale))

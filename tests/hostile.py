@@ -1,0 +1,305 @@
+"""Models with hostile files: thousands of ways to spoil a directory, and what comes of loading and using it.
+
+By hand: python -m tests.hostile --count 5000 --seed 1
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import resource
+import shutil
+import struct
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from forerun.errors import ForerunError, RequestError
+from forerun.llm import LLM
+from forerun.sampling.params import SamplingParams
+from tests import quantise, tiny
+
+PATIENCE = 10.0  # seconds that one may take
+NUMBERS: list[Any] = [
+    0,
+    -1,
+    1,
+    2,
+    3,
+    7,
+    2**31,
+    2**63,
+    10**30,
+    10**400,
+    0.5,
+    -0.0,
+    1e308,
+    1e-308,
+    float("nan"),
+    float("inf"),
+]
+TEXTS: list[Any] = [
+    "",
+    "x",
+    "\ud800",
+    "\x1b[2J\nx",
+    "a" * 100_000,
+    "../../etc/passwd",
+    "llama",
+    "{{ 7 * 7 }}",
+    "{% for",
+]
+OTHERS: list[Any] = [
+    None,
+    True,
+    False,
+    [],
+    {},
+    [[]],
+    [1] * 1000,
+    ["a", 1, None],
+    {"a": {"b": []}},
+    {"": ""},
+    list(range(300)),
+]
+VALUES = NUMBERS + TEXTS + OTHERS
+RAW = [
+    b"", b"\0", b"{", b"[]", b"null", b"\xff\xfe{}", b"[" * 200_000, b'{"a":' * 100_000, b"1" * 5000, b'{"a":1,"a":2}',
+    b'"\\ud800"', b"{}" * 3, b"NaN", b'{"model_type":"llama","model_type":"gpt2"}', b"version https://git-lfs\n",
+]  # fmt: skip
+JSON = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer_config.json",
+    "tokenizer.json",
+    "model.safetensors.index.json",
+)
+TEMPLATES = [
+    "{% for m in messages %}", "{{", "{{ raise_exception('no') }}", "{{ messages[0].content }}", "(" * 50_000,
+    "{{ " + "(" * 20_000, "\xff", "{% include '/etc/passwd' %}", "{{ ''.__class__.__mro__ }}", "{{ 'x' * 10 ** 12 }}",
+]  # fmt: skip
+
+
+def bases() -> list[Path]:
+    """Models that are whole: families, with and without a tokenizer, in shards, quantised in each way."""
+    quantised = [_quantised(layout) for layout in ("gptq", "awq", "packed")]
+    return [
+        tiny.worded(),
+        tiny.worded(),
+        _sharded(),
+        *map(tiny.family, ("gpt2", "gemma3", "phi3", "smollm3")),
+        *quantised,
+    ]
+
+
+@cache
+def _quantised(layout: str) -> Path:
+    directory = Path(tempfile.mkdtemp(prefix=f"{layout}-", dir=tiny._KEPT.name)) / "model"
+    quantise.checkpoint(directory, layout)
+    return directory
+
+
+@cache
+def _sharded() -> Path:
+    directory = Path(tempfile.mkdtemp(prefix="shards-", dir=tiny._KEPT.name))
+    tiny.hf_model("llama").save_pretrained(directory, max_shard_size="20KB")
+    return directory
+
+
+def spoil(directory: Path, chance: random.Random) -> str:
+    """Spoil one thing in a directory; says which. What was spoiled before may leave nothing to do."""
+    how = chance.choice([_value, _value, _value, _bytes, _bytes, _header, _header, _special, _raw, _added])
+    try:
+        file = chance.choice(_files(directory, "*"))
+        return f"{how.__name__[1:]} of {how(directory, file, chance)}"
+    except (ValueError, LookupError, TypeError, AttributeError, OSError, RecursionError, struct.error):
+        return "nothing"
+
+
+def _files(directory: Path, pattern: str) -> list[Path]:
+    return sorted(path for path in directory.glob(pattern) if path.is_file() and not path.is_symlink())
+
+
+def _value(directory: Path, file: Path, chance: random.Random) -> str:
+    """One value in a JSON file becomes another."""
+    found = [path for path in _files(directory, "*.json") if path.name in JSON]
+    file = chance.choice(found)
+    raw = json.loads(file.read_text())
+    places = list(_places(raw))
+    holder, key = chance.choice(places)
+    holder[key] = value = chance.choice(VALUES)
+    file.write_bytes(json.dumps(raw).encode())
+    return f"{file.name}: {key!r} is {repr(value)[:60]}"
+
+
+def _places(raw: Any) -> Iterator[tuple[Any, Any]]:
+    items = raw.items() if isinstance(raw, dict) else enumerate(raw) if isinstance(raw, list) else ()
+    for key, value in items:
+        yield raw, key
+        yield from _places(value)
+
+
+def _bytes(directory: Path, file: Path, chance: random.Random) -> str:
+    """Bytes are flipped, cut off, put in or doubled."""
+    data = bytearray(file.read_bytes())
+    how = chance.choice(["flip", "cut", "insert", "twice"])
+    if how == "flip":
+        for at in chance.choices(
+            range(min(len(data), chance.choice((64, 4096, len(data))))), k=chance.choice((1, 2, 9))
+        ):
+            data[at] ^= 1 << chance.randrange(8)
+    elif how == "cut":
+        del data[chance.randrange(len(data)) :]
+    elif how == "insert":
+        at = chance.randrange(len(data))
+        data[at:at] = chance.randbytes(chance.choice((1, 8, 1000)))
+    else:
+        data *= 2
+    file.write_bytes(data)
+    return f"{file.name}: {how}"
+
+
+def _header(directory: Path, file: Path, chance: random.Random) -> str:
+    """What a file of weights says of its tensors."""
+    file = chance.choice(_files(directory, "*.safetensors"))
+    data = file.read_bytes()
+    (length,) = struct.unpack("<Q", data[:8])
+    header, body = json.loads(data[8 : 8 + length]), data[8 + length :]
+    names = [name for name in header if name != "__metadata__"]
+    one, other = chance.choice(names), chance.choice(names)
+    entry = header[one]
+    changes: dict[str, Callable[[], Any]] = {
+        "shape": lambda: entry.update(
+            shape=[chance.choice([0, 1, 3, 2**40, -1, 2**64, 1.5, *entry["shape"]])] * chance.randrange(4)
+        ),
+        "turned": lambda: entry.update(shape=entry["shape"][::-1]),
+        "dtype": lambda: entry.update(
+            dtype=chance.choice(["F64", "F16", "I8", "BOOL", "F8_E4M3", "F4", "U64", "C64", "X", 3])
+        ),
+        "overlap": lambda: entry.update(data_offsets=header[other]["data_offsets"]),
+        "offsets": lambda: entry.update(
+            data_offsets=[chance.choice([0, -1, 2**63, 2**64, 8, "x", None]) for _ in range(2)]
+        ),
+        "gone": lambda: header.pop(one),
+        "renamed": lambda: header.update({chance.choice(TEXTS): header.pop(one)}),
+        "metadata": lambda: header.update(__metadata__=chance.choice(VALUES)),
+        "any": lambda: entry.update({chance.choice([*entry, "x"]): chance.choice(VALUES)}),
+    }
+    what = chance.choice(list(changes))
+    changes[what]()
+    packed = json.dumps(header).encode()
+    stated = chance.choice([len(packed)] * 9 + [0, 2**63, len(packed) + 1])
+    file.write_bytes(struct.pack("<Q", stated) + packed + body)
+    return f"{file.name}: {what} of {one}"
+
+
+def _special(directory: Path, file: Path, chance: random.Random) -> str:
+    """Something else in the place of a file."""
+    file.unlink()
+    kind = chance.choice(["pipe", "directory", "loop", "zero", "text", "gone"])
+    if kind == "pipe":
+        os.mkfifo(file)
+    elif kind == "directory":
+        file.mkdir()
+    elif kind != "gone":
+        (directory / "secret").write_text("root:x:0:0:root:/root:/bin/bash\n")
+        file.symlink_to({"loop": file, "zero": Path("/dev/zero"), "text": directory / "secret"}[kind])
+    return f"{file.name}: {kind}"
+
+
+def _raw(directory: Path, file: Path, chance: random.Random) -> str:
+    """A whole file is something else."""
+    file = directory / chance.choice([*JSON, file.name, "chat_template.jinja", "special_tokens_map.json"])
+    file.unlink(missing_ok=True)  # never through a link
+    file.write_bytes(content := chance.choice(RAW))
+    return f"{file.name}: {content[:40]!r}"
+
+
+def _added(directory: Path, file: Path, chance: random.Random) -> str:
+    """A file that was not there: a template, an index, advice, code. What stood there before is a file or nothing."""
+    if any(path.is_symlink() for path in directory.iterdir()):
+        return "nothing"
+    what = chance.choice(["template", "index", "advice", "code", "quantisation"])
+    if what == "template":
+        (directory / "chat_template.jinja").write_text(chance.choice(TEMPLATES))
+    elif what == "index":
+        name = chance.choice(
+            ["../../etc/passwd", "/etc/passwd", "/dev/zero", ".", "", "\0", "a/../../b", "model.safetensors"]
+        )
+        (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    elif what == "advice":
+        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "eos_token_id", "do_sample")
+        settings = {"do_sample": True} | {name: chance.choice(VALUES) for name in chance.sample(names, 3)}
+        (directory / "generation_config.json").write_text(json.dumps(settings))
+    elif what == "code":
+        (directory / "evil.py").write_text("raise SystemExit('code of a model was run')\n")
+        auto = {"AutoTokenizer": ["evil.Evil", None], "AutoConfig": "evil.Evil"}
+        (directory / "tokenizer_config.json").write_text(json.dumps({"auto_map": auto, "tokenizer_class": "Evil"}))
+    else:
+        raw = json.loads((directory / "config.json").read_text())
+        raw["quantization_config"] = chance.choice(
+            [*OTHERS, {"quant_method": chance.choice(["gptq", "awq", "fp8", 7])}]
+        )
+        (directory / "config.json").write_text(json.dumps(raw))
+    return what
+
+
+def use(directory: Path, kernels: str = "torch") -> str:
+    """Load a model and say something with it: "fine", or the one line that says why not."""
+    try:
+        llm = LLM(
+            directory, kernels=kernels, dtype="float32", max_rows=2, kv_tokens=64, context=48, threads=1, draft="off"
+        )
+        if llm.tokenizer:
+            for prompt in ("a word", [{"role": "user", "content": "a word"}]):
+                try:
+                    llm.tokens(prompt)
+                except RequestError as error:  # a request's own affair
+                    check_line(str(error))
+        params = SamplingParams(max_tokens=3, min_tokens=2, **llm.recommended)
+        llm.generate([[3, 4, 5]], params)
+    except ForerunError as error:
+        check_line(str(error))
+        return str(error)
+    return "fine"
+
+
+def check_line(text: str) -> None:
+    """Assert that a message is one line that a terminal can show."""
+    assert text and "\n" not in text and "\x1b" not in text and len(text) < 900, repr(text[:2000])
+    text.encode()
+
+
+def attack(count: int, seed: int, folder: Path) -> Counter[str]:
+    """Load `count` models with something spoiled; how many were fine, and how many were refused."""
+    chance, outcomes, originals = random.Random(seed), Counter[str](), bases()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for i in range(count):
+        directory = Path(shutil.copytree(chance.choice(originals), folder / "model"))
+        what = " and ".join(spoil(directory, chance) for _ in range(chance.choice((1, 1, 1, 2))))
+        begun = time.monotonic()
+        try:
+            outcome = use(directory, chance.choice(("torch", "torch", "auto")))
+        except BaseException as error:
+            raise AssertionError(f"{i} ({what}): {type(error).__name__}: {str(error)[:300]}") from error
+        assert time.monotonic() - begun < PATIENCE, f"{i} ({what}) took {time.monotonic() - begun:.1f} seconds"
+        grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10
+        assert grown < 700, f"{i} ({what}) took {grown} MB"
+        outcomes["fine" if outcome == "fine" else "refused"] += 1
+        shutil.rmtree(directory)
+    return outcomes
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--count", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        print(dict(attack(asked.count, asked.seed, Path(scratch))))

@@ -1,0 +1,344 @@
+"""Model files from strangers: each loads and works, or is refused in one line. No crash, no hang, no code run.
+
+Protects: every file of a directory and the cache of packed weights under seeded mutations (more of them by hand:
+`python -m tests.hostile`); configurations that would load and then fail for everybody; names that lead out of a
+directory; tokenizers that bring code.
+"""
+
+from __future__ import annotations
+
+import builtins
+import json
+import random
+import shutil
+import struct
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, processors
+
+from forerun import load
+from forerun.cache.attention import Segment
+from forerun.errors import CapacityError, LoadError, RequestError
+from forerun.kernels import native
+from forerun.llm import LLM
+from forerun.models import packed_cache
+from forerun.models.advice import recommended
+from forerun.models.checkpoint import Checkpoint
+from forerun.models.config import load_config, note
+from forerun.models.packed_cache import MAGIC, TRAILER
+from forerun.models.text import Tokenizer as Text
+from forerun.native import NativeDecoder
+from forerun.runner import Runner
+from forerun.sampling.params import SamplingParams
+from tests import gguf_files, hostile, tiny
+from tests.gguf_broken import ARRAY, STRING, Walk, array, text
+
+SETTINGS: dict[str, Any] = dict(kernels="torch", dtype="float32", kv_tokens=64, max_rows=2, draft="off", threads=1)
+
+
+@pytest.fixture(autouse=True)
+def _notes() -> None:
+    note.cache_clear()
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Callable[[Path], Path]:
+    return lambda base: Path(shutil.copytree(base, tmp_path / "model"))
+
+
+def change(path: Path, **changes: Any) -> Path:
+    """Change an object in a JSON file, and give its folder."""
+    raw = json.loads(path.read_text()) if path.is_file() else {}
+    path.write_text(json.dumps(raw | changes))
+    return path.parent
+
+
+def refused(load: Callable[[], object], *words: str) -> None:
+    """LoadError, in one line that holds all of `words`."""
+    with pytest.raises(LoadError) as caught:
+        load()
+    hostile.check_line(str(caught.value))
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_spoiled_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORERUN_CACHE", "off")
+    outcomes = hostile.attack(300, 0, tmp_path)
+    assert outcomes["fine"] > 30 and outcomes["refused"] > 100
+
+
+# ---------------------------------------------------------------- configurations
+
+
+@pytest.mark.parametrize("base", ["llama", "gpt2", "gemma3", "phi3"])
+@pytest.mark.parametrize("where", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize("ids", [[-1], [64], [2, 1 << 40, -5, 2]], ids=repr)
+def test_end_tokens_that_cannot_be_said_are_left_out(
+    base: str, where: str, ids: list[int], copy: Callable[[Path], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They failed for everyone as soon as someone asked for min_tokens."""
+    directory = copy(tiny.family(base))
+    (directory / "generation_config.json").unlink(missing_ok=True)
+    llm = LLM(change(directory / where, eos_token_id=ids), **SETTINGS)
+    assert llm.decoder.config.end_ids == tuple({i: i for i in ids if 0 <= i < 64})
+    assert len(llm.generate([[3, 4]], SamplingParams(min_tokens=3, max_tokens=3))[0].token_ids) == 3
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("note: ") and "is not in the vocabulary of 64" in line
+
+
+def test_end_tokens_of_a_file_beyond_its_embedding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A vocabulary may be longer than the embedding: what has no row is never said."""
+    parts = Walk(gguf_files.written("llama", "q4_1").path.read_bytes()).container()
+    texts, kinds = [f"t{i}" for i in range(69)] + ["<|im_end|>"], [1] * 70
+    parts = parts.with_pair("tokenizer.ggml.model", STRING, text("gpt2"))
+    parts = parts.with_pair("tokenizer.ggml.tokens", ARRAY, array(STRING, texts))
+    parts = parts.with_pair("tokenizer.ggml.token_type", ARRAY, array(5, kinds))
+    (tmp_path / "m.gguf").write_bytes(parts.pack())
+    assert all(0 <= i < 64 for i in load_config(tmp_path / "m.gguf").end_ids)
+    assert "token 69 is not in the vocabulary of 64" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"num_hidden_layers": 10**12}, "layers"),
+        ({"num_hidden_layers": 0}, "layers"),
+        ({"max_position_embeddings": 10**9}, "context"),
+        ({"hidden_size": 10**30}, "hidden"),
+        ({"rms_norm_eps": float("nan")}, "norm_eps"),
+        ({"rms_norm_eps": 1e-300}, "norm_eps"),
+        ({"rms_norm_eps": 1e30}, "norm_eps"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e-300}}, "rope"),
+        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 1e300}}, "rope"),
+        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 1e-300}}, "rope"),
+        ({"rope_parameters": {"rope_type": "x" * 10_000 + "\x1b[2J\n", "rope_theta": 1e4}}, "rope"),
+        ({"model_type": "\x1b[2J" * 1000}, "model_type"),
+        ({"rms_norm_eps": 10**400}, "norm_eps"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_sizes_and_factors_that_cannot_be(changes: dict[str, Any], word: str, copy: Callable[[Path], Path]) -> None:
+    directory = change(copy(tiny.family("llama")) / "config.json", **changes)
+    refused(lambda: LLM(directory, **SETTINGS), word)
+
+
+@pytest.mark.parametrize("original", ["x", -5, 1.5, True, 10**12])
+def test_the_context_of_a_scaled_rope_is_a_number(original: object, copy: Callable[[Path], Path]) -> None:
+    """It is what the model serves unless it is told otherwise."""
+    directory = change(copy(tiny.family("phi3-longrope")) / "config.json", original_max_position_embeddings=original)
+    refused(lambda: LLM(directory, **SETTINGS), "rope")
+
+
+def test_too_many_end_tokens(copy: Callable[[Path], Path]) -> None:
+    directory = change(copy(tiny.worded()) / "config.json", vocab_size=5000)
+    for ids, word in (list(range(2000)), "2000"), (["x"] * 9999, "'x'"), (True, "True"):
+        change(directory / "generation_config.json", eos_token_id=ids)
+        refused(lambda: load_config(directory), "eos_token_id", word)
+
+
+def test_a_context_whose_tables_do_not_fit(copy: Callable[[Path], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A configuration may promise any context; what cannot be is told before anything is allocated."""
+    directory = change(copy(tiny.family("llama")) / "config.json", max_position_embeddings=1 << 24)
+    monkeypatch.setattr(load, "free_ram", lambda: 1 << 30)
+    with pytest.raises(CapacityError, match=r"16777216 positions.*set a lower context"):
+        LLM(directory, **SETTINGS)
+    assert LLM(directory, context=64, **SETTINGS).room == 64
+
+
+@pytest.mark.parametrize("key", ["bos_token_id", "pad_token_id"])
+@pytest.mark.parametrize("value", [-1, 64, 10**30, "x", [], True, float("nan")])
+def test_ids_that_nothing_reads_do_no_harm(key: str, value: object, copy: Callable[[Path], Path]) -> None:
+    llm = LLM(change(copy(tiny.family("llama")) / "config.json", **{key: value}), **SETTINGS)
+    assert len(llm.generate([[3, 4]], SamplingParams(max_tokens=2, ignore_eos=True))[0].token_ids) == 2
+
+
+@pytest.mark.parametrize("value", [v for v in hostile.VALUES if not isinstance(v, list)], ids=lambda v: repr(v)[:20])
+def test_hostile_advice_is_left_out(value: object, tmp_path: Path) -> None:
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    change(tmp_path / "generation_config.json", do_sample=True, **dict.fromkeys(names, value))
+    SamplingParams(**recommended(tmp_path))
+
+
+# ---------------------------------------------------------------- tokenizers and templates
+
+
+def test_a_template_that_cannot_be_parsed(copy: Callable[[Path], Path], capsys: pytest.CaptureFixture[str]) -> None:
+    """It is told when the model is loaded, and texts are completed all the same."""
+    directory = copy(tiny.worded())
+    (directory / "chat_template.jinja").write_text("{% for m in messages %}\x1b[2J")
+    llm = LLM(directory, **SETTINGS)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "chat template" in line and "chats will be refused" in line
+    with pytest.raises(RequestError, match="refuses this conversation"):
+        llm.generate([[{"role": "user", "content": "a"}]])
+    assert llm.generate(["a"], SamplingParams(max_tokens=2, ignore_eos=True))[0].token_ids
+
+
+def test_looking_at_a_template_runs_nothing_of_it(copy: Callable[[Path], Path]) -> None:
+    """Compiling folds constants: this one would take all memory."""
+    directory = copy(tiny.worded())
+    (directory / "chat_template.jinja").write_text("{{ 'x' * 10 ** 12 }}{{ 2 ** 10 ** 10 }}")
+    assert Text(directory).check(tiny.WORDED) == ""
+
+
+def test_a_tokenizer_of_another_model(copy: Callable[[Path], Path]) -> None:
+    """One that adds a token to every text that the model has not: every prompt would be refused."""
+    directory = copy(tiny.worded())
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    tokenizer.add_special_tokens([f"<|{i}|>" for i in range(100)])
+    last = tokenizer.token_to_id("<|99|>")
+    assert last >= tiny.WORDED
+    tokenizer.post_processor = processors.TemplateProcessing(single="<|99|> $A", special_tokens=[("<|99|>", last)])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    refused(lambda: LLM(directory, **SETTINGS), str(last), str(tiny.WORDED), "another model")
+
+
+def test_tokens_beyond_the_embedding_are_a_requests_affair(copy: Callable[[Path], Path]) -> None:
+    directory = copy(tiny.worded())
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    tokenizer.add_special_tokens([f"<|{i}|>" for i in range(100)])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    llm = LLM(directory, **SETTINGS)
+    with pytest.raises(RequestError, match="not in the vocabulary"):
+        llm.generate(["a <|99|>"])
+    assert llm.generate(["a"], SamplingParams(max_tokens=2, ignore_eos=True))[0].token_ids
+
+
+@pytest.mark.parametrize("plain", [True, False], ids=["beside tokenizer.json", "alone"])
+def test_code_of_a_tokenizer_is_not_run_and_nobody_is_asked(
+    plain: bool, copy: Callable[[Path], Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """transformers would ask on a terminal whether to trust it."""
+    directory, mark = copy(tiny.worded()), tmp_path / "was run"
+    (directory / "evil.py").write_text(f"open({str(mark)!r}, 'w')\nclass Evil: ...\n")
+    auto = {"AutoTokenizer": ["evil.Evil", "evil.Evil"], "AutoConfig": "evil.Evil"}
+    settings = {"tokenizer_class": "Evil", "auto_map": auto}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    change(directory / "config.json", auto_map=auto, model_type="llama")
+    if not plain:
+        (directory / "tokenizer.json").unlink()
+
+    def ask(*_: object) -> str:
+        raise AssertionError("somebody was asked")
+
+    monkeypatch.setattr(builtins, "input", ask)
+    monkeypatch.setattr("sys.stdin", None)
+    refused(lambda: Text(directory), "code", str(directory))
+    assert not mark.exists()
+
+
+# ---------------------------------------------------------------- files
+
+
+@pytest.mark.parametrize("name", ["../../etc/passwd", "/etc/passwd", "a/../../b", "\0", ".."])
+def test_an_index_that_leads_out_of_its_directory(name: str, copy: Callable[[Path], Path]) -> None:
+    directory = change(copy(tiny.family("llama")) / "model.safetensors.index.json", weight_map={"a": name})
+    refused(lambda: Checkpoint(directory), "not in it")
+
+
+def test_links_of_a_cache_of_downloads_are_followed(copy: Callable[[Path], Path], tmp_path: Path) -> None:
+    """The Hub's own layout: names in a snapshot, contents elsewhere."""
+    directory = copy(tiny.family("llama"))
+    (directory / "model.safetensors").rename(tmp_path / "blob")
+    (directory / "model.safetensors").symlink_to(tmp_path / "blob")
+    assert Checkpoint(directory).has("model.norm.weight")
+
+
+def test_a_file_that_is_far_too_long(copy: Callable[[Path], Path]) -> None:
+    directory = copy(tiny.family("llama"))
+    with (directory / "config.json").open("r+b") as file:
+        file.truncate(1 << 40)  # sparse
+    refused(lambda: load_config(directory), "config.json", "MB")
+
+
+# ---------------------------------------------------------------- the cache of packed weights
+
+compiled = pytest.mark.skipif(native.library() is None, reason=native.reason() or "compiled")
+
+
+def said(decoder: NativeDecoder) -> torch.Tensor:
+    runner = Runner(decoder, tokens=32, page=8, slots=1)
+    runner.cache.pages.grow(0, 9)
+    return runner.forward([Segment(0, list(range(3, 12)), list(range(-1, 8)), list(range(9)))]).logits
+
+
+@pytest.fixture
+def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Callable[[], torch.Tensor], Path]:
+    """What a model says when it is loaded, and its file in the cache."""
+    native.start(1)
+    monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(packed_cache, "SMALLEST", 0)
+    path = tiny.family("llama")
+
+    def say() -> torch.Tensor:
+        return said(NativeDecoder(load_config(path), path, "int8", 64, False))
+
+    say()
+    (file,) = (tmp_path / "cache" / "packed").iterdir()
+    return say, file
+
+
+@compiled
+def test_spoiled_packed_files(cached: tuple[Callable[[], torch.Tensor], Path]) -> None:
+    """The model says the same, bit for bit: a file that is not whole is as good as none."""
+    say, file = cached
+    whole, expected, chance = file.read_bytes(), say(), random.Random(3)
+    for i in range(60):
+        data = bytearray(whole)
+        if i % 3 == 0:
+            del data[chance.randrange(len(data)) :]
+        else:
+            end = chance.choice((1, 200, len(data)))  # the trailer, the index, anywhere
+            for _ in range(chance.choice((1, 1, 4))):
+                data[-chance.randint(1, end)] ^= 1 << chance.randrange(8)
+        file.write_bytes(data)
+        assert torch.equal(say(), expected), i
+
+
+Index = dict[str, list[Any]]
+CHANGES: list[Callable[[Index, str], Any]] = [
+    lambda index, name: index[name].__setitem__(0, "float7"),
+    lambda index, name: index[name].__setitem__(0, "int4"),
+    lambda index, name: index[name].__setitem__(0, ["int8"]),
+    lambda index, name: index[name].__setitem__(0, None),
+    lambda index, name: index[name].__setitem__(1, [2**40, 2**40]),
+    lambda index, name: index[name].__setitem__(1, [0, -1]),
+    lambda index, name: index[name].__setitem__(1, "ab"),
+    lambda index, name: index[name].__setitem__(2, []),
+    lambda index, name: index[name].__setitem__(2, [[0, 2**62, 0], [0, 2**62, 0]]),
+    lambda index, name: index[name].__setitem__(2, [[-1, 4, 0], [2**80, 4, 0]]),
+    lambda index, name: index[name].__setitem__(2, [[0.5, 4.0, None]] * 2),
+    lambda index, name: index[name].__setitem__(2, index[name][2][::-1]),
+    lambda index, name: index.__setitem__(name, [1, 2]),
+    lambda index, name: index.pop(name),
+    lambda index, name: index.clear(),
+]
+
+
+@compiled
+@pytest.mark.parametrize("number", range(len(CHANGES)))
+def test_packed_files_that_lie(number: int, cached: tuple[Callable[[], torch.Tensor], Path]) -> None:
+    """Their checksums are right, and what they say cannot be."""
+    say, file = cached
+    whole, expected = file.read_bytes(), say()
+    start, length, _, _ = TRAILER.unpack(whole[-TRAILER.size :])
+    own, index = json.loads(whole[start : start + length])
+    CHANGES[number](index, "0.qkv")
+    content = json.dumps([own, index]).encode()
+    file.write_bytes(whole[:start] + content + TRAILER.pack(start, len(content), zlib.crc32(content), MAGIC))
+    assert torch.equal(say(), expected)
+
+
+@compiled
+@pytest.mark.parametrize("content", [b"[" * 100_000, b"[]", b"null", b'["x", 3]', b"\xff", struct.pack("<Q", 5)])
+def test_packed_files_with_another_index(content: bytes, cached: tuple[Callable[[], torch.Tensor], Path]) -> None:
+    say, file = cached
+    expected = say()
+    file.write_bytes(content + TRAILER.pack(0, len(content), zlib.crc32(content), MAGIC))
+    assert torch.equal(say(), expected)

@@ -1,0 +1,171 @@
+"""Grammars and templates that never end: a server refuses them in time, serves others meanwhile, and ends when told."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from forerun.errors import BusyError
+from forerun.llm import LLM
+from forerun.models import chat
+from forerun.sampling import compiler
+from tests import tiny
+from tests.server import test_lifecycle as processes
+from tests.server.serving import PATIENCE, Serving, held, serving, until
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+MANY = "range(99999)"
+ENDLESS = (
+    "{% if messages[0].content == 'loop' %}"
+    f"{{% for a in {MANY} %}}{{% for b in {MANY} %}}{{% endfor %}}{{% endfor %}}"
+    "{% elif messages[0].content == 'grow' %}{{ 'x' * 10 ** 10 }}"
+    "{% elif messages[0].content == 'flood' %}{{ 'x' * 10 ** 7 }}"
+    "{% elif messages[0].content == 'refuse' %}{{ raise_exception('I will not') }}"
+    f"{{% elif times %}}{{% for a in {MANY} %}}{{% for b in range(times) %}}{{% endfor %}}{{% endfor %}}"
+    "{% endif %}{{ messages[-1].content }}"
+)
+ENDLESS_GRAMMAR = 'start: %json {"type": "integer", "multiple\\u004ff": 100000007}'
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("endless") / "tiny"
+    shutil.copytree(tiny.spoken(), directory)
+    (directory / "chat_template.jinja").write_text(ENDLESS)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def server(model: Path) -> Iterator[Serving]:
+    with serving(LLM(model, context=2048, kv_tokens=4096, max_rows=4), max_queue=64) as running:
+        yield running
+
+
+def talk(text: str, **options: object) -> dict[str, object]:
+    return {"messages": [{"role": "user", "content": text}], "max_tokens": 2, "chat_template_kwargs": options}
+
+
+def shaped(grammar: str) -> dict[str, object]:
+    return {"prompt": "x", "max_tokens": 2, "response_format": {"type": "grammar", "grammar": grammar}}
+
+
+@pytest.mark.parametrize(
+    "body, says",
+    [
+        (talk("loop"), "takes over 2 seconds"),
+        (talk("hi", times=99999), "takes over 2 seconds"),
+        (talk("grow"), "256 MiB"),
+        (talk("flood"), "too long"),
+        (talk("refuse"), "I will not"),
+    ],
+    ids=["a loop of the template", "a loop of an option", "memory", "a long text", "what the template raises"],
+)
+def test_a_template_that_does_not_end_is_refused(body: dict[str, object], says: str, server: Serving) -> None:
+    start = time.monotonic()
+    answer = server.http.post(CHAT, json=body)
+    assert answer.status_code == 400 and says in answer.json()["error"]["message"], answer.text
+    assert time.monotonic() - start < 15
+    assert server.http.post(CHAT, json=talk("hi")).status_code == 200
+
+
+def test_others_are_served_while_grammars_are_refused(server: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More of them than the server has threads for what blocks."""
+    box, bodies = compiler.SANDBOX, [shaped(ENDLESS_GRAMMAR + " " * i) for i in range(50)]
+    with ThreadPoolExecutor(len(bodies)) as clients:
+        post = partial(httpx2.post, server.url + COMPLETIONS, timeout=PATIENCE)
+        refused = [clients.submit(post, json=body) for body in bodies]
+        until(lambda: len(box._busy) == box.workers, "grammars are compiled")
+        for path, body in ((COMPLETIONS, {"prompt": "x", "max_tokens": 2}), (CHAT, talk("hi"))):
+            assert server.http.post(path, json=body).status_code == 200
+        assert not all(future.done() for future in refused)
+        monkeypatch.setattr(compiler, "SANDBOX", Full())  # enough has been seen
+        assert {future.result().status_code for future in refused} == {400, 429}
+
+
+class Full:
+    """A sandbox that has no place."""
+
+    def call(self, *_: object) -> None:
+        raise BusyError("no place")
+
+
+def test_the_engines_thread_never_compiles(server: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many grammars are in flight: more than are kept."""
+    names: list[str] = []
+    compile_ = compiler.GrammarCompiler._compile
+
+    def recorded(self: compiler.GrammarCompiler, grammar: compiler.Grammar) -> object:
+        names.append(threading.current_thread().name)
+        return compile_(self, grammar)
+
+    monkeypatch.setattr(compiler.GrammarCompiler, "_compile", recorded)
+    count = compiler.CACHED + 8
+    bodies = [shaped(f'start: /[ab]{{5}}/ "{i}" /.*/') for i in range(count)]
+    with ThreadPoolExecutor(count) as clients:
+        with held(server.service):  # the first are no longer kept when it comes to them
+            answers = [clients.submit(server.http.post, COMPLETIONS, json=body) for body in bodies]
+            until(lambda: len(server.service.tickets) == count, "all are handed over")
+        assert [answer.result().status_code for answer in answers] == [200] * count
+    assert len(names) == count and "forerun-engine" not in names
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for file in Path(f"/proc/{pid}/task").glob("*/children") for child in file.read_text().split()]
+
+
+def computing(pid: int) -> float:
+    with suppress(OSError):  # it has ended
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return 0
+
+
+@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGKILL])
+def test_a_server_that_ends_leaves_no_work_behind(sign: signal.Signals, model: Path) -> None:
+    with processes.start("serve", str(model), "--port", "0", "--shutdown-timeout", "0.2") as process:
+        mine = processes.Server(process)
+        try:
+            mine.wait_until_up()
+            for request in ((talk("loop"), CHAT), (shaped(ENDLESS_GRAMMAR), COMPLETIONS)) * 4:
+                threading.Thread(target=ask, args=(mine, *request), daemon=True).start()
+            until(lambda: any(computing(pid) > 0.5 for pid in children(process.pid)), "they are worked on")
+            workers = children(process.pid)
+            process.send_signal(sign)
+            assert process.wait(6) == (0 if sign == signal.SIGTERM else -sign)
+        finally:
+            process.kill()
+    until(lambda: not any(Path(f"/proc/{pid}/exe").exists() for pid in workers), "its processes have ended", 5)
+
+
+def ask(server: processes.Server, body: dict[str, object], path: str) -> None:
+    with suppress(OSError, http.client.HTTPException, ValueError):  # whatever a server that ends still says
+        server.post(body, path)
+
+
+def test_a_command_line_refuses_what_does_not_end(model: Path) -> None:
+    """And needs no more memory for it than that process may have."""
+    for text, says in (("loop", "takes over 2 seconds"), ("hi", None)):
+        code, said = processes.run("generate", "--model", str(model), "--max-tokens", "2", text)
+        assert (code == 0) == (says is None) and (says or "") in said, said
+
+
+def test_workers_are_light(server: Serving) -> None:
+    for path, body in ((CHAT, talk("hi")), (COMPLETIONS, shaped("start: /[a-z]+/"))):
+        assert server.http.post(path, json=body).status_code == 200
+    for sandbox in (chat.SANDBOX, compiler.SANDBOX):
+        for pid in sandbox.processes:
+            lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+            (resident,) = (int(line.split()[1]) for line in lines if line.startswith("VmRSS:"))
+            assert resident < 80 << 10

@@ -1,0 +1,291 @@
+"""Clients that hold connections for nothing: slow headers, bodies and readers, and too many of them."""
+
+from __future__ import annotations
+
+import gc
+import json
+import socket
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from forerun.llm import LLM
+from forerun.server import bodies, service
+from forerun.server.tickets import Ticket
+from tests.server.serving import Serving, held, serving, slow, until
+
+ASKED = {"prompt": "def add(a, b):", "max_tokens": 8, "seed": 1}
+STREAM = {"prompt": "x = 1\n", "max_tokens": 1900, "ignore_eos": True, "speculative": False, "stream": True}
+SOON = 0.1
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+
+
+@contextmanager
+def connected(s: Serving, said: bytes = b"", room: int = 0) -> Iterator[socket.socket]:
+    """A connection on which this was said. `room` bounds what may be on its way to it."""
+    host, port = s.url.removeprefix("http://").split(":")
+    with socket.socket() as connection:
+        if room:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, room)
+        connection.settimeout(20)
+        connection.connect((host, int(port)))
+        connection.sendall(said)
+        yield connection
+
+
+def narrow() -> socket.socket:
+    """A listener that lets little be on its way, so that a reader that stops is noticed at once."""
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    return listener
+
+
+def rest(connection: socket.socket) -> bytes:
+    """All that comes until the server closes the connection."""
+    parts = []
+    while part := connection.recv(1 << 16):
+        parts.append(part)
+    return b"".join(parts)
+
+
+def trickled(connection: socket.socket, drop: bytes) -> bytes:
+    """The answer to a client that says a little again and again."""
+    connection.settimeout(SOON / 10)
+    drops = 0
+    while drops < 1000:
+        try:
+            connection.sendall(drop)
+            drops += 1
+            first = connection.recv(4096)
+            assert drops > 5, "it was told before its time"
+            connection.settimeout(20)
+            return first + rest(connection)  # its head may come before its body
+        except TimeoutError:
+            pass
+    raise AssertionError("it was never told to stop")
+
+
+def post(body: dict[str, Any], length: int | None = None) -> bytes:
+    content = json.dumps(body).encode()
+    return HEAD + f"Content-Length: {length or len(content)}\r\n\r\n".encode() + content
+
+
+def message(answer: bytes) -> str:
+    head, _, body = answer.partition(b"\r\n\r\n")
+    error = json.loads(body)["error"]
+    assert len(error["message"].splitlines()) == 1, head
+    return f"{head.split()[1].decode()} {error['message']}"
+
+
+# ------------------------------------------------------------ headers
+
+
+@pytest.mark.parametrize("said", [b"GET /hea", HEAD, b"GET /health HTTP/1.1\r\nHost: x\r\nX: " + b"a" * 9000])
+def test_headers_that_do_not_come_whole(spare: LLM, said: bytes) -> None:
+    with serving(spare, header_timeout=SOON) as s, connected(s, said) as connection:
+        assert message(rest(connection)).startswith("408 ") and s.complete()["choices"]
+
+
+def test_a_connection_that_says_nothing_is_closed(spare: LLM) -> None:
+    with serving(spare, header_timeout=SOON) as s, connected(s) as connection:
+        assert rest(connection) == b""
+
+
+def test_headers_that_trickle_do_not_move_the_deadline(spare: LLM) -> None:
+    with serving(spare, header_timeout=3 * SOON) as s, connected(s, HEAD) as connection:
+        assert message(trickled(connection, b"X: y\r\n")).startswith("408 ")
+
+
+def test_the_next_request_has_a_deadline_too(spare: LLM) -> None:
+    with serving(spare, header_timeout=SOON) as s:
+        for more in (b"GET /hea", b"GET /health HTTP/1.1\r\n"):
+            with connected(s, b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" + more) as connection:
+                answers = rest(connection)
+                assert answers.startswith(b"HTTP/1.1 200") and b"HTTP/1.1 408" in answers
+
+
+def test_what_nobody_asked_for_is_not_read_for_ever(spare: LLM) -> None:
+    """The rest of a body whose request is answered already."""
+    begun = b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\n"
+    with serving(spare, header_timeout=SOON) as s, connected(s, begun) as connection:
+        assert connection.recv(12) == b"HTTP/1.1 404"
+        until(lambda: not s.server.server_state.connections, "it is closed", patience=5)
+
+
+def test_a_request_in_work_has_no_deadline_for_headers(spare: LLM) -> None:
+    with serving(spare, header_timeout=SOON) as s, connected(s) as other:
+        with held(s.service), connected(s, post(ASKED)) as connection:
+            assert rest(other) == b""  # which came before it, so its time would be up as well
+            until(lambda: s.service.tickets, "it is taken")
+        with connected(s, post(ASKED)) as connection:
+            assert connection.recv(12) == b"HTTP/1.1 200"
+
+
+# ------------------------------------------------------------ bodies
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize", "/api/chat"])
+def test_bodies_that_stop_half_way(spare: LLM, path: str) -> None:
+    begun = post(ASKED, 1000).replace(b"/v1/completions", path.encode())
+    with serving(spare, body_timeout=SOON, header_timeout=SOON) as s, connected(s, begun) as connection:
+        assert b"HTTP/1.1 408" in (answer := rest(connection)) and b"--body-timeout" in answer
+        assert s.complete()["choices"] and not s.logged
+
+
+def test_bodies_that_trickle_do_not_move_the_deadline(spare: LLM) -> None:
+    with serving(spare, body_timeout=3 * SOON) as s, connected(s, HEAD + b"Content-Length: 9999\r\n\r\n") as connection:
+        assert message(trickled(connection, b" ")).startswith("408 ")
+
+
+def test_bodies_over_all_are_bounded_and_small_ones_pass(spare: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is refused is the body that would be too much; when another ends there is room again."""
+    monkeypatch.setattr(bodies, "SMALL", 1000)
+    large = {"prompt": "x " * 2400}
+    with serving(spare, max_body=5000, max_bodies=6000) as s:
+        refused: list[str] = []
+        with connected(s, post(large, 4990)), connected(s, post(large, 4990)):
+            until(lambda: full(s, large, refused), "they have come", patience=5)
+            assert refused[0].startswith("the requests in work hold 6000 bytes")
+            assert s.complete()["choices"], "small ones pass"
+        until(lambda: not full(s, large, refused), "there is room again", patience=5)
+
+
+def full(s: Serving, body: dict[str, Any], said: list[str]) -> bool:
+    """Whether there is no room for a body; what is said of it goes into a list."""
+    answer = s.http.post("/tokenize", json=body)
+    if answer.status_code == 503:
+        assert answer.headers["retry-after"]
+        said.append(answer.json()["error"]["message"])
+    return answer.status_code == 503
+
+
+def test_a_body_is_held_as_long_as_its_request(spare: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "SMALL", 1000)
+    with serving(spare, max_body=5000, max_bodies=5000) as s:
+        with held(s.service), connected(s, post(ASKED | {"prompt": "x " * 900, "user": "x" * 2000})) as connection:
+            until(lambda: s.service.tickets, "it is taken")
+            assert s.http.post("/tokenize", json={"prompt": "x " * 2400}).status_code == 503
+        assert connection.fileno() < 0
+        until(lambda: s.http.post("/tokenize", json={"prompt": "x " * 2400}).status_code == 200, "it ends", patience=5)
+
+
+# ------------------------------------------------------------ how many
+
+
+def test_a_connection_that_is_answered_is_left_alone_though_it_is_to_close_then(spare: LLM) -> None:
+    """`Connection: close` is no sign that more of the request will come."""
+    asked = post(STREAM | {"max_tokens": 300}).replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n", 1)
+    with serving(spare, max_connections=2) as s, slow(s.service, 0.003), connected(s, asked) as connection:
+        until(lambda: s.service.tickets, "it is taken")
+        for _ in range(4):
+            with connected(s):
+                until(lambda: len(s.server.server_state.connections) <= 2, "there is room")
+        assert rest_until(connection, b"[DONE]").count(b'"text"') == 300
+
+
+def test_connections_that_wait_for_their_client_make_room(spare: LLM) -> None:
+    """Whoever holds all of them with nothing, or with half a request, shuts nobody out."""
+    with (
+        serving(spare, max_connections=3) as s,
+        connected(s) as a,
+        connected(s, HEAD) as b,
+        connected(s, post(ASKED, 999)) as c,
+    ):
+        until(lambda: len(s.server.server_state.connections) == 3, "they are there")
+        assert s.complete()["choices"]
+        assert rest(a) == b"", "the one that has waited longest made room"
+        for _ in range(3):
+            with connected(s, b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n") as other:
+                assert rest(other).startswith(b"HTTP/1.1 200")
+        assert len(s.server.server_state.connections) <= 3 and b.fileno() > 0 and c.fileno() > 0
+
+
+def test_where_all_are_answered_one_more_is_told_so(spare: LLM) -> None:
+    with serving(spare, max_connections=2) as s:
+        with held(s.service), connected(s, post(ASKED)) as a, connected(s, post(ASKED)) as b:
+            until(lambda: len(s.service.tickets) == 2, "two are in work")
+            with connected(s) as more:
+                answer = rest(more)
+                assert (
+                    message(answer).startswith("503 ") and b"retry-after" in answer and b"--max-connections" in answer
+                )
+            assert {a.fileno(), b.fileno()} and len(s.service.tickets) == 2
+        assert s.complete()["choices"]
+
+
+# ------------------------------------------------------------ readers
+
+
+def test_a_client_that_does_not_read_its_stream(spare: LLM) -> None:
+    """Its request ends and what it was sent is forgotten; others get their text."""
+    expected = spare_text(spare)
+    with serving(spare, listener=narrow(), write_timeout=SOON) as s:
+        body = STREAM | {"logprobs": 20, "n": 2}
+        with connected(s, post(body), room=4096) as connection:
+            assert connection.recv(12) == b"HTTP/1.1 200"
+            desk = weakref.ref(until_ticket(s).desk)
+            until(lambda: not s.server.server_state.connections, "the server ends the connection", patience=20)
+            s.rest()
+            until(lambda: gc.collect() >= 0 and desk() is None, "its events are forgotten", patience=5)
+            assert s.complete(seed=1)["choices"][0]["text"] == expected
+        assert not s.logged
+
+
+def spare_text(llm: LLM) -> str:
+    with serving(llm) as s:
+        return str(s.complete(seed=1)["choices"][0]["text"])
+
+
+def test_a_slow_reader_gets_all(spare: LLM) -> None:
+    """It takes longer than the limit for the whole, but never that long for a piece."""
+    with serving(spare, listener=narrow(), write_timeout=5 * SOON) as s:
+        with connected(s, post(STREAM | {"max_tokens": 100}), room=4096) as connection:
+            pieces = [connection.recv(2048)]
+            for _ in range(12):
+                time.sleep(SOON / 2)
+                pieces.append(connection.recv(2048))
+            assert b"[DONE]" in rest_until(connection, b"[DONE]") and all(pieces)
+        assert s.http.get("/health").status_code == 200
+
+
+def test_what_nobody_takes_is_bounded(spare: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a limit of time too: the request ends, its events go, and a late reader is told why."""
+    monkeypatch.setattr(service, "MOST_UNREAD", 50)
+    with serving(spare, listener=narrow(), write_timeout=0) as s:
+        with connected(s, post(STREAM | {"logprobs": 20}), room=4096) as connection:
+            ticket = until_ticket(s)
+            until(lambda: ticket.desk.inbox.qsize() >= 50, "nobody takes its events", patience=20)
+            s.rest()
+            assert s.service.llm.engine.requests == {} and ticket.request.produced < 1900
+            assert ticket.desk.inbox.qsize() < 50
+            answer = rest_until(connection, b"[DONE]")
+        assert b"has not read the last 50 events" in answer
+        assert s.complete()["choices"] and not s.logged
+
+
+def until_ticket(s: Serving) -> Ticket:
+    until(lambda: s.service.tickets, "it is taken")
+    return next(iter(s.service.tickets))
+
+
+def rest_until(connection: socket.socket, end: bytes) -> bytes:
+    said = b""
+    while end not in said:
+        part = connection.recv(1 << 16)
+        assert part, said[-300:]
+        said += part
+    return said
+
+
+def test_what_comes_at_once_is_not_what_nobody_takes(spare: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Events that gather while the event loop is busy with something else are read as soon as it is not."""
+    monkeypatch.setattr(service, "MOST_UNREAD", 50)
+    with serving(spare) as s, connected(s, post(STREAM | {"max_tokens": 1000})) as connection:
+        ticket = until_ticket(s)
+        s.service._post(lambda: until(lambda: ticket.request.produced > 500, "many wait"))
+        answer = rest_until(connection, b"[DONE]")
+        assert answer.count(b'"text"') == 1000 and b"error" not in answer

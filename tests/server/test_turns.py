@@ -1,0 +1,88 @@
+"""One request begins in each round of the event loop: a crowd holds up neither /health nor the tokens of others."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from forerun.llm import LLM
+from forerun.server import bounds
+from forerun.server.kitchen import Kitchen
+from tests.server.serving import PATIENCE, Serving, serving, until
+from tests.server.test_connections import ASKED, connected, post
+
+
+def kitchen_of(s: Serving) -> Kitchen:
+    kitchen: Kitchen = s.server.config.app.state.kitchen  # type: ignore[union-attr]
+    return kitchen
+
+
+def do(s: Serving, work: Any) -> None:
+    """Something on the server's event loop."""
+    assert s.service._loop is not None
+    asyncio.run_coroutine_threadsafe(work, s.service._loop).result(PATIENCE)
+
+
+async def released(kitchen: Kitchen) -> None:
+    kitchen.beginning.release()
+
+
+def test_one_goes_on_in_a_round() -> None:
+    nothing: Any = None
+    passed: list[int] = []
+
+    async def main() -> None:
+        kitchen, number = Kitchen(nothing, "", "", 0.0, 0, nothing), 0
+
+        async def one() -> None:
+            await kitchen.turn()
+            passed.append(number)
+
+        tasks = [asyncio.create_task(one()) for _ in range(20)]
+        while not all(task.done() for task in tasks):
+            await asyncio.sleep(0)
+            number += 1
+
+    asyncio.run(main())
+    assert len(passed) == 20 == len(set(passed))
+
+
+def test_health_takes_no_turn(spare: LLM) -> None:
+    with serving(spare) as s, ThreadPoolExecutor(1) as pool:
+        do(s, kitchen_of(s).beginning.acquire())
+        other = pool.submit(s.http.get, "/version")
+        until(lambda: kitchen_of(s).beginning._waiters, "it waits for its turn")
+        assert s.http.get("/health").status_code == 200 and not other.done()
+        do(s, released(kitchen_of(s)))
+        assert other.result(PATIENCE).status_code == 200
+
+
+@pytest.mark.parametrize("turn", [1, 2], ids=["before its body is taken", "behind it"])
+def test_whoever_leaves_before_its_turn_is_not_worked_for(
+    turn: int, spare: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parsed: list[bytes] = []
+    asked: list[asyncio.Event] = []
+    parse = bounds.parse
+
+    async def wait(_: Kitchen) -> None:
+        asked.append(asyncio.Event())
+        if len(asked) == turn:
+            await asked[-1].wait()
+
+    async def let_go() -> None:
+        asked[-1].set()
+
+    monkeypatch.setattr(bounds, "parse", lambda body: (parsed.append(body), parse(body))[1])
+    monkeypatch.setattr(Kitchen, "turn", wait)
+    with serving(spare) as s:
+        with connected(s, post(ASKED)):
+            until(lambda: len(asked) == turn, "it waits for its turn")
+        until(lambda: not s.server.server_state.connections, "it has gone")
+        do(s, let_go())
+        until(lambda: not s.server.server_state.tasks, "its request has ended")
+        assert not parsed
+        assert s.complete()["choices"] and len(parsed) == 1

@@ -1,0 +1,143 @@
+"""The documentation cannot go stale: its links lead somewhere, and what it tells people to type exists."""
+
+import importlib.util
+import re
+import shlex
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import typer.main
+import yaml
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
+
+from forerun.cli import app
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = [*sorted(DOCS.glob("*.md")), *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"))]
+GUIDES = PAGES[:-1]  # the changelog names what was, too
+MADE = {"cli.md", "changelog.md"}  # when the site is built
+NOT_A_SHELL = {"python", "toml", "json"}
+ENDS = {"|", ">", ">>", "&&", ";"}
+
+
+def tokens(page: Path) -> list[Token]:
+    parsed = MarkdownIt("commonmark").enable("table").parse(page.read_text(encoding="utf-8"))
+    return [token for block in parsed for token in (block, *(block.children or []))]
+
+
+def anchors(page: Path) -> set[str]:
+    """What headings are called in a link."""
+    parsed = tokens(page)
+    headings = [after.content for at, after in pairwise(parsed) if at.type == "heading_open"]
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+def links(page: Path) -> list[str]:
+    found = [token.attrGet("href") or token.attrGet("src") for token in tokens(page)]
+    return [str(link) for link in found if link and not re.match(r"https?:", str(link))]
+
+
+def lines(page: Path) -> list[str]:
+    """What stands in blocks of commands and in code within sentences, continued lines joined."""
+    parsed = tokens(page)
+    blocks = [token.content for token in parsed if token.type == "fence" and token.info not in NOT_A_SHELL]
+    written = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    return written + [token.content for token in parsed if token.type == "code_inline"]
+
+
+def commands(page: Path) -> Iterator[list[str]]:
+    """The words behind each `forerun` that somebody may type."""
+    for line in lines(page):
+        if not re.search(r"(^|[ /])forerun( |$)", line):
+            continue
+        words = shlex.split(re.sub(r"[\[\]]", "", line), comments=True)
+        for i, word in enumerate(words):
+            if (word == "forerun" or word.endswith("/forerun")) and words[i - 1 : i] != ["from"]:
+                rest = words[i + 1 :]
+                end = next((j for j, other in enumerate(rest) if other in ENDS), len(rest))
+                yield rest[:end]
+
+
+def wrong(words: list[str]) -> str:
+    """What of a command does not exist, or nothing."""
+    command: Any = typer.main.get_command(app)
+    rest = list(words)
+    while rest and hasattr(command, "commands") and not rest[0].startswith("-"):
+        if rest[0] not in command.commands:
+            return rest[0]
+        command = command.commands[rest.pop(0)]
+    known = {"--help", "-h", "--install-completion", "--show-completion"}
+    known |= {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
+    flags = [word.split("=")[0] for word in rest if re.match(r"--?[a-z]", word)]
+    return next((flag for flag in flags if flag not in known), "")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in links(page):
+        name, _, anchor = link.partition("#")
+        target = page.parent / name if name else page
+        assert target.exists(), f"{page.name}: {link}"
+        assert not anchor or anchor in anchors(target), f"{page.name}: {link}"
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.name)
+def test_verbs_and_flags_exist(page: Path) -> None:
+    for words in commands(page):
+        assert not wrong(words), f"{page.name}: forerun {shlex.join(words)}: there is no {wrong(words)}"
+
+
+def test_commands_are_found_and_mistakes_in_them() -> None:
+    typed = [words for page in GUIDES for words in commands(page)]
+    assert ["generate", "What is the capital of France?"] in typed
+    assert len(typed) > 80
+    assert wrong(["generte", "Hello"]) == "generte"
+    assert wrong(["bench", "decode", "--dephts", "4"]) == "--dephts"
+    assert wrong(["generate", "-x", "Hello"]) == "-x"
+
+
+def test_every_page_is_in_the_site() -> None:
+    site = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+    listed = [page for entry in site["nav"] for page in entry.values()]
+    assert sorted(listed) == sorted({page.name for page in DOCS.glob("*.md")} | MADE)
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.name)
+def test_pages_begin_with_what_they_are_for(page: Path) -> None:
+    assert page.read_text(encoding="utf-8").split("\n\n")[1].startswith("On this page you can ")
+
+
+def test_the_reference_has_every_verb_and_flag() -> None:
+    spec = importlib.util.spec_from_file_location("cli_reference", ROOT / "scripts" / "cli_reference.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    page = module.reference()
+    assert "[dim]" not in page and "\\[" not in page
+    assert "--max-tokens &lt;int&gt;</code></dt><dd>most tokens to produce. (default: 512)</dd>" in page
+    for path, command in verbs(typer.main.get_command(app), "forerun"):
+        section = re.split(r"^#+ ", page.split(f"# {path}\n")[1], flags=re.MULTILINE)[0]
+        for parameter in command.params:
+            names = [parameter.metavar or ""] if parameter.param_type_name == "argument" else parameter.opts
+            assert all(name in section for name in names), f"{path}: {names}"
+
+
+def verbs(group: Any, path: str) -> Iterator[tuple[str, Any]]:
+    for name, command in group.commands.items():
+        yield f"{path} {name}", command
+        if hasattr(command, "commands"):
+            yield from verbs(command, f"{path} {name}")
+
+
+@pytest.mark.parametrize("picture", sorted(DOCS.glob("*.svg")), ids=lambda path: path.name)
+def test_recorded_terminals_are_small_and_can_stand_still(picture: Path) -> None:
+    text = picture.read_text(encoding="utf-8")
+    ElementTree.fromstring(text)
+    assert len(text) < 200_000
+    assert "prefers-reduced-motion" in text

@@ -1,0 +1,168 @@
+"""What the target thinks of a text is kept and comes back as it was; a record that is not right is made again."""
+
+import errno
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from forerun.progress import Silent
+from forerun.train import harvest, stream
+from forerun.train.capture import Batch, Target
+from forerun.train.data import Corpus
+from forerun.train.harvest import Harvest
+from forerun.train.settings import Training
+from forerun.train.stream import Stream
+from tests.train.conftest import SMALL
+
+
+class Noting(Silent):
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+@pytest.fixture
+def counted(target: Target, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many texts the target read, call by call; it says its states too, and the likeliest tokens of its laws."""
+    calls: list[int] = []
+    batch = target.batch
+
+    def count(examples: list[object], **options: object) -> Batch:
+        calls.append(len(examples))
+        return batch(examples, **options)  # type: ignore[arg-type]
+
+    for module in ("forerun.train.losses", "forerun.train.harvest"):
+        monkeypatch.setattr(f"{module}.FULL", 16)
+    monkeypatch.setattr(target, "boundaries", (0, 1))
+    monkeypatch.setattr(target, "batch", count)
+    return calls
+
+
+def made(target: Target, corpus: Corpus, path: Path, tell: Silent | None = None, **settings: object) -> Harvest:
+    training = Training(**(SMALL | settings))
+    return Harvest(target, Stream(corpus, target, training), target.vocab, training, path, tell or Silent())
+
+
+def equal(a: Batch, b: Batch) -> bool:
+    assert a.law.tokens is not None and b.law.tokens is not None and a.states.keys() == b.states.keys()
+    pairs = [(a.tokens, b.tokens), (a.mask, b.mask), (a.law.tokens, b.law.tokens), (a.law.logs, b.law.logs)]
+    pairs += [(a.said, b.said), *((a.states[i], b.states[i]) for i in a.states)]
+    return all(torch.equal(x, y) for x, y in pairs)
+
+
+def test_it_is_what_the_target_says_to_two_bytes(
+    target: Target, corpus: Corpus, counted: list[int], tmp_path: Path
+) -> None:
+    mine = made(target, corpus, tmp_path / "x")
+    got = mine.batch([0, 2, 1])
+    said = target.batch([mine.stream.text(n) for n in (0, 2, 1)])
+    assert got.tokens.equal(said.tokens) and got.mask.equal(said.mask) and got.vocab == said.vocab
+    assert got.law.tokens is not None and said.law.tokens is not None
+    counts = got.mask
+    assert got.law.tokens[counts].equal(said.law.tokens[counts]) and got.said[counts].equal(said.said[counts])
+    assert torch.allclose(got.law.logs[counts], said.law.logs[counts], rtol=1e-3, atol=1e-3)
+    for boundary in (0, 1):
+        assert torch.allclose(got.states[boundary], said.states[boundary], rtol=8e-3)
+
+
+def test_what_comes_back_is_read_and_the_same(
+    target: Target, corpus: Corpus, counted: list[int], tmp_path: Path
+) -> None:
+    mine, path = made(target, corpus, tmp_path / "x"), tmp_path / "x"
+    never_kept = mine.batch([3, 4])
+    mine.open(keep=False)
+    first = mine.batch([3, 4])
+    assert counted == [2, 2] and equal(mine.batch([3, 4]), first) and equal(never_kept, first)
+    assert equal(mine.batch([4, 4, 5]), mine.batch([4, 4, 5])) and counted == [2, 2, 1]
+    mine.close(remove=False)
+    other = made(target, corpus, path)
+    other.open(keep=True)
+    assert equal(other.batch([3, 4]), first) and counted == [2, 2, 1]
+    other.close(remove=True)
+    assert not path.exists()
+    other.open(keep=False)
+    other.batch([3])
+    assert counted == [2, 2, 1, 1]
+
+
+@pytest.mark.parametrize("at", [0, 8, 16, 40, 200, -1])
+def test_a_record_that_is_not_whole_is_made_again(
+    at: int, target: Target, corpus: Corpus, counted: list[int], tmp_path: Path
+) -> None:
+    mine, path = made(target, corpus, tmp_path / "x"), tmp_path / "x"
+    mine.open(keep=False)
+    first, content = mine.batch([0]), bytearray((tmp_path / "x").read_bytes())
+    if at < 0:
+        os.truncate(path, len(content) // 2)
+    else:
+        content[at] ^= 0xFF
+        path.write_bytes(content)
+    assert equal(mine.batch([0]), first) and counted == [1, 1]
+
+
+def test_places_are_bounded_and_the_latest_text_has_its_own(
+    target: Target, corpus: Corpus, counted: list[int], tmp_path: Path
+) -> None:
+    small = made(target, corpus, tmp_path / "x", keep_gb=1e-9)
+    assert small.places == small.stream.window == 1
+    small.open(keep=False)
+    small.batch([0])
+    small.batch([1])
+    small.batch([1])
+    assert counted == [1, 1] and (tmp_path / "x").stat().st_size <= small.slot
+    small.batch([0])
+    assert counted == [1, 1, 1]
+
+
+def test_a_full_disk_costs_time_alone(
+    target: Target, corpus: Corpus, counted: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tell = Noting()
+    mine = made(target, corpus, tmp_path / "x", tell)
+    mine.open(keep=False)
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(harvest.os, "pwrite", full)
+    assert equal(mine.batch([0, 1]), mine.batch([0, 1])) and counted == [2, 2]
+    assert len(tell.notes) == 1 and "No space left on device" in tell.notes[0]
+
+
+def test_a_file_that_cannot_be_made_is_told(target: Target, corpus: Corpus, counted: list[int], tmp_path: Path) -> None:
+    tell = Noting()
+    mine = made(target, corpus, tmp_path / "nowhere" / "x", tell)
+    mine.open(keep=False)
+    assert equal(mine.batch([0]), mine.batch([0])) and counted == [1, 1]
+    assert len(tell.notes) == 1 and "No such file" in tell.notes[0]
+
+
+@pytest.mark.parametrize("reuse", [1, 3])
+def test_texts_come_back(target: Target, corpus: Corpus, monkeypatch: pytest.MonkeyPatch, reuse: int) -> None:
+    """The first are new, then one in `reuse`, the others any of the latest; each new one once, in order."""
+    monkeypatch.setattr(stream, "POOL", 10)
+    texts = Stream(corpus, target, Training(**(SMALL | {"reuse": reuse})))
+    texts.window = 8
+    numbers, newest, new = [texts.number(n) for n in range(400)], -1, []
+    for n, number in enumerate(numbers):
+        if number > newest:
+            assert number == newest + 1
+            newest = number
+            new.append(n)
+        else:
+            assert number > newest - 8
+    assert new[:10] == list(range(10))
+    assert set(np.diff(new[10:])) == {reuse}
+    counts = np.bincount(numbers)[20:100]
+    assert abs(counts.mean() - reuse) < 0.3 and (reuse == 1 or counts.std() > 0.5)
+    again = Stream(corpus, target, replace(texts.settings))
+    again.window = 8
+    assert [again.number(n) for n in range(399, 0, -7)] == numbers[399:0:-7]
