@@ -170,7 +170,8 @@ def test_check_on_a_terminal_shows_one_bar_and_then_the_verdict() -> None:
 
 
 def test_ctrl_c_leaves_a_clean_terminal() -> None:
-    code, text = terminal(*CHECK, interrupt_at="claim 1 of")
+    endless = [*CHECK, "--texts", "2000", "--samples", "100000"]  # it must not be over before it is interrupted
+    code, text = terminal(*endless, interrupt_at="claim 1 of")
     assert code == 130
     assert text.count(CURSOR[0]) == text.count(CURSOR[1]) and text.rfind(CURSOR[1]) > text.rfind(CURSOR[0])
     assert "Traceback" not in text
