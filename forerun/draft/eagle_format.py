@@ -51,8 +51,11 @@ def load_head(directory: Path, target: TargetView) -> EagleHead:
             fc_norm=read_flag(raw, "fc_norm", "fc_norm.0.weight" in tensors),
             norm_before_residual=said.norm_before_residual,
             norm_output=said.norm_output,
+            join=read_flag(raw, "join", f"{LAYER}input_proj.weight" in tensors),
         )
         check_fit(config, target)
+        if config.join and config.norm_before_residual:
+            raise LoadError("join and norm_before_residual are both true in config.json: a layer has one of them")
         _set_vocabulary(config, tensors)
         return assemble(lambda: EagleHead(config), tensors, KIND)
     except LoadError as error:
@@ -71,6 +74,7 @@ def save_head(head: EagleHead, directory: Path, target: str | None = None, dtype
         "norm_before_fc": c.norm_before_fc,
         "fc_norm": c.fc_norm,
         "norm_output": c.norm_output,
+        **({"join": True} if c.join else {}),
         "embed_requires_grad": False,
     }
     write(head, described | own, directory, dtype)

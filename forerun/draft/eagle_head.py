@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from forerun.draft.layers import Mlp, SelfAttention
+from forerun.draft.layers import JoinedLayer, Mlp, SelfAttention
 from forerun.draft.pair_head import PairHead, Parts
 from forerun.draft.view import TargetView
 from forerun.errors import LoadError
@@ -34,6 +34,8 @@ class EagleConfig:
         fc_norm: each state in g is normed by itself before it is fused.
         norm_before_residual: the residual stream starts with the normed state.
         norm_output: drafted tokens are paired with the state after the last norm, not before it.
+        join: one product makes a vector of a pair before an ordinary layer, as in multi-token modules; the paper has
+            another layer, and `norm_before_residual` is about that one.
     """
 
     layer: ModelConfig
@@ -45,6 +47,7 @@ class EagleConfig:
     fc_norm: bool = False
     norm_before_residual: bool = False
     norm_output: bool = False
+    join: bool = False
 
 
 class _Layer(nn.Module):
@@ -69,6 +72,18 @@ class _Layer(nn.Module):
         return out
 
 
+class _Joined(JoinedLayer):
+    """A layer over pairs that are joined before it."""
+
+    def __init__(self, c: ModelConfig) -> None:
+        super().__init__(c)
+        self.hidden_norm = nn.RMSNorm(c.hidden, c.norm_eps)
+        self.embed_norm = nn.RMSNorm(c.hidden, c.norm_eps)
+
+    def forward(self, embedded: Tensor, state: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        return self.along(self.embed_norm(embedded), self.hidden_norm(state), rotation, attend)
+
+
 class EagleHead(PairHead):
     """The head as it is trained and stored; tensors are called as in the speculators format.
 
@@ -89,7 +104,7 @@ class EagleHead(PairHead):
             self.input_norm = nn.RMSNorm(width, c.norm_eps)
         if config.fc_norm:
             self.fc_norm = nn.ModuleList(nn.RMSNorm(config.target_hidden, c.norm_eps) for _ in config.boundaries)
-        self.layers = nn.ModuleList([_Layer(config)])
+        self.layers = nn.ModuleList([_Joined(c) if config.join else _Layer(config)])
         self.norm = nn.RMSNorm(c.hidden, c.norm_eps)
         self.lm_head = nn.Linear(c.hidden, config.draft_vocab, bias=False)
         if config.own_embedding:
@@ -138,22 +153,32 @@ class EagleHead(PairHead):
         return out
 
     def enter(self, state: Tensor) -> Tensor:
-        out: Tensor = self._layer.hidden_norm(state) if self.config.norm_before_residual else state
+        (own,) = self.layers
+        assert isinstance(own, (_Layer, _Joined))
+        out: Tensor = own.hidden_norm(state) if self.config.norm_before_residual else state
         return out
 
     def parts(self) -> Parts:
-        own = self._layer
-        early = self.config.norm_before_residual
-        carried = ([self.norm] if self.config.norm_output else []) + ([own.hidden_norm] if early else [])
+        (own,) = self.layers
+        carried = [self.norm] if self.config.norm_output else []
+        if isinstance(own, _Joined):
+            return Parts(
+                own.embed_norm, own.hidden_norm, own.input_proj, own.input_layernorm, own.self_attn,
+                own.post_attention_layernorm, own.mlp, self.norm, carried, self.lm_head,
+            )  # fmt: skip
+        assert isinstance(own, _Layer)
+        early = own.norm_before_residual
+        carried += [own.hidden_norm] if early else []
         return Parts(
             own.input_layernorm, None if early else own.hidden_norm, None, None, own.self_attn,
             own.post_attention_layernorm, own.mlp, self.norm, carried, self.lm_head,
         )  # fmt: skip
 
     @property
-    def _layer(self) -> _Layer:
+    def joined(self) -> JoinedLayer:
+        """Its layer, where `join` is set."""
         (layer,) = self.layers
-        assert isinstance(layer, _Layer)
+        assert isinstance(layer, JoinedLayer)
         return layer
 
     def logits(self, made: Tensor) -> Tensor:

@@ -20,15 +20,19 @@ from forerun.models.decoder import Attend
 from forerun.packed import Packed
 
 M = TypeVar("M", bound=nn.Module)
+ACTIVATIONS = {"gelu_tanh": "gelu_pytorch_tanh"}  # as transformers calls them, where that is not our name
 
 
 def layer_like(c: ModelConfig, intermediate: int | None = None) -> ModelConfig:
-    """A Llama layer of the sizes of another family's: what a drafter of our own has, whatever its target."""
+    """A Llama layer of the sizes of another family's: what a drafter of our own has, whatever its target. It norms
+    queries and keys (as Qwen3 does) and turns them as the target's last layer does."""
+    rope = c.ropes[c.rope_of[-1]].parameters if c.rope_of[-1] is not None else {}
     raw = {
-        "model_type": "llama", "vocab_size": c.vocab, "hidden_size": c.hidden, "num_hidden_layers": 1,
-        "intermediate_size": intermediate or c.intermediate, "num_attention_heads": c.heads,
+        "model_type": "qwen3" if c.qk_norm else "llama", "vocab_size": c.vocab, "hidden_size": c.hidden,
+        "num_hidden_layers": 1, "intermediate_size": intermediate or c.intermediate, "num_attention_heads": c.heads,
         "num_key_value_heads": c.kv_heads, "head_dim": c.head_dim, "max_position_embeddings": c.context,
-        "rms_norm_eps": c.norm_eps, "rope_theta": 10000.0,
+        "rms_norm_eps": c.norm_eps, "rope_theta": rope.get("rope_theta", 10000.0),
+        "hidden_act": ACTIVATIONS.get(c.activation, c.activation),
     }  # fmt: skip
     return make_config(raw, Path("config.json"))
 
@@ -73,6 +77,25 @@ class Mlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.down_proj(kernels.activate(self.gate_proj(x), self.activation) * self.up_proj(x))
+        return out
+
+
+class JoinedLayer(nn.Module):
+    """A decoder layer, and before it the product that makes one vector of two, which both are normed already."""
+
+    def __init__(self, c: ModelConfig) -> None:
+        super().__init__()
+        self.input_proj = nn.Linear(2 * c.hidden, c.hidden, bias=False)
+        self.input_layernorm = nn.RMSNorm(c.hidden, c.norm_eps)
+        self.self_attn = SelfAttention(c, c.hidden)
+        self.post_attention_layernorm = nn.RMSNorm(c.hidden, c.norm_eps)
+        self.mlp = Mlp(c)
+
+    def along(self, embedded: Tensor, state: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        """[.., H] of either -> [.., H]"""
+        x = self.input_proj(torch.cat((embedded, state), dim=-1))
+        x = x + self.self_attn(self.input_layernorm(x), rotation, attend)
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
 
 

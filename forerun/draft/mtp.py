@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from forerun.draft.layers import Mlp, SelfAttention
+from forerun.draft.layers import JoinedLayer
 from forerun.draft.pair_head import PairHead, Parts
 from forerun.draft.stored import (
     assemble,
@@ -35,26 +35,17 @@ KIND = "MTP module"
 PREFIX = "mtp_layers.0."
 
 
-class _Layer(nn.Module):
-    """What joins a pair, a decoder layer, and the norm that comes after it."""
+class _Layer(JoinedLayer):
+    """The norms of a pair, what joins it, a decoder layer, and the norm that comes after it."""
 
     def __init__(self, c: ModelConfig) -> None:
-        super().__init__()
+        super().__init__(c)
         self.token_layernorm = nn.RMSNorm(c.hidden, c.norm_eps)
         self.hidden_layernorm = nn.RMSNorm(c.hidden, c.norm_eps)
-        self.input_proj = nn.Linear(2 * c.hidden, c.hidden, bias=False)
-        self.input_layernorm = nn.RMSNorm(c.hidden, c.norm_eps)
-        self.self_attn = SelfAttention(c, c.hidden)
-        self.post_attention_layernorm = nn.RMSNorm(c.hidden, c.norm_eps)
-        self.mlp = Mlp(c)
         self.final_layernorm = nn.RMSNorm(c.hidden, c.norm_eps)
 
     def forward(self, embedded: Tensor, state: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        pair = torch.cat((self.token_layernorm(embedded), self.hidden_layernorm(state)), dim=-1)
-        x = self.input_proj(pair)
-        x = x + self.self_attn(self.input_layernorm(x), rotation, attend)
-        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
-        return out
+        return self.along(self.token_layernorm(embedded), self.hidden_layernorm(state), rotation, attend)
 
 
 class MtpModule(PairHead):
@@ -70,7 +61,7 @@ class MtpModule(PairHead):
     def begin(self, norm: Tensor) -> None:
         """Begin with the target's own norm [H] before its head."""
         with torch.no_grad():
-            self._layer.final_layernorm.weight.copy_(norm)
+            self.joined.final_layernorm.weight.copy_(norm)
 
     def attach(self, target: TargetView) -> None:
         c = self.layer
@@ -88,18 +79,19 @@ class MtpModule(PairHead):
         return self.leave(self.mtp_layers[0](embedded, state, rotation, attend))
 
     def leave(self, x: Tensor) -> Tensor:
-        out: Tensor = self._layer.final_layernorm(x)
+        out: Tensor = self.joined.final_layernorm(x)
         return out
 
     def parts(self) -> Parts:
-        own = self._layer
+        own = self.joined
         return Parts(
             own.token_layernorm, own.hidden_layernorm, own.input_proj, own.input_layernorm, own.self_attn,
             own.post_attention_layernorm, own.mlp, own.final_layernorm, [own.final_layernorm], None,
         )  # fmt: skip
 
     @property
-    def _layer(self) -> _Layer:
+    def joined(self) -> _Layer:
+        """Its layer, with the norms around it."""
         (layer,) = self.mtp_layers
         assert isinstance(layer, _Layer)
         return layer

@@ -199,6 +199,17 @@ class Target:
             self.view,
         )
 
+    @_in_its_own_precision
+    @torch.no_grad()
+    def states(self, examples: Sequence[Example], boundaries: Sequence[int]) -> list[dict[int, Tensor]]:
+        """The hidden states along texts, their last tokens left out: {boundary: [n - 1, H]} of each."""
+        runner, found = self.runner(len(examples), max(len(example.tokens) for example in examples)), []
+        for slot, example in enumerate(examples):
+            segment = _reading(runner, slot, example, [])
+            features = runner.forward([segment], boundaries).features
+            found.append({boundary: features[boundary] for boundary in boundaries})
+        return found
+
     def _passes(self, examples: Sequence[Example]) -> Iterator[tuple[Tensor, dict[int, Tensor]]]:
         """The target's logits [M, V] at every position that counts, and hidden states {boundary: [T, H]} of all that is
         read, example by example, some examples a pass."""
@@ -208,15 +219,19 @@ class Target:
         for at in range(0, len(examples), at_once):
             segments = []
             for slot, example in enumerate(examples[at : at + at_once]):
-                read = list(example.tokens[:-1])  # nothing follows the last token
-                runner.cache.open(slot, [])
-                runner.cache.pages.grow(slot, len(read))
-                want = list(range(example.given - 1, len(read)))
-                segments.append(Segment(slot, read, list(range(-1, len(read) - 1)), want))
+                segments.append(_reading(runner, slot, example, range(example.given - 1, len(example.tokens) - 1)))
             forward = runner.forward(segments, self.boundaries)
             yield forward.logits, forward.features
             for segment in segments:
                 runner.cache.close(segment.slot)
+
+
+def _reading(runner: Runner, slot: int, example: Example, want: Sequence[int]) -> Segment:
+    """A whole text in a slot of its own; nothing follows the last token, so it is not read."""
+    read = list(example.tokens[:-1])
+    runner.cache.open(slot, [])
+    runner.cache.pages.grow(slot, len(read))
+    return Segment(slot, read, list(range(-1, len(read) - 1)), list(want))
 
 
 def _spread(parts: Sequence[Tensor], mask: Tensor) -> Tensor:

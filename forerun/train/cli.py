@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from forerun.train.findings import Findings
     from forerun.train.speed import Speed
 
-TRAINING = Group("training", Training, "Training")
+TRAINING = Group("training", Training, "Training", {"learning_rate": float})
 LOSSES = Group("losses", AheadOptions, "Losses")
 COMMON = tuple(f.name for f in fields(AheadOptions))
 RECIPES = (

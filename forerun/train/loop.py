@@ -29,10 +29,12 @@ from forerun.train.deadline import Deadline
 from forerun.train.evaluate import FIGURE, Evaluation, Judge
 from forerun.train.harvest import Harvest
 from forerun.train.optimizers import make_optimizers
+from forerun.train.options import LossOptions
 from forerun.train.recipes import Recipe
 from forerun.train.settings import Training
 from forerun.train.stream import Stream
 
+RATE = LossOptions.rate  # where the settings say nothing
 FLOOR = 0.1  # of the learning rate, at the end of the cosine
 Weights = dict[str, Tensor]
 
@@ -98,7 +100,7 @@ class Trainer:
         self.bfloat16 = computes_bfloat16(settings.dtype, target.device)
         dtype = torch.bfloat16 if self.bfloat16 else torch.float32
         self.optimizers = make_optimizers(
-            module, settings.optimizer, settings.learning_rate, settings.weight_decay, dtype
+            module, settings.optimizer, settings.learning_rate or RATE, settings.weight_decay, dtype
         )
 
     def resume(self, state: dict[str, Any]) -> None:
@@ -253,10 +255,11 @@ class Trainer:
 
 def learning_rate(share: float, settings: Training) -> float:
     """When so much of the run is done: up in a line, then down along half a cosine to a tenth."""
+    highest = settings.learning_rate or RATE
     if share < settings.warmup:
-        return settings.learning_rate * min((share + 1 / settings.steps) / settings.warmup, 1.0)
+        return highest * min((share + 1 / settings.steps) / settings.warmup, 1.0)
     way = (share - settings.warmup) / max(1 - settings.warmup, 1e-9)
-    return settings.learning_rate * (FLOOR + (1 - FLOOR) * 0.5 * (1 + math.cos(math.pi * way)))
+    return highest * (FLOOR + (1 - FLOOR) * 0.5 * (1 + math.cos(math.pi * way)))
 
 
 def computes_bfloat16(dtype: str, device: torch.device) -> bool:

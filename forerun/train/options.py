@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, ClassVar
 
 from forerun.errors import ConfigError, nearest
 from forerun.train.settings import check_numbers
@@ -23,8 +23,11 @@ class LossOptions:
         kl: weight of KL(target, drafter).
         tv: weight of the total variation, which is one minus the acceptance.
         ce: weight of the cross entropy with the text itself.
+
+    `rate` is the learning rate where none is given.
     """
 
+    rate: ClassVar[float] = 3e-3
     kl: float = 0.5
     tv: float = 0.5
     ce: float = 0.0
@@ -94,6 +97,7 @@ class PairOptions(AheadOptions):
         intermediate: width of the layer's MLP; the target's if it is not given.
     """
 
+    rate: ClassVar[float] = 1e-3
     unroll: int = 3
     thin: int = 2
     intermediate: int | None = None
@@ -106,9 +110,12 @@ class EagleOptions(PairOptions):
     Args:
         draft_vocab: tokens it can say, the most frequent ones of the data; where it is not given, as many as cost about
             what the layer costs, from 8192 to 32000.
+        join: join the halves of a pair before the layer, which then begins as the target's last one; without it the
+            layer is the paper's, which other engines know, and learns more slowly.
     """
 
     draft_vocab: int | None = None
+    join: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,9 +148,9 @@ class BlockOptions(AheadOptions):
 
 
 OPTIONS: dict[str, type[LossOptions]] = {
+    "eagle3": EagleOptions,
     "small-lm": SmallLMOptions,
     "medusa": MedusaOptions,
-    "eagle3": EagleOptions,
     "mtp": PairOptions,
     "block": BlockOptions,
 }  # of each recipe, by its name; the first is taken where none is named

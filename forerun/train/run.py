@@ -64,6 +64,8 @@ class Plan:
         name = values.get("recipe", next(iter(OPTIONS)))
         options = options_of(name, values.get("options", {}))
         training = Training(**values.get("training", {}))
+        if training.learning_rate is None:
+            training = replace(training, learning_rate=options.rate)
         data = tuple(values.get("data", ()))
         return cls(values.get("target"), data, name, options, training, values.get("save_data"))
 

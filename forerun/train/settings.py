@@ -28,7 +28,8 @@ class Training:
         reuse: times that each text is learnt from, after the first 64; what the target says of it is kept meanwhile.
         keep_gb: most gigabytes of that on disk, beside --out; the oldest texts do not come back then.
         prompt_tokens: tokens of the data before the target goes on.
-        learning_rate: the highest of the schedule, which warms up and then falls along a cosine to a tenth of it.
+        learning_rate: the highest of the schedule, which warms up and then falls along a cosine to a tenth of it; 0.001
+            for heads that begin as the target's last layer (eagle3, mtp) and 0.003 for others if it is not given.
         warmup: share of the steps in which the learning rate rises.
         optimizer: muon (for matrices, beside AdamW for embeddings, heads and norms) or adamw.
         weight_decay: of either.
@@ -62,7 +63,7 @@ class Training:
     reuse: int = 4
     keep_gb: float = 4.0
     prompt_tokens: int = 64
-    learning_rate: float = 3e-3
+    learning_rate: float | None = None
     warmup: float = 0.05
     optimizer: str = "muon"
     weight_decay: float = 0.0
@@ -120,7 +121,11 @@ def check_numbers(settings: Any, lowest: dict[str, int]) -> None:
             low = lowest.get(field.name, 0)
             if not isinstance(value, int) or isinstance(value, bool) or not low <= value < LARGEST:
                 raise ConfigError(f"{field.name}={value!r} is out of range: give a whole number from {low} up")
-        elif kind == "float" and (not isinstance(value, (int, float)) or not 0 <= value < 1e6):
+        elif (
+            kind.startswith("float")
+            and value is not None
+            and (not isinstance(value, (int, float)) or not 0 <= value < 1e6)
+        ):
             raise ConfigError(f"{field.name}={value!r} is out of range: give a number from 0 up")
 
 

@@ -94,7 +94,12 @@ class Naive:
     def layer(self, embedded: Tensor, state: Tensor) -> Tensor:
         c, at = self.config.layer, "layers.0."
         normed = self.norm(state, f"{at}hidden_norm")
-        x = torch.cat((self.norm(embedded, f"{at}input_layernorm"), normed), -1)
+        if self.config.join:
+            pair = torch.cat((self.norm(embedded, f"{at}embed_norm"), normed), -1)
+            state = pair @ self.w[f"{at}input_proj.weight"].T
+            x = self.norm(state, f"{at}input_layernorm")
+        else:
+            x = torch.cat((self.norm(embedded, f"{at}input_layernorm"), normed), -1)
         q, k, v = ((x @ self.w[f"{at}self_attn.{n}_proj.weight"].T).view(len(x), -1, c.head_dim) for n in "qkv")
         if c.qk_norm:
             q, k = self.norm(q, f"{at}self_attn.q_norm"), self.norm(k, f"{at}self_attn.k_norm")
@@ -196,6 +201,7 @@ SHAPES = {
     "reduced vocabulary": {"draft_vocab": 40},
     "one state": {"boundaries": (1,)},
     "own embedding, narrower": {"own_embedding": True, "layer": {"hidden_size": 24, "head_dim": 8}},
+    "joined pairs": {"join": True, "fc_norm": True, "norm_output": True, "draft_vocab": 40},
     "qwen3, other rope": {"layer": {"model_type": "qwen3", "head_dim": 16, "rope_theta": 500.0}},
 }
 
@@ -404,6 +410,7 @@ NATIVE = {
         tiny.eagle_config("llama", own_embedding=True, draft_vocab=40, layer={"hidden_size": 24, "head_dim": 8})
     ),
     "window": lambda: _windowed(tiny.eagle_config("llama")),
+    "joined pairs": lambda: tiny.eagle(tiny.eagle_config("llama", join=True, norm_output=True, draft_vocab=40)),
     "mtp": lambda: tiny.mtp("llama"),
 }
 

@@ -15,7 +15,7 @@ from forerun.progress import Silent
 from forerun.train import checkpoint, stream
 from forerun.train.checkpoint import read_checkpoint, write_checkpoint
 from forerun.train.evaluate import Evaluation
-from forerun.train.loop import Trainer, computes_bfloat16, learning_rate
+from forerun.train.loop import RATE, Trainer, computes_bfloat16, learning_rate
 from forerun.train.optimizers import Muon
 from forerun.train.settings import Training
 from tests.train.conftest import Clock, Make
@@ -246,7 +246,7 @@ def test_the_learning_rate() -> None:
     rates = [learning_rate(step / 100, settings) for step in range(100)]
     assert max(rates) == rates[10] == 1.0 and (rates[0], rates[9]) == pytest.approx((0.1, 1.0))
     assert rates[10:] == sorted(rates[10:], reverse=True) and 0.1 < rates[-1] < 0.11
-    assert learning_rate(0.0, Training(steps=1, warmup=0.0)) == Training().learning_rate
+    assert learning_rate(0.0, Training(steps=1, warmup=0.0)) == RATE
 
 
 def test_precision() -> None:

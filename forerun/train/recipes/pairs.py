@@ -27,6 +27,7 @@ from forerun.train.losses import Law, Mixture, at_temperature, nothing_learnt, p
 from forerun.train.options import EagleOptions, PairOptions
 from forerun.train.recipes.base import Outlook
 from forerun.train.unroll import unroll
+from forerun.train.warm import begin_as_target
 
 SMALLEST_VOCAB, LARGEST_VOCAB = 8192, 32000  # of an EAGLE-3 head, unless it is asked for
 OWN_SCORE = 10.0  # of a pair with itself where an EAGLE-3 head begins; those of others are about 1
@@ -112,8 +113,10 @@ class Eagle3(PairRecipe):
     """An EAGLE-3 head (2503.01840) with the norms of 3.1: each of the target's states is normed before they are fused,
     and what is carried on is normed too, so that no draft begins from larger numbers than the one before it.
 
-    Its last norm and its own head begin as the target's, and its attention sees each pair's own embedding (`see_own`);
-    the rest is random: to let the target's last state through at first made it learn more slowly.
+    Its pairs are joined, as in multi-token modules, so that it can begin as the target's last layer (`warm`), from the
+    last of the states alone. With `join` off it has the paper's layer, which other engines know; that one begins at
+    random, but for the last norm and the head, and for an attention that sees each pair's own embedding (`see_own`): to
+    let the target's last state through at first made it learn more slowly.
     """
 
     options: EagleOptions
@@ -126,7 +129,7 @@ class Eagle3(PairRecipe):
         said = min(self.options.draft_vocab or fitting_vocab(layer), c.vocab)
         config = EagleConfig(
             layer=layer, target_hidden=c.hidden, boundaries=boundaries, draft_vocab=said, fc_norm=True,
-            norm_before_residual=True, norm_output=True,
+            norm_before_residual=not self.options.join, norm_output=True, join=self.options.join,
         )  # fmt: skip
         head = EagleHead(config)
         with torch.no_grad():
@@ -137,8 +140,12 @@ class Eagle3(PairRecipe):
                 weights = weights[ids]
             head.lm_head.weight.copy_(weights)
             head.norm.weight.copy_(target.llm.decoder.weights.norm.weight)
-        see_own(head)
         head.attach(target.view)
+        if not self.options.join:
+            see_own(head)
+        else:
+            _see_the_last(head)
+            begin_as_target(head, head.joined, target, corpus)
         return head
 
     def export(self, module: nn.Module, target: Target, directory: Path) -> None:
@@ -161,6 +168,7 @@ class Mtp(PairRecipe):
         module = MtpModule(layer_like(c, self.options.intermediate), c.layers)
         module.begin(target.llm.decoder.weights.norm.weight)
         module.attach(target.view)
+        begin_as_target(module, module.joined, target, corpus)
         return module
 
     def export(self, module: nn.Module, target: Target, directory: Path) -> None:
@@ -182,6 +190,17 @@ def fitting_vocab(layer: ModelConfig) -> int:
 def depths_read(layers: int) -> tuple[int, ...]:
     """The boundaries that an EAGLE-3 head of ours reads: low, middle and, unlike the paper's, the very last."""
     return tuple(sorted({min(2, layers // 3), layers // 2, layers}))
+
+
+@torch.no_grad()
+def _see_the_last(head: EagleHead) -> None:
+    """Let what is fused begin as the last of the states, as it enters the target's own head."""
+    hidden = head.layer.hidden
+    head.fc.weight.zero_()
+    head.fc.weight[:, -hidden:] = torch.eye(hidden)
+    last = head.fc_norm[-1]
+    assert isinstance(last, nn.RMSNorm)
+    last.weight.copy_(head.norm.weight)
 
 
 @torch.no_grad()
