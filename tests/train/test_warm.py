@@ -100,11 +100,12 @@ def test_where_the_layer_is_of_another_kind_pairs_are_joined_to_what_leaves_it(
 ) -> None:
     monkeypatch.setattr(warm, "_take", lambda layer, target: False)
     seen: list[int] = []
-    monkeypatch.setattr(
-        warm,
-        "_fitted",
-        lambda head, target, texts, at: seen.append(at) or torch.ones(head.layer.hidden, 2 * head.layer.hidden),
-    )
+
+    def fitted(head: Any, target: Any, texts: Any, boundary: int) -> torch.Tensor:
+        seen.append(boundary)
+        return torch.ones(head.layer.hidden, 2 * head.layer.hidden)
+
+    monkeypatch.setattr(warm, "_fitted", fitted)
     head = Mtp(PairOptions()).build(target, corpus)
     assert isinstance(head, MtpModule) and seen == [target.llm.decoder.config.layers]
     pair = torch.randn(2, 1, head.layer.hidden)
