@@ -204,7 +204,7 @@ class Recorded:
             head_dim=c.head_dim, layers=c.layers, widths=widths.ctypes.data,
         )  # fmt: skip
         row_bytes = native.loaded().forerun_scratch_row_bytes
-        self.buffers = _Buffers(widths, max(int(row_bytes(int(w))) for w in widths[:LOGITS]))
+        self.buffers = _Buffers(widths, max(int(row_bytes(int(w))) for i, w in enumerate(widths) if i != LOGITS))
 
     def chain(
         self,
@@ -226,20 +226,30 @@ class Recorded:
         return steps.said()
 
     def round(
-        self, starts: Sequence[Start], cache: KVCache, vocab: int, ids: np.ndarray | None, state: int
+        self,
+        starts: Sequence[Start],
+        cache: KVCache,
+        vocab: int,
+        ids: np.ndarray | None,
+        state: int,
+        begin: Recorded,
+        given: Sequence[int],
     ) -> tuple[list[list[int]], np.ndarray]:
         """Read what each start brings, and say token after token behind it: the same in one call. What was read is not
-        committed. `state` is the buffer of what each token is paired with. Also what the layers left of each start's
+        committed. `state` is the buffer of what each token is paired with. `begin` is the program of the first pass,
+        with the same buffers, of which `given` take what the starts bring. Also what the layers left of each start's
         last token, [starts, H]."""
         steps = Steps([start.link for start in starts], cache)
         ordered = [starts[i] for i in steps.order]
         first = Pass([start.segment for start in ordered], cache)
         pointers, scratch = self.buffers.fit(first.tokens, len(starts))
-        np.concatenate([start.states for start in ordered], out=self.buffers.arrays[state][: first.tokens])
+        for buffer, parts in zip(given, zip(*(start.states for start in ordered), strict=True), strict=True):
+            np.concatenate(parts, out=self.buffers.arrays[buffer][: first.tokens])
         keys = array("Q", [start.key for start in ordered])
         last, batch = array("i", first.want.tolist()), first.fill(pointers, scratch, cache)
         chain = _chain(steps, vocab, ids)
-        chain.state, chain.first, chain.last = state, ctypes.pointer(batch), address(last)
+        chain.state, chain.begin = state, ctypes.pointer(begin.program)
+        chain.first, chain.last = ctypes.pointer(batch), address(last)
         left = np.empty((len(starts), int(self.widths[X])), np.float32)
         chain.first_keys, chain.left = address(keys), left.ctypes.data
         native.loaded().forerun_chain(self.program, steps.fill(pointers, scratch, cache), chain)
@@ -253,13 +263,13 @@ class Start:
 
     Attributes:
         segment: tokens that nobody has read yet; it wants the last one's logits.
-        states: float32 [tokens, width] what they are paired with.
+        states: float32 [tokens, width] each, what they are paired with is made of.
         key: the stream of noise that the first token is said with.
         link: the token in it is not known yet.
     """
 
     segment: Segment
-    states: np.ndarray
+    states: Sequence[np.ndarray]
     key: int
     link: Link
 

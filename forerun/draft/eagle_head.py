@@ -148,15 +148,21 @@ class EagleHead(PairHead):
         out: Tensor = self.fc(features)
         return out
 
+    def fusing(self) -> list[tuple[nn.Module | None, Tensor]] | None:
+        if not self.config.fc_norm:
+            return [(self.input_norm if self.config.norm_before_fc else None, self.fc.weight)]
+        if self.config.norm_before_fc:
+            return None
+        return list(zip(self.fc_norm, torch.split(self.fc.weight, self.config.target_hidden, 1), strict=True))
+
     def forward(self, embedded: Tensor, state: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
         out: Tensor = self.layers[0](embedded, state, rotation, attend)
         return out
 
-    def enter(self, state: Tensor) -> Tensor:
+    @property
+    def entered(self) -> nn.Module | None:
         (own,) = self.layers
-        assert isinstance(own, (_Layer, _Joined))
-        out: Tensor = own.hidden_norm(state) if self.config.norm_before_residual else state
-        return out
+        return own.hidden_norm if isinstance(own, _Layer) and own.norm_before_residual else None
 
     def parts(self) -> Parts:
         (own,) = self.layers

@@ -102,6 +102,15 @@ class FeatureProposer(Proposer):
         waiting = self.waiting.get(row.slot)
         return waiting is not None and waiting.seen == len(row.tokens) - 1
 
+    def take_raw(self, slot: int) -> list[Tensor] | None:
+        """All that waits as it was shown, [n, H] of every boundary; it waits no more. None, and nothing done, where
+        some of it is fused already."""
+        waiting = self.waiting[slot]
+        if waiting.fused or not waiting.shown:
+            return None
+        shown, waiting.shown, waiting.unfused = waiting.shown, [], 0
+        return shown[0] if len(shown) == 1 else [torch.cat(parts) for parts in zip(*shown, strict=True)]
+
     def take(self, slot: int) -> list[Tensor]:
         """All that waits, fused, in parts [n, Hd]; it waits no more."""
         waiting = self.waiting[slot]

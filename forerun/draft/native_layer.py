@@ -21,7 +21,7 @@ from forerun.native import ATTENDED, HIDDEN, LOGITS, QKV, Recorded, Start, X
 from forerun.packed import Packed, embed_op
 from forerun.passes import Link, Pass
 
-EMBEDDED, STATE = LOGITS + 1, LOGITS + 2  # buffers that are filled before each pass
+EMBEDDED, STATE, FUSED, FEATURES = range(LOGITS + 1, LOGITS + 5)  # buffers; of FEATURES there may be several
 
 
 class NativeLayer:
@@ -66,9 +66,16 @@ class NativeLayer:
         ]  # fmt: skip
         heads, inner = (c.heads + 2 * c.kv_heads) * c.head_dim, -(-c.intermediate // 16) * 16
         said = says.matrix.outputs if says else 1
-        widths = np.array([c.hidden, heads, c.heads * c.head_dim, inner, c.hidden, said, c.hidden, c.hidden], np.int32)
-        self._recorded = Recorded(c, ops, widths)
-        self._whole = Recorded(c, self._ends(head, ops, says, softcap), widths) if says else None
+        fusing = (head.fusing() if says else None) or []
+        widths = [c.hidden, heads, c.heads * c.head_dim, inner, c.hidden, said, c.hidden, c.hidden, c.hidden]
+        sizes = np.array([*widths, *(weight.shape[1] for _, weight in fusing)], np.int32)
+        self.features = range(FEATURES, len(sizes))  # the buffers that a round may begin with
+        self._recorded = Recorded(c, ops, sizes)
+        self._whole, self._begin = None, None
+        if says:
+            whole = self._ends(head, ops, says, softcap)
+            self._whole = Recorded(c, whole, sizes)
+            self._begin = Recorded(c, [*self._fuse(head, fusing), *whole], sizes) if fusing else None
 
     def __call__(self, embedded: Tensor, states: Tensor, segments: Sequence[Segment], cache: KVCache) -> Tensor:
         """Pairs [T, Hd] of the segments' tokens; keys and values go into the cache. -> float32 [T, Hd]"""
@@ -93,12 +100,19 @@ class NativeLayer:
         """Whether whole rounds can be done here."""
         return self._whole is not None
 
+    @property
+    def fuses(self) -> bool:
+        """Whether rounds can begin with the target's states as they are."""
+        return self._begin is not None
+
     def round(
-        self, starts: Sequence[Start], cache: KVCache, vocab: int, ids: np.ndarray | None
+        self, starts: Sequence[Start], cache: KVCache, vocab: int, ids: np.ndarray | None, raw: bool
     ) -> tuple[list[list[int]], np.ndarray]:
-        """Read pairs and draft behind them, in one call; see `Recorded.round`."""
-        assert self._whole is not None
-        return self._whole.round(starts, cache, vocab, ids, STATE)
+        """Read pairs and draft behind them, in one call; see `Recorded.round`. `raw`: the starts bring the target's
+        states, which are yet to be fused."""
+        begin = self._begin if raw else self._whole
+        assert self._whole is not None and begin is not None
+        return self._whole.round(starts, cache, vocab, ids, STATE, begin, self.features if raw else [STATE])
 
     def _ends(self, head: PairHead, ops: list[COp], says: Packed, softcap: float) -> list[COp]:
         """The layer with what comes before it, the embedding, and after it: logits, and the state for the next."""
@@ -116,6 +130,14 @@ class NativeLayer:
             ),
             COp(kind=native.SAVE, input=X, output=STATE, norm=self._norm(first), after=self._norm(second)),
         ]  # fmt: skip
+
+    def _fuse(self, head: PairHead, fusing: Sequence[tuple[nn.Module | None, Tensor]]) -> list[COp]:
+        """The target's states to what goes into the layer, as `PairHead.fuse` and `enter` do."""
+        ops = [
+            self._product(weight, FEATURES + i, FUSED, norm, combine=native.ADD if i else 0)
+            for i, (norm, weight) in enumerate(fusing)
+        ]
+        return [*ops, COp(kind=native.SAVE, input=FUSED, output=STATE, norm=self._norm(head.entered))]
 
     def _product(
         self, weight: Tensor, source: int, to: int, norm: nn.Module | None, combine: int = 0, gated: int = 0,

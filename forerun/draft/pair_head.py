@@ -80,6 +80,11 @@ class PairHead(nn.Module):
         """The target's states side by side, [.., n * H], to a state of the head, [.., Hd]."""
         raise NotImplementedError
 
+    def fusing(self) -> list[tuple[nn.Module | None, Tensor]] | None:
+        """Products whose sum is what `fuse` makes, each with the norm before it, [Hd, width]: they read equal parts of
+        the features, in order. None where there is more to it."""
+        return None
+
     def embed(self, ids: Tensor) -> Tensor:
         """[..] int64 -> [.., Hd]"""
         return self.target.embed(ids)
@@ -95,9 +100,15 @@ class PairHead(nn.Module):
         """What `forward` is made of, between `enter` and `leave`."""
         raise NotImplementedError
 
+    @property
+    def entered(self) -> nn.Module | None:
+        """The norm of states as they go into the layer, if there is one."""
+        return None
+
     def enter(self, state: Tensor) -> Tensor:
         """States as they go into the layer. [.., Hd] -> [.., Hd]"""
-        return state
+        norm = self.entered
+        return state if norm is None else norm(state)
 
     def leave(self, x: Tensor) -> Tensor:
         """What is made of what the layer left. [.., Hd] -> [.., Hd]"""

@@ -102,23 +102,28 @@ class Pairs(FeatureProposer):
             return False
         if not all(tree.is_plain and self.waiting[tree.row.slot].parts == 1 for tree in trees):
             return False
-        starts = [self._start(tree) for tree in trees]
+        raw = native.fuses and not any(self.waiting[tree.row.slot].fused for tree in trees)
+        starts = [self._start(tree, raw) for tree in trees]
         ids = None if self.ids is None else self.ids.numpy()
-        said, left = native.round(starts, self.cache, self.target.vocab, ids)
+        said, left = native.round(starts, self.cache, self.target.vocab, ids, raw)
         made = self.head.leave(torch.from_numpy(left))
         for tree, start, tokens, last in zip(trees, starts, said, made, strict=True):
-            self.commit(tree.row, len(start.states))
+            self.commit(tree.row, len(start.segment.tokens))
             self._last[tree.row.slot] = last
             tree.extend(tokens, self.name)
         return True
 
-    def _start(self, tree: Tree) -> Start:
-        """What a native round has to know of one request."""
-        row, (part,) = tree.row, self.take(tree.row.slot)
-        first, count = self.next_position(row.slot) + 1, len(part)
+    def _start(self, tree: Tree, raw: bool) -> Start:
+        """What a native round has to know of one request; `raw`, it fuses what it is given."""
+        row = tree.row
+        parts = self.take_raw(row.slot) if raw else [self.head.enter(part) for part in self.take(row.slot)]
+        assert parts is not None and self.native is not None
+        if raw and len(parts) > len(self.native.features):
+            parts = [torch.cat(parts, -1)]
+        first, count = self.next_position(row.slot) + 1, len(parts[0])
         tokens, parents = list(row.tokens[first : first + count]), list(range(-1, count - 1))
         segment = Segment(row.slot, tokens, parents, [count - 1])
-        return Start(segment, self.head.enter(part).numpy(), row.noise.target(0), tree.link(count))
+        return Start(segment, [part.numpy() for part in parts], row.noise.target(0), tree.link(count))
 
     def _can_draft(self, row: Row) -> bool:
         """Without the state before the root, without room, or after a token that the head's own embedding lacks, the

@@ -74,7 +74,8 @@ class CChain(Structure):
         ("levels", c_int32), ("rows", c_int32), ("logits", c_int32), ("vocab", c_int32),
         ("active", c_void_p), ("temperature", c_void_p), ("keys", c_void_p), ("tokens", c_void_p),
         ("ids", c_void_p), ("said", c_int32), ("state", c_int32),
-        ("first", POINTER(CBatch)), ("last", c_void_p), ("first_keys", c_void_p), ("left", c_void_p),
+        ("begin", POINTER(CProgram)), ("first", POINTER(CBatch)), ("last", c_void_p), ("first_keys", c_void_p),
+        ("left", c_void_p),
     ]  # fmt: skip
 
 

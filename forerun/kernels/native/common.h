@@ -71,7 +71,8 @@ struct Batch {
 
 // Passes one behind the other, each over the tokens that were said after the one before. Level l has the first active[l]
 // rows of all, and its own positions, store and direct in the batch, `rows` further on than the level before. With `first`,
-// a pass over what each row begins behind comes before: it says the tokens of the first level, and its states go with them.
+// a pass of `begin` over what each row begins behind comes before: it says the tokens of the first level, and its states go
+// with them. Both programs have the same buffers.
 struct Chain {
   int32_t levels, rows, logits, vocab;      // logits: their buffer; vocab: as many of them may be said
   const int32_t *active;                    // [levels], never rising
@@ -80,6 +81,7 @@ struct Chain {
   int64_t *tokens;                          // [levels + 1][rows]: the first row is given, or said by `first`
   const int64_t *ids;                       // [said] tokens that logits are of, or null: all in order
   int32_t said, state;                      // state: the buffer that says of a token what the next one is paired with
+  const Program *begin;
   const Batch *first;                       // whose logits are those of the rows, in order; or null
   const int32_t *last;                      // [rows] of the first pass's tokens the last of each row
   const uint64_t *first_keys;               // [rows]

@@ -305,7 +305,7 @@ void forerun_chain(const Program *program, const Batch *batch, const Chain *chai
   Batch b = *batch;
   std::vector<float> all(chain->ids ? chain->vocab : 0);
   if (chain->first) {
-    forerun_run(program, chain->first);
+    forerun_run(chain->begin, chain->first);
     say_all(program, chain->first, chain, chain->rows, chain->first_keys, chain->tokens, all);
     gather(program, chain);
   }
