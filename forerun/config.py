@@ -29,7 +29,8 @@ class Config:
         model: a GGUF file, a Hugging Face directory, ollama:NAME, lmstudio:NAME, or a Hub id (ORG/REPO:QUANT for GGUF);
             None is the default model, SmolLM2-135M-Instruct.
         draft: off, ngram, suffix, model:, medusa:, eagle3:, mtp: or block:DIR_OR_HUB_ID; suffix+model:.. copies
-            what repeats and drafts the rest with weights; auto is suffix.
+            what repeats and drafts the rest with weights; auto is suffix, and for the default model the drafter that
+            comes with it behind that.
         depth: most tokens drafted ahead: a number, or auto to choose by measured cost and acceptance, zero included.
         width: nodes a level of the trees of a draft with weights; 1 drafts chains.
         draft_threshold: a block drafter with a confidence head goes no further along a path whose chance to stand, as
@@ -119,7 +120,7 @@ class Config:
 
 
 def parse_draft(spec: str) -> tuple[str, str]:
-    """A draft option as (name of the proposer, argument); `auto` becomes what it stands for. Raises ConfigError."""
+    """A draft option as (name of the proposer, argument). Raises ConfigError."""
     first, plus, second = spec.partition("+")
     if plus and first in COPYING:
         name, argument = parse_draft(second)
@@ -127,8 +128,6 @@ def parse_draft(spec: str) -> tuple[str, str]:
             raise ConfigError(f"{first}+ goes before a draft with weights, not {second!r}: write {first}+model:..")
         return f"{first}+{name}", argument
     name, _, argument = spec.partition(":")
-    if name == "auto" and not argument:
-        return "suffix", ""
     if name in LOADED:
         if not argument:
             raise ConfigError(f"draft {name!r} needs to be told where it is: write {name}:DIRECTORY or {name}:HUB_ID")

@@ -13,7 +13,7 @@ import torch
 from forerun import rng
 from forerun.config import Config, parse_draft
 from forerun.draft.base import Reference
-from forerun.draft.registry import make_proposers, with_references
+from forerun.draft.registry import automatic, make_proposers, with_references
 from forerun.draft.view import view_of
 from forerun.engine.engine import Engine
 from forerun.errors import RequestError
@@ -56,7 +56,7 @@ class LLM:
         if self.config.threads:
             torch.set_num_threads(self.config.threads)
         device = pick_device(self.config.device)
-        name, argument = parse_draft(self.config.draft)
+        parse_draft(self.config.draft)  # what is wrong with it is said before anything is loaded
         directory = find_model(self.config.model)
         self.tokenizer = load_tokenizer(directory, check=True)
         self.recommended = recommended(directory)
@@ -69,6 +69,7 @@ class LLM:
             return make_runner(self.config, drafter, device, target)
 
         view = view_of(target.decoder)
+        name, argument = parse_draft(automatic(self.config.draft, directory, view.form is not None))
         width, threshold = self.config.width, self.config.draft_threshold
         proposers = make_proposers(name, argument, load_draft, view, target.cache, width, threshold)
         self.draft = name

@@ -35,6 +35,7 @@ class Draft:
 
     `parents[0]` is -1; siblings stand in the order in which they were chosen. `probs` [N, V] float64 holds, for
     node i, the law its SAMPLED or WITHOUT_REPLACEMENT children were really drawn from; None when all are GIVEN.
+    `match` says of copied tokens how many before them agreed with the text, 0 where nothing was copied.
     """
 
     tokens: list[int]
@@ -42,6 +43,7 @@ class Draft:
     sources: list[str]
     laws: list[Law]
     probs: np.ndarray | None = None
+    match: int = 0
 
     @classmethod
     def root(cls, token: int) -> Draft:
@@ -49,10 +51,10 @@ class Draft:
         return cls([token], [-1], [""], [Law.GIVEN])
 
     @classmethod
-    def chain(cls, root: int, tokens: list[int], source: str) -> Draft:
+    def chain(cls, root: int, tokens: list[int], source: str, match: int = 0) -> Draft:
         """A deterministic continuation of the root."""
         n = len(tokens)
-        return cls([root, *tokens], list(range(-1, n)), ["", *[source] * n], [Law.GIVEN] * (n + 1))
+        return cls([root, *tokens], list(range(-1, n)), ["", *[source] * n], [Law.GIVEN] * (n + 1), match=match)
 
     def add(self, token: int, parent: int, source: str, law: Law = Law.GIVEN) -> int:
         """Append a node below `parent`; returns its index."""

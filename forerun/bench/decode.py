@@ -90,8 +90,9 @@ class Plan:
     def engines(self) -> list[tuple[str, str, list[Arm]]]:
         """(quantization, the draft to load, arms) of each engine: one for every model that drafts, and at least one."""
         drafts = [d for d in dict.fromkeys(self.drafts) if d != OFF]
-        simple = [d for d in drafts if ":" not in d]  # every engine has these
-        models = [d for d in drafts if ":" in d] or [OFF]
+        loads = [d for d in drafts if ":" in d or d == "auto"]
+        simple = [d for d in drafts if d not in loads]  # every engine has these
+        models = loads or [OFF]
         loaded = []
         for quantization in self.quantizations:
             for i, model in enumerate(models):

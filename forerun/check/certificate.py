@@ -14,6 +14,7 @@ from forerun.check.law import check_law
 from forerun.check.passes import check_passes
 from forerun.check.subject import Ask, Subject, random_prompts
 from forerun.check.texts import check_texts
+from forerun.config import LOADED
 from forerun.errors import ConfigError, nearest
 from forerun.llm import LLM
 from forerun.models.hub import DEFAULT
@@ -181,8 +182,8 @@ def _prompts(llm: LLM, count: int) -> list[tuple[int, ...]]:
 
 
 def all_drafts(llm: LLM, named: str | None) -> tuple[str, ...]:
-    """The proposers to check: the one asked for, or those that every engine has and the draft model if it has one."""
+    """The proposers to check: the one asked for, or those of every engine and the one with weights, if there is one."""
     known: Sequence[str] = list(llm.engine.proposers)
     if named:
         return (named,)
-    return tuple(name for name in ("ngram", "suffix", "model") if name in known)
+    return tuple(name for name in ("ngram", "suffix", *LOADED) if name in known)

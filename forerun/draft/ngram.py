@@ -51,7 +51,7 @@ class NGram(Proposer):
         for size in self.sizes:
             at = index.after.get(tuple(tokens[-size:])) if size <= len(tokens) else None
             if at is not None:
-                return Draft.chain(tokens[-1], copy_from(tokens, at, row.depth), self.name)
+                return Draft.chain(tokens[-1], copy_from(tokens, at, row.depth), self.name, size)
         return Draft.root(tokens[-1])
 
 

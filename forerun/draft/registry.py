@@ -12,6 +12,7 @@ from forerun.config import LOADED
 from forerun.draft.base import Proposer
 from forerun.draft.block import Block
 from forerun.draft.block_format import KINDS, load_block
+from forerun.draft.bundled import bundled_for
 from forerun.draft.compose import Cascade
 from forerun.draft.eagle_format import load_head
 from forerun.draft.medusa import Medusa, load_heads
@@ -27,6 +28,15 @@ from forerun.models.hub import find_model
 from forerun.runner import Runner
 
 PAIRS: dict[str, Callable[[Path, TargetView], PairHead]] = {"eagle3": load_head, "mtp": load_module}
+
+
+def automatic(spec: str, model: Path, native: bool) -> str:
+    """What `auto` means for this model: what copies, and then the drafter that comes with forerun for it. In torch a
+    head takes longer to call than it is worth."""
+    if spec != "auto":
+        return spec
+    found = bundled_for(model) if native else None
+    return "suffix" if found is None else f"suffix+{kind_of(found)}:{found}"
 
 
 def kind_of(directory: Path) -> str:
@@ -71,9 +81,10 @@ def make_proposers(
     if first:
         both = Cascade((proposers[first], proposers[name]))
         proposers[both.name] = both
+    proposers["auto"] = proposers[f"{first}+{name}" if first else name if name in proposers else "suffix"]
     references = References()
-    cascades = [Cascade((references, proposer)) for proposer in proposers.values()]
-    return proposers | {p.name: p for p in (references, *cascades)}
+    found: dict[str, Proposer] = {references.name: references}
+    return proposers | found | {with_references(n): Cascade((references, p)) for n, p in proposers.items()}
 
 
 def with_references(name: str) -> str:

@@ -31,6 +31,15 @@ DEFAULTS: dict[str, Json] = {  # what transformers takes for fields that are not
     "qwen3": {"num_attention_heads": 32, "max_position_embeddings": 32768, "head_dim": 128},
 }
 
+SCALE = "_scale"  # behind the name of a weight in int8: float32 [rows, 1]
+INT8: Json = {
+    "quantization_config": {
+        "quant_method": "compressed-tensors", "format": "int-quantized", "ignore": [],
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": {
+            "num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False,
+        }}},
+    }
+}  # fmt: skip
 SPECULATORS = "0.9.0"  # the version of the speculators format that is written
 
 
@@ -60,7 +69,22 @@ def read_tensors(directory: Path, kind: str) -> Tensors:
         except (SafetensorError, OSError, ValueError) as error:
             raise LoadError(f"{path} cannot be read: {str(error).splitlines()[0]}; download it again") from None
         held |= read
-    return {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in held.items()}
+    return {name: _floats(held, name, tensor) for name, tensor in held.items() if not _is_scale(held, name)}
+
+
+def _is_scale(held: Tensors, name: str) -> bool:
+    """Whether this belongs to a weight in int8."""
+    return name.endswith(SCALE) and held.get(name.removesuffix(SCALE), torch.empty(0)).dtype == torch.int8
+
+
+def _floats(held: Tensors, name: str, tensor: Tensor) -> Tensor:
+    """Floats as float32, and numbers with a scale for each row as what they stand for. Raises LoadError."""
+    if tensor.dtype != torch.int8:
+        return tensor.float() if tensor.is_floating_point() else tensor
+    scale = held.get(name + SCALE)
+    if scale is None or tensor.ndim != 2 or scale.shape != (len(tensor), 1) or not scale.is_floating_point():
+        raise LoadError(f"{name} is in int8, but there is no {name}{SCALE} with a number for each of its rows")
+    return tensor.float() * scale.float()
 
 
 def _unpickle(path: Path) -> Tensors:
@@ -97,12 +121,19 @@ def assemble(make: Callable[[], M], tensors: Tensors, kind: str) -> M:
 
 
 def write(module: nn.Module, config: Json, directory: Path, dtype: torch.dtype = torch.float32) -> None:
-    """Write a module's tensors, floats in `dtype`, and its config.json. Raises OSError."""
-    tensors = {
-        name: (tensor.to(dtype) if tensor.is_floating_point() else tensor).detach().cpu().contiguous()
-        for name, tensor in module.state_dict().items()
-    }
-    text = json.dumps({**config, "dtype": str(dtype).removeprefix("torch.")}, indent=2) + "\n"
+    """Write a module's tensors, floats in `dtype`, and its config.json. In int8 matrices have a scale for each row, as
+    compressed-tensors stores them, and all else is bfloat16. Raises OSError."""
+    floats = torch.bfloat16 if dtype == torch.int8 else dtype
+    tensors: Tensors = {}
+    for name, held in module.state_dict().items():
+        tensor = held.detach().cpu().contiguous()
+        if dtype == torch.int8 and tensor.is_floating_point() and tensor.ndim == 2:
+            scale = (tensor.float().abs().amax(1, keepdim=True) / 127).clamp(min=1e-12)
+            tensors[name], tensors[name + SCALE] = (tensor / scale).round().to(torch.int8), scale
+        else:
+            tensors[name] = tensor.to(floats) if tensor.is_floating_point() else tensor
+    described = {**config, "dtype": str(floats).removeprefix("torch.")} | (INT8 if dtype == torch.int8 else {})
+    text = json.dumps(described, indent=2) + "\n"
     weights, settings = (directory / f".{name}.part" for name in ("model.safetensors", "config.json"))
     try:
         directory.mkdir(parents=True, exist_ok=True)

@@ -73,7 +73,7 @@ class Suffix(Proposer):
                 found = cursor.continuation(min(row.depth, cursor.length))
                 if found:
                     length, tokens, source = cursor.length, found, MEMORY
-        return Draft.chain(root, tokens, source)
+        return Draft.chain(root, tokens, source, length)
 
     def _read(self, state: _Slot, tokens: Sequence[int]) -> None:
         memory = self.memories.get(state.tenant, [])

@@ -17,6 +17,7 @@ from typing import Protocol
 from forerun.engine.costs import Costs
 
 DEEPEST = 16
+LONGEST = 6  # bits of the length of a match, from which on all are alike
 HOPELESS = 0.02  # chance of acceptance below which a token is not worth considering
 PRIOR = 0.6  # acceptance assumed of a proposer nothing is known of
 OFFERED = 0.9  # and how often it has something to offer
@@ -78,11 +79,20 @@ class Wish:
     width: int = 1
 
 
+def kind_of_match(source: str, match: int) -> str:
+    """Copies behind long matches are right more often: the policy keeps their acceptance apart, by powers of two."""
+    return f"{source}, {min(match.bit_length(), LONGEST)} bits"
+
+
 class DepthPolicy(Protocol):
     """Chooses depths before a step and learns from it afterwards."""
 
     def choose(self, wishes: Sequence[Wish], tokens: int) -> list[int]:
         """The depth of each request, 0 to its limit. `tokens` are in the pass in any case."""
+
+    def worth(self, kind: str, acceptance: Acceptance, copied: int, others: Sequence[Wish], tokens: int) -> int:
+        """How many of the tokens that were copied to verify, 0 where none pays or one of the others is expected to do
+        better. `kind` is of their match, `acceptance` what became of such copies for this request."""
 
     def rests(self, acceptance: Acceptance) -> bool:
         """Whether nothing is to be drafted this step. Asked once a step, and spares it `choose` if so."""
@@ -158,6 +168,29 @@ class Auto:
     def _offer(self, wish: Wish) -> float:
         """How often its proposer has something to draft."""
         return wish.acceptance.offered.rate(self.sources[wish.source].offered.rate(OFFERED))
+
+    def worth(self, kind: str, acceptance: Acceptance, copied: int, others: Sequence[Wish], tokens: int) -> int:
+        """As if all requests of the pass were in the same place."""
+        best, speed = self._alone(self.rate(kind, acceptance), copied, tokens)
+        for wish in others:
+            rate = self.rate(wish.source, wish.acceptance)
+            if self._alone(rate, min(wish.limit, DEEPEST), tokens, wish.source)[1] > speed:
+                return 0
+        return best
+
+    def _alone(self, rate: float, most: int, tokens: int, source: str = "") -> tuple[int, float]:
+        """(the depth up to `most` with most tokens a second for a request, how many); copies cost nothing to draft."""
+        best, speed, chance, expected = 0, 1 / self.learned.of_pass(tokens), 1.0, 1.0
+        for depth in range(1, most + 1):
+            chance *= rate
+            expected += chance
+            cost = self.learned.of_pass(tokens * (1 + depth))
+            cost += self.learned.of_draft(source, depth, tokens) if source else 0.0
+            if expected / cost > speed:
+                best, speed = depth, expected / cost
+            elif chance < HOPELESS:
+                break
+        return best, speed
 
     def costs(self) -> tuple[dict[int, float], dict[str, dict[int, float]]]:
         return self.learned.seconds()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from forerun.draft.base import Proposer, Row
 from forerun.engine.blame import blaming, together
-from forerun.engine.depth import DEEPEST, DepthPolicy, Wish
+from forerun.engine.depth import DEEPEST, DepthPolicy, Wish, kind_of_match
 from forerun.engine.request import Request
 from forerun.engine.scheduler import Work
 from forerun.errors import ForerunError
@@ -81,15 +81,37 @@ class Drafting:
                 request.asked[name] = len(request.tokens)
                 if draft is not None and len(draft) > 1:
                     with blaming(request):
-                        drafts[request.id] = self._taken(request, draft, proposer)
+                        worth = self._worth(request, draft, proposer, tokens)
+                        drafts[request.id] = self._taken(request, worth, proposer)
                 elif draft is not None:
                     self.policy.record_verdict(name, request.acceptance[name], 0, 0)
 
     def _proposed(self, proposer: Proposer, rows: Sequence[Row], requests: Sequence[Request]) -> Sequence[Draft | None]:
         return together(lambda chosen: proposer.propose([rows[i] for i in chosen]), range(len(rows)), requests)
 
+    def _worth(self, request: Request, draft: Draft, proposer: Proposer, tokens: int) -> Draft:
+        """As much of what was copied as pays. If that is nothing, or another proposer is expected to do better, it is
+        set aside and scored with what the target says. All of this depends on the text alone, so it is exact under
+        every rule."""
+        if not draft.match or request.depth != "auto":
+            return draft
+        kind, parts = kind_of_match(proposer.name, draft.match), self.proposers[request.draft].parts
+        others = [
+            Wish(part.name, request.limit - request.produced - 1, request.acceptance[part.name], part.width)
+            for part in parts[parts.index(proposer) + 1 :]
+            if request.acceptance[part.name].rest is None
+        ]
+        count = self.policy.worth(kind, request.acceptance[kind], len(draft) - 1, others, tokens)
+        if not count:
+            request.aside = (kind, draft.tokens[1:])
+            return Draft.root(draft.tokens[0])
+        request.kind = kind
+        return Draft.chain(draft.tokens[0], draft.tokens[1 : count + 1], draft.sources[1], draft.match)
+
     def _taken(self, request: Request, draft: Draft, proposer: Proposer) -> Draft:
         """What of a proposer's draft is verified."""
+        if len(draft) == 1:
+            return draft
         request.drafter, request.reach = proposer.name, self._reach(draft, request.allowed, proposer)
         grammar = request.state.grammar
         return grammar.prune(draft) if grammar else draft
@@ -113,7 +135,7 @@ class Drafting:
         It costs nothing to draft and is always accepted: neither the proposer nor the depth policy is asked.
         """
         request = work.request
-        request.drafter, request.reach, request.allowed = "", 0, 0
+        request.drafter, request.reach, request.allowed, request.kind, request.aside = "", 0, 0, "", None
         deepest = DEEPEST if request.depth == "auto" else int(request.depth)
         grammar, limit = request.state.grammar, min(deepest, self._limit(work))
         tokens = grammar.forced(limit) if grammar and limit else []

@@ -11,6 +11,7 @@ import itertools
 import secrets
 import time
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 
 from torch import Tensor
 
@@ -265,9 +266,17 @@ class Engine:
         request.stats.depths.append(max(draft.depths()))
         request.stats.drafted += len(draft) - 1
         request.stats.accepted += len(verdict.path) - 1
-        if request.reach:
-            acceptance = request.acceptance[request.drafter]
-            self.policy.record_verdict(request.drafter, acceptance, request.reach, len(verdict.path) - 1)
+        self._learn(request, verdict)
+
+    def _learn(self, request: Request, verdict: Verdict) -> None:
+        """What the depth policy learns from a verdict; of copies set aside, as far as the target has spoken."""
+        for source in filter(None, (request.drafter, request.kind)):
+            self.policy.record_verdict(source, request.acceptance[source], request.reach, len(verdict.path) - 1)
+        if request.aside:
+            source, copied = request.aside
+            right = len(list(takewhile(bool, map(int.__eq__, copied, verdict.tokens))))
+            seen = right if right == len(verdict.tokens) else len(copied)
+            self.policy.record_verdict(source, request.acceptance[source], seen, right)
 
     def _trace(
         self, request: Request, draft: Draft, verdict: Verdict, logits: Tensor, seconds: tuple[float, float]

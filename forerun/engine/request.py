@@ -50,6 +50,8 @@ class Request:
     drafter: str = ""  # who drafted for this step; a cascade is several
     allowed: int = 0  # depth its draft may have in this step
     reach: int = 0  # depth of what was drafted for this step, before a grammar cut it
+    kind: str = ""  # of what was copied for this step, as the policy knows it (`kind_of_match`)
+    aside: tuple[str, list[int]] | None = None  # tokens that were copied and are not verified, and their kind
     finish_reason: str | None = None
     error: ForerunError | None = None  # what ends it, of its own
     arrived: float = field(default_factory=time.perf_counter)

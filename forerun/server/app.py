@@ -219,7 +219,7 @@ def _operation(app: FastAPI, kitchen: Kitchen, metrics: Metrics, root: str) -> N
             "context": llm.decoder.context,
             "chat": llm.tokenizer is not None and llm.tokenizer.has_chat_template,
             "sampling": llm.recommended,
-            "drafts": ["off", *(name for name in llm.engine.proposers if "reference" not in name)],
+            "drafts": ["off", *(name for name in llm.engine.proposers if "reference" not in name and name != "auto")],
             "draft": llm.draft,
             "depth": llm.config.depth,
             "rules": list(RULES),

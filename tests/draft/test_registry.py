@@ -10,7 +10,7 @@ from tests import tiny
 @pytest.mark.parametrize(
     ("spec", "found"),
     [
-        ("auto", ("suffix", "")),
+        ("auto", ("auto", "")),
         ("off", ("off", "")),
         ("ngram", ("ngram", "")),
         ("model:some/where", ("model", "some/where")),

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from forerun.engine.costs import SETTLED
-from forerun.engine.depth import ALLOWANCE, PLAIN, PROBE_SHARE, REST, Acceptance, Auto, Chance, Wish
+from forerun.engine.depth import ALLOWANCE, PLAIN, PROBE_SHARE, REST, Acceptance, Auto, Chance, Wish, kind_of_match
 
 
 def learned(rate: float, draft_cost: float, slope: float) -> tuple[Auto, Acceptance]:
@@ -210,3 +210,22 @@ def test_a_proposer_that_seldom_has_anything_to_offer_is_asked_only_where_that_p
         acceptance.offered = Chance(1000 * often, 1000 * (1 - often))
         assert (policy.choose([Wish("model", 1, acceptance)], 1) != [0]) is asked
     assert policy.rate("model", acceptance) > 0.9  # what is shown of a draft that is there
+
+
+def test_copies_are_cut_to_what_pays_and_left_to_a_proposer_that_does_better() -> None:
+    """Rows of 0.05 passes, a drafter of 0.02 a level that is right seven times in ten: short matches are its turn."""
+    policy, drafter = learned(rate=0.7, draft_cost=0.02, slope=0.05)
+    others = [Wish("model", 8, drafter)]
+    for rate, alone in ((0.02, 0), (0.3, 1), (0.95, 8)):
+        copied = Acceptance(Chance(1000 * rate, 1000 * (1 - rate)))
+        count = policy.worth("suffix, 2 bits", copied, 8, [], 1)
+        assert count == alone or (alone == 1 and 1 <= count < 4)
+        assert policy.worth("suffix, 2 bits", copied, 8, others, 1) == (8 if rate == 0.95 else 0)
+    hopeless = Acceptance(Chance(0, 1000))
+    assert policy.worth("suffix, 2 bits", Acceptance(Chance(300, 700)), 8, [Wish("model", 8, hopeless)], 1) > 0
+
+
+def test_matches_are_kept_apart_by_powers_of_two() -> None:
+    kinds = [kind_of_match("suffix", match) for match in (2, 3, 4, 7, 8, 31, 32, 10_000)]
+    assert kinds[0] == kinds[1] != kinds[2] == kinds[3] != kinds[4] and kinds[6] == kinds[7] != kinds[5]
+    assert kind_of_match("ngram", 2) != kinds[0]

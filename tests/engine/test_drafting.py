@@ -8,6 +8,7 @@ import pytest
 
 from forerun.draft.base import Proposer, Row
 from forerun.draft.compose import Cascade
+from forerun.engine.depth import Acceptance, Wish, kind_of_match
 from forerun.engine.engine import Engine
 from forerun.errors import ForerunError
 from forerun.runner import Runner
@@ -97,3 +98,47 @@ def test_a_cascade_of_cascades_is_flat() -> None:
     parts = [Sometimes(name, 1) for name in "abc"]
     cascade = Cascade((parts[0], Cascade(parts[1:])))
     assert list(cascade.parts) == parts and cascade.name == "a+b+c"
+
+
+class Copies(Proposer):
+    """Copies what the request will say, or something else, behind a match of `match` tokens."""
+
+    def __init__(self, text: Sequence[int], match: int) -> None:
+        self.name, self.text, self.match = "copies", text, match
+
+    def propose(self, rows: Sequence[Row]) -> list[Draft]:
+        return [
+            Draft.chain(row.tokens[-1], list(self.text[len(row.tokens) :][: row.depth]), self.name, self.match)
+            for row in rows
+        ]
+
+
+@pytest.mark.parametrize("right", [True, False])
+@pytest.mark.parametrize("rule", ["match", "token"])
+def test_copies_that_are_set_aside_are_scored_with_what_the_target_says(right: bool, rule: str) -> None:
+    """They are worth nothing to a policy that trusts another proposer, whose drafts are then verified; still it learns
+    whether they were right, and the text is what it is without them."""
+    prompt, params = build.prompts()[1], build.params(1, 0.0, 40)
+    engine = engine_of(Sometimes("second", 1))
+    plain = engine.add(prompt, params, draft="off")
+    build.finish(engine)
+    text = plain.tokens if right else [token ^ 1 for token in plain.tokens]
+    engine = Engine(
+        Runner(tiny.decoder(tiny.family("llama")), tokens=512, page=4, slots=4),
+        {"both": Cascade([Copies(text, 5), Sometimes("second", 1)])}, rule=rule,
+    )  # fmt: skip
+    kind = kind_of_match("copies", 5)
+    asked: list[tuple[str, list[str]]] = []
+
+    def worth(kind: str, acceptance: Acceptance, copied: int, others: Sequence[Wish], tokens: int) -> int:
+        asked.append((kind, [wish.source for wish in others]))
+        return 0
+
+    engine.policy.worth = worth  # type: ignore[method-assign]
+    request = engine.add(prompt, params, draft="both", depth="auto")
+    build.finish(engine)
+    assert request.tokens == plain.tokens
+    assert asked and {each for each, _ in asked} == {kind} and ["second"] in [names for _, names in asked]
+    assert set(request.stats.by_source) == {"second"}
+    learned = request.acceptance[kind].kept
+    assert (learned.yes > 0) == right and (learned.no > 0) == (not right)
