@@ -234,11 +234,13 @@ class Recorded:
         state: int,
         begin: Recorded,
         given: Sequence[int],
-    ) -> tuple[list[list[int]], np.ndarray]:
+        stands: array[float] | None,
+    ) -> tuple[list[list[int]], list[list[int]], np.ndarray]:
         """Read what each start brings, and say token after token behind it: the same in one call. What was read is not
         committed. `state` is the buffer of what each token is paired with. `begin` is the program of the first pass,
-        with the same buffers, of which `given` take what the starts bring. Also what the layers left of each start's
-        last token, [starts, H]."""
+        with the same buffers, of which `given` take what the starts bring. With `stands` chains end as their links'
+        floors say. Also how sure each token is, in sixteenths, and what the layers left of each start's last token,
+        [starts, H]."""
         steps = Steps([start.link for start in starts], cache)
         ordered = [starts[i] for i in steps.order]
         first = Pass([start.segment for start in ordered], cache)
@@ -252,9 +254,12 @@ class Recorded:
         chain.first, chain.last = ctypes.pointer(batch), address(last)
         left = np.empty((len(starts), int(self.widths[X])), np.float32)
         chain.first_keys, chain.left = address(keys), left.ctypes.data
+        if stands is not None:
+            chain.stands, chain.floors = address(stands), address(steps.floors)
+            chain.sure, chain.counts = address(steps.sure), address(steps.counts)
         native.loaded().forerun_chain(self.program, steps.fill(pointers, scratch, cache), chain)
         said = [[begun, *rest] for begun, rest in zip(steps.begun(), steps.said(), strict=True)]
-        return said, left[np.argsort(steps.order)]
+        return said, steps.surety() if stands is not None else [[] for _ in said], left[np.argsort(steps.order)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,6 +65,7 @@ class Link:
         token: the one to read first, `offset` rows behind what is committed; those between have been read.
         temperature: 0 says the likeliest token.
         keys: streams of noise, one for each token that is to be said.
+        floor: the chance that all that was said stands, below which no more is; 0 never stops.
     """
 
     slot: int
@@ -72,13 +73,14 @@ class Link:
     offset: int
     temperature: float
     keys: Sequence[int]
+    floor: float = 0.0
 
 
 class Steps(Pass):
     """Passes one behind the other, of one token for each link that has not ended; the longest links come first."""
 
     def __init__(self, links: Sequence[Link], cache: KVCache) -> None:
-        counts = [len(link.keys) for link in links]
+        counts = counts_of(links)
         self.order = sorted(range(len(links)), key=lambda i: -counts[i])
         self._counts, links = counts, [links[i] for i in self.order]
         self.levels, self.tokens, self.wanted = max(counts), len(links), len(links)
@@ -95,6 +97,8 @@ class Steps(Pass):
         self.keys = array("Q", _by_level([link.keys for link in links]))
         self.ids = array("q", [link.token for link in links])
         self.drafted = array("q", [*self.ids, *[0] * (self.levels * len(links))])
+        self.floors, self.counts = array("f", [link.floor for link in links]), array("i", counts_of(links))
+        self.sure = array("b", bytes(len(self.drafted)))
 
     def begun(self) -> list[int]:
         """The token behind which each link's are said, in the order in which they were given."""
@@ -108,8 +112,21 @@ class Steps(Pass):
         found: list[list[int]] = [[]] * len(self.order)
         for column, i in enumerate(self.order):
             behind = self.drafted[self.tokens + column :: self.tokens]
-            found[i] = behind[: self._counts[i]].tolist()
+            found[i] = behind[: min(self._counts[i], self.counts[column])].tolist()
         return found
+
+    def surety(self) -> list[list[int]]:
+        """How sure the drafter was of the token behind which each link's are said and of those, in sixteenths."""
+        found: list[list[int]] = [[]] * len(self.order)
+        for column, i in enumerate(self.order):
+            of_all = self.sure[column :: self.tokens]
+            found[i] = of_all[: 1 + min(self._counts[i], self.counts[column])].tolist()
+        return found
+
+
+def counts_of(links: Sequence[Link]) -> list[int]:
+    """How many tokens are to be said behind each."""
+    return [len(link.keys) for link in links]
 
 
 def _by_level(lines: Sequence[Sequence[int]]) -> list[int]:

@@ -35,7 +35,8 @@ class Draft:
 
     `parents[0]` is -1; siblings stand in the order in which they were chosen. `probs` [N, V] float64 holds, for
     node i, the law its SAMPLED or WITHOUT_REPLACEMENT children were really drawn from; None when all are GIVEN.
-    `match` says of copied tokens how many before them agreed with the text, 0 where nothing was copied.
+    `match` says of copied tokens how many before them agreed with the text, 0 where nothing was copied; `sure` of those
+    of a chain, where it is known, the sixteenth that the probability falls into which their drafter gave them.
     """
 
     tokens: list[int]
@@ -44,6 +45,7 @@ class Draft:
     laws: list[Law]
     probs: np.ndarray | None = None
     match: int = 0
+    sure: list[int] = field(default_factory=list)
 
     @classmethod
     def root(cls, token: int) -> Draft:

@@ -33,6 +33,8 @@ class Row:
         coupled: the rule matches tokens: every node is GIVEN, and sharing the target's noise pays. Otherwise
             nodes may be SAMPLED, with `Draft.probs` the law they were really drawn from.
         branching: the rule takes trees; otherwise the draft must be a chain.
+        stands, floor: a chain may end where the chance that it stands falls below `floor`, a product of what `stands`
+            says of its tokens (see `Survival`). None, where it may not: the depth was asked for.
     """
 
     slot: int
@@ -42,6 +44,8 @@ class Row:
     depth: int
     coupled: bool = True
     branching: bool = True
+    stands: array[float] | None = None
+    floor: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -87,10 +91,12 @@ class Proposer:
         name: what statistics call it.
         width: the most nodes of a level; room is kept for so many.
         boundaries: the target's hidden states it wants: i enters layer i, the number of layers is what left the last.
+        stops: it ends chains by itself, as `Row.floor` says.
     """
 
     name = ""
     width = 1
+    stops = False
     boundaries: tuple[int, ...] = ()
 
     @property

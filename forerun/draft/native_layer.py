@@ -6,6 +6,7 @@ up to the precision of its products, so a draft may differ, and the text cannot.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 import numpy as np
@@ -106,13 +107,19 @@ class NativeLayer:
         return self._begin is not None
 
     def round(
-        self, starts: Sequence[Start], cache: KVCache, vocab: int, ids: np.ndarray | None, raw: bool
-    ) -> tuple[list[list[int]], np.ndarray]:
+        self,
+        starts: Sequence[Start],
+        cache: KVCache,
+        vocab: int,
+        ids: np.ndarray | None,
+        raw: bool,
+        stands: array[float] | None,
+    ) -> tuple[list[list[int]], list[list[int]], np.ndarray]:
         """Read pairs and draft behind them, in one call; see `Recorded.round`. `raw`: the starts bring the target's
         states, which are yet to be fused."""
         begin = self._begin if raw else self._whole
         assert self._whole is not None and begin is not None
-        return self._whole.round(starts, cache, vocab, ids, STATE, begin, self.features if raw else [STATE])
+        return self._whole.round(starts, cache, vocab, ids, STATE, begin, self.features if raw else [STATE], stands)
 
     def _ends(self, head: PairHead, ops: list[COp], says: Packed, softcap: float) -> list[COp]:
         """The layer with what comes before it, the embedding, and after it: logits, and the state for the next."""

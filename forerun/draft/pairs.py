@@ -56,6 +56,7 @@ class Pairs(FeatureProposer):
         tables = rope_tables(layer, layer.ropes[0], target.context, self.dtype)
         self.rotation = tuple(table.to(target.device) for table in tables)
         self.native = None if target.form is None else self._native_layer(head, target.form, tables)
+        self.stops = self.native is not None and self.native.drafts and width == 1
         self.reset()
 
     def reset(self) -> None:
@@ -105,12 +106,13 @@ class Pairs(FeatureProposer):
         raw = native.fuses and not any(self.waiting[tree.row.slot].fused for tree in trees)
         starts = [self._start(tree, raw) for tree in trees]
         ids = None if self.ids is None else self.ids.numpy()
-        said, left = native.round(starts, self.cache, self.target.vocab, ids, raw)
+        stands = trees[0].row.stands  # of this drafter: the same for all
+        said, sure, left = native.round(starts, self.cache, self.target.vocab, ids, raw, stands)
         made = self.head.leave(torch.from_numpy(left))
-        for tree, start, tokens, last in zip(trees, starts, said, made, strict=True):
+        for tree, start, tokens, sixteenths, last in zip(trees, starts, said, sure, made, strict=True):
             self.commit(tree.row, len(start.segment.tokens))
             self._last[tree.row.slot] = last
-            tree.extend(tokens, self.name)
+            tree.extend(tokens, self.name, sixteenths)
         return True
 
     def _start(self, tree: Tree, raw: bool) -> Start:

@@ -55,12 +55,14 @@ class Tree:
         """What a native call has to know to go on behind its last node, `offset` rows behind what is committed."""
         params, keys = self.row.params, range(self.fed, self.row.depth)
         temperature = 0.0 if params.greedy else params.temperature
-        return Link(self.row.slot, self.draft.tokens[-1], offset, temperature, [self.row.noise.target(k) for k in keys])
+        noise = [self.row.noise.target(k) for k in keys]
+        return Link(self.row.slot, self.draft.tokens[-1], offset, temperature, noise, self.row.floor)
 
-    def extend(self, tokens: Sequence[int], source: str) -> None:
-        """Add a chain behind the last node."""
+    def extend(self, tokens: Sequence[int], source: str, sure: Sequence[int] = ()) -> None:
+        """Add a chain behind the last node; `sure` as in `Draft`."""
         for token in tokens:
             self.draft.add(token, len(self.draft) - 1, source)
+        self.draft.sure += sure
 
     def finish(self, vocab: int) -> Draft:
         """The draft, with the laws its sampled nodes were drawn from."""

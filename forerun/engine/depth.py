@@ -15,13 +15,16 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from forerun.engine.costs import Costs
+from forerun.engine.survival import Survival
 
 DEEPEST = 16
+FAR, HIGHEST = 4, 0.9  # levels over which a level's cost is taken; a floor is no higher
 LONGEST = 6  # bits of the length of a match, from which on all are alike
 HOPELESS = 0.02  # chance of acceptance below which a token is not worth considering
 PRIOR = 0.6  # acceptance assumed of a proposer nothing is known of
 OFFERED = 0.9  # and how often it has something to offer
-STRENGTH = 4.0  # how many observations the prior is worth
+STRENGTH = 4.0  # how many observations the prior is worth,
+KNOWN = 0.06  # and how many more each of up to a hundred that were made of other requests
 PLAIN = 2  # passes without a draft that are measured before anything is compared with them
 REST = 16  # steps without drafting before it is tried again, at least
 PROBE_DEPTH = 2
@@ -36,9 +39,14 @@ class Chance:
     yes: float = 0.0
     no: float = 0.0
 
-    def rate(self, prior: float) -> float:
-        """Probability that it comes true."""
-        return (self.yes + STRENGTH * prior) / (self.yes + self.no + STRENGTH)
+    @property
+    def seen(self) -> float:
+        """How much was counted."""
+        return self.yes + self.no
+
+    def rate(self, prior: float, strength: float = STRENGTH) -> float:
+        """Probability that it comes true; the prior is worth so many observations."""
+        return (self.yes + strength * prior) / (self.seen + strength)
 
     def add(self, yes: float, no: float, keep: float) -> None:
         self.yes, self.no = keep * self.yes + yes, keep * self.no + no
@@ -94,6 +102,12 @@ class DepthPolicy(Protocol):
         """How many of the tokens that were copied to verify, 0 where none pays or one of the others is expected to do
         better. `kind` is of their match, `acceptance` what became of such copies for this request."""
 
+    def floor(self, source: str, acceptance: Acceptance, tokens: int) -> float:
+        """The chance that a chain still stands below which no further token is worth drafting."""
+
+    def survival(self, source: str, greedy: bool) -> Survival:
+        """What the drafter's own probabilities are worth."""
+
     def rests(self, acceptance: Acceptance) -> bool:
         """Whether nothing is to be drafted this step. Asked once a step, and spares it `choose` if so."""
 
@@ -122,6 +136,7 @@ class Auto:
     def __init__(self) -> None:
         self.learned = Costs()
         self.sources: dict[str, Acceptance] = defaultdict(Acceptance)
+        self.survivals: dict[tuple[str, bool], Survival] = defaultdict(Survival)
         self.credit: dict[str, float] = defaultdict(lambda: ALLOWANCE)  # passes left for probes, by proposer
 
     def choose(self, wishes: Sequence[Wish], tokens: int) -> list[int]:
@@ -163,7 +178,10 @@ class Auto:
         return best
 
     def rate(self, source: str, acceptance: Acceptance) -> float:
-        return acceptance.kept.rate(self.sources[source].kept.rate(PRIOR))
+        """What is known of all requests counts for more the better it is known: two bad rounds are no evidence against
+        a hundred."""
+        known = self.sources[source].kept
+        return acceptance.kept.rate(known.rate(PRIOR), STRENGTH + KNOWN * min(known.seen, 100))
 
     def _offer(self, wish: Wish) -> float:
         """How often its proposer has something to draft."""
@@ -177,6 +195,18 @@ class Auto:
             if self._alone(rate, min(wish.limit, DEEPEST), tokens, wish.source)[1] > speed:
                 return 0
         return best
+
+    def floor(self, source: str, acceptance: Acceptance, tokens: int) -> float:
+        """A level more costs what it takes to draft, and a row of the pass; it brings a token with the chance that all
+        before it stand, and that it does. At today's speed a token is worth the time that it takes."""
+        learned, rate = self.learned, self.rate(source, acceptance)
+        _, speed = self._alone(rate, FAR, tokens, source)
+        level = learned.of_draft(source, FAR, tokens) - learned.of_draft(source, 1, tokens)
+        row = learned.of_pass(tokens * (1 + FAR)) - learned.of_pass(tokens * 2)
+        return min((level + row) / (FAR - 1) * speed / rate, HIGHEST)
+
+    def survival(self, source: str, greedy: bool) -> Survival:
+        return self.survivals[source, greedy]
 
     def _alone(self, rate: float, most: int, tokens: int, source: str = "") -> tuple[int, float]:
         """(the depth up to `most` with most tokens a second for a request, how many); copies cost nothing to draft."""

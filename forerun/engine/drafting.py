@@ -17,6 +17,7 @@ from forerun.types import Draft
 from forerun.verify import Noise
 
 OFF = "off"
+STOPPED = 8  # levels that are drafted by who stops by itself, at most
 SHORT_LAG = DEEPEST + 1  # tokens, at most, that a round leaves to be read
 
 
@@ -63,18 +64,20 @@ class Drafting:
         groups: dict[Proposer, list[Request]] = defaultdict(list)
         for (work, proposer), depth in zip(waiting, self._depths(waiting, tokens), strict=True):
             request = work.request
+            if depth and proposer.stops and request.depth == "auto":  # it ends where it is not sure any more
+                depth = max(depth, min(self._limit(work), STOPPED))
             # room for the largest draft there could be: what is verified must not depend on what was drawn
             if depth and self.target.cache.pages.grow(request.slot, len(request.tokens) + depth * proposer.width):
                 request.allowed = depth
                 groups[proposer].append(request)
         for proposer, requests in groups.items():
             name = proposer.name
-            rows = [self._row(request) for request in requests]
+            rows = [self._row(request, proposer, tokens) for request in requests]
             proposed = self._proposed(proposer, rows, requests)
             end, lag = self.clock(), max(len(r.tokens) - r.asked.get(name, 0) for r in requests)
             seconds, start = end - start, end
             if lag <= SHORT_LAG:
-                self.policy.record_draft(name, max(row.depth for row in rows), seconds, len(rows))
+                self.policy.record_draft(name, _drafted(proposer, rows, proposed), seconds, len(rows))
             else:
                 self.policy.record_lag(name, seconds)
             for request, draft in zip(requests, proposed, strict=True):
@@ -162,8 +165,14 @@ class Drafting:
             depths[i] = depth
         return depths
 
-    def _row(self, request: Request) -> Row:
+    def _row(self, request: Request, proposer: Proposer, tokens: int) -> Row:
+        stands, floor = None, 0.0
+        if proposer.stops and request.depth == "auto":
+            stands = self.policy.survival(proposer.name, request.params.greedy).stands
+            floor = self.policy.floor(proposer.name, request.acceptance[proposer.name], tokens)
         return Row(
+            stands=stands,
+            floor=floor,
             slot=request.slot,
             tokens=request.tokens,
             params=request.params,
@@ -172,3 +181,10 @@ class Drafting:
             coupled=request.rule.coupled,
             branching=request.rule.branching,
         )
+
+
+def _drafted(proposer: Proposer, rows: Sequence[Row], proposed: Sequence[Draft | None]) -> int:
+    """How deep they drafted: as deep as they were asked to, but for who stops by itself."""
+    if not proposer.stops:
+        return max(row.depth for row in rows)
+    return max(1, *(len(draft) - 1 for draft in proposed if draft is not None))

@@ -266,12 +266,15 @@ class Engine:
         request.stats.depths.append(max(draft.depths()))
         request.stats.drafted += len(draft) - 1
         request.stats.accepted += len(verdict.path) - 1
-        self._learn(request, verdict)
+        self._learn(request, draft, verdict)
 
-    def _learn(self, request: Request, verdict: Verdict) -> None:
+    def _learn(self, request: Request, draft: Draft, verdict: Verdict) -> None:
         """What the depth policy learns from a verdict; of copies set aside, as far as the target has spoken."""
         for source in filter(None, (request.drafter, request.kind)):
             self.policy.record_verdict(source, request.acceptance[source], request.reach, len(verdict.path) - 1)
+        if draft.sure:
+            survival = self.policy.survival(request.drafter, request.params.greedy)
+            survival.add(draft.sure[: len(draft) - 1], len(verdict.path) - 1)
         if request.aside:
             source, copied = request.aside
             right = len(list(takewhile(bool, map(int.__eq__, copied, verdict.tokens))))

@@ -7,7 +7,11 @@ worse, so its logits are compared round by round, and a head that knows a text m
 from __future__ import annotations
 
 import functools
+import itertools
+import operator
+from array import array
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 import torch
@@ -28,7 +32,7 @@ from forerun.models.config import load_config
 from forerun.models.rope import rope_tables
 from forerun.native import NativeDecoder
 from forerun.runner import Runner
-from forerun.types import Law
+from forerun.types import Draft, Law
 from forerun.verify import Noise
 from tests import tiny
 from tests.engine import build
@@ -491,6 +495,64 @@ def test_a_round_in_one_call_is_the_chain_level_by_level(
     assert drafts[0] == drafts[1]
     assert [len(draft) - 1 for draft in drafts[0][0]] == [5, 1, 7, 4]
     assert len({token for draft in drafts[0][0] for token in draft.tokens[1:]}) > 4
+
+
+@pytest.mark.parametrize("name", ["plain", "some tokens", "joined pairs", "mtp"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_chains_end_where_they_are_not_sure_any_more(
+    name: str, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sixteenths are those of the probabilities in torch, level by level; a chain ends behind the token with which the
+    product of what they stand for falls below its floor. One row stops while another goes on."""
+    if native.library() is None:
+        pytest.skip("the native kernels were not compiled")
+    native.start(2)
+    directory = tiny.family("llama")
+    view = view_of(NativeDecoder(load_config(directory), directory, "float32", 256), form="float32")
+    head = CHAINED[name]()
+    rows = [
+        Row(slot, tuple(range(5 + slot, 12 + slot)), SamplingParams(temperature=temperature), Noise(slot, 6), depth)
+        for slot, depth in enumerate((6, 3, 7))
+    ]
+    torch.manual_seed(0)
+    states = [{b: torch.randn(6, view.hidden) for b in head.boundaries} for _ in rows]
+    stands = array("f", [0.5 + i / 32 for i in range(16)])
+
+    def proposed(floors: tuple[float, ...]) -> list[Draft]:
+        drafter = Pairs("x", head, view, **ROOM)
+        for row, shown in zip(rows, states, strict=True):
+            drafter.open(row.slot, row.tokens)
+            drafter.observe(row.slot, 0, shown)
+        return drafter.propose([replace(r, stands=stands, floor=f) for r, f in zip(rows, floors, strict=True)])
+
+    assert Pairs("x", head, view, **ROOM).stops
+    whole = proposed((0.0, 0.0, 0.0))
+    assert [len(draft) - 1 for draft in whole] == [len(draft.sure) for draft in whole] == [6, 3, 7]
+    ends: list[int] = []
+    for floors in ((0.5, 0.5, 0.5), (0.05, 0.3, 0.2), (0.0, 0.9, 0.1)):
+        for draft, full, floor in zip(proposed(floors), whole, floors, strict=True):
+            chances = list(itertools.accumulate((stands[i] for i in full.sure), operator.mul))
+            end = next((i + 1 for i, chance in enumerate(chances) if chance < floor), len(chances))
+            assert (draft.tokens, draft.sure) == (full.tokens[: end + 1], full.sure[:end])
+            ends.append(end)
+    assert len(set(ends)) > 3
+    seen: dict[int, list[Tensor]] = {row.slot: [] for row in rows}
+    grow = pairs.grow
+
+    def seeing(trees: Any, logits: Tensor, width: int, source: str) -> None:
+        for tree, said in zip(trees, logits, strict=True):
+            seen[tree.row.slot].append(said)
+        grow(trees, logits, width, source)
+
+    monkeypatch.setattr(pairs, "grow", seeing)
+    monkeypatch.setattr(NativeLayer, "drafts", property(lambda _: False))
+    monkeypatch.setattr(NativeLayer, "chain", lambda *_: None)
+    for draft, level in zip(proposed((0.0, 0.0, 0.0)), seen.values(), strict=True):
+        assert draft.tokens in [full.tokens for full in whole]
+        laws = torch.stack(level).double() / (temperature or 1.0)
+        own = laws.softmax(-1)[torch.arange(len(level)), torch.tensor(draft.tokens[1:])] * 16
+        (sure,) = (full.sure for full in whole if full.tokens == draft.tokens)
+        assert all(abs(min(float(p), 15.99) - 0.5 - s) <= 0.51 for p, s in zip(own, sure, strict=True))
 
 
 @pytest.mark.parametrize("kernels", ["torch", "auto"])

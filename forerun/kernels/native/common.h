@@ -72,7 +72,8 @@ struct Batch {
 // Passes one behind the other, each over the tokens that were said after the one before. Level l has the first active[l]
 // rows of all, and its own positions, store and direct in the batch, `rows` further on than the level before. With `first`,
 // a pass of `begin` over what each row begins behind comes before: it says the tokens of the first level, and its states go
-// with them. Both programs have the same buffers.
+// with them. Both programs have the same buffers. A row stops behind the token with which the chance that all of its tokens
+// stand falls below its floor; that chance is a product of what `stands` says of each token's own probability.
 struct Chain {
   int32_t levels, rows, logits, vocab;      // logits: their buffer; vocab: as many of them may be said
   const int32_t *active;                    // [levels], never rising
@@ -86,7 +87,12 @@ struct Chain {
   const int32_t *last;                      // [rows] of the first pass's tokens the last of each row
   const uint64_t *first_keys;               // [rows]
   float *left;                              // [rows][width of the first buffer]: what the first pass left of those tokens
+  const float *stands;                      // [SURE] by sixteenths of a token's own probability, or null: rows never stop
+  const float *floors;                      // [rows]
+  int8_t *sure;                             // [levels + 1][rows]: sixteenths, of each token that was said
+  int32_t *counts;                          // [rows]: tokens behind the first row of `tokens` that are worth something
 };
+enum { SURE = 16 };
 
 // static: each instruction set needs its own copy, or the linker keeps one of them for all
 struct Share { int from, to; };

@@ -267,6 +267,43 @@ void say_all(
   }
 }
 
+// The probability that a drafter gives to a token it said, in sixteenths.
+int sixteenths(const float *logits, const Chain *chain, int64_t token, float temperature) {
+  int64_t place = token;
+  int count = chain->vocab;
+  if (chain->ids) {
+    count = chain->said;
+    place = std::lower_bound(chain->ids, chain->ids + count, token) - chain->ids;
+    if (place == count) return 0;
+  }
+  const float own = logits[place], scale = temperature > 0 ? 1 / temperature : 1;
+  float sum = 0;
+  for (int i = 0; i < count; i++) {
+    float apart = (logits[i] - own) * scale;
+    if (apart > -16) sum += expf(apart < 16 ? apart : 16);
+  }
+  int found = (int)(SURE / sum);
+  return found < 0 ? 0 : found < SURE ? found : SURE - 1;  // logits that are not finite: nothing is sure
+}
+
+// How sure the drafter is of what was just said, and whether a row that goes on should.
+bool goes_on(
+    const Program *program, const Batch *batch, const Chain *chain, int level, int rows, std::vector<float> &chance
+) {
+  const int64_t first = (int64_t)level * chain->rows;
+  bool any = false;
+  for (int r = 0; r < rows; r++) {
+    float *logits = at(program, batch, chain->logits, r);
+    int sure = sixteenths(logits, chain, chain->tokens[first + r], chain->temperature[r]);
+    chain->sure[first + r] = sure;
+    if (chance[r] < chain->floors[r]) continue;  // it has stopped
+    chance[r] *= chain->stands[sure];
+    chain->counts[r] = level;
+    any |= chance[r] >= chain->floors[r];
+  }
+  return any;
+}
+
 // The states of the last tokens of the first pass come to where the chain's rows look for them.
 void gather(const Program *program, const Chain *chain) {
   const int width = program->widths[chain->state], left = program->widths[0];
@@ -303,18 +340,21 @@ void forerun_run(const Program *program, const Batch *batch) {
 // Draft token by token: a pass, a draw for each of its rows, a pass over what was drawn.
 void forerun_chain(const Program *program, const Batch *batch, const Chain *chain) {
   Batch b = *batch;
-  std::vector<float> all(chain->ids ? chain->vocab : 0);
+  int levels = chain->levels;
+  std::vector<float> all(chain->ids ? chain->vocab : 0), chance(chain->rows, 1);
   if (chain->first) {
     forerun_run(chain->begin, chain->first);
     say_all(program, chain->first, chain, chain->rows, chain->first_keys, chain->tokens, all);
+    if (chain->stands && !goes_on(program, chain->first, chain, 0, chain->rows, chance)) levels = 0;
     gather(program, chain);
   }
-  for (int level = 0; level < chain->levels; level++) {
+  for (int level = 0; level < levels; level++) {
     int64_t *tokens = chain->tokens + (int64_t)level * chain->rows;
     b.ids = tokens;
     b.tokens = b.wanted = chain->active[level];
     forerun_run(program, &b);
     say_all(program, &b, chain, b.tokens, chain->keys + (int64_t)level * chain->rows, tokens + chain->rows, all);
+    if (chain->stands && !goes_on(program, &b, chain, level + 1, b.tokens, chance)) break;
     b.positions += chain->rows, b.store += chain->rows, b.direct += chain->rows;
   }
 }

@@ -1,0 +1,40 @@
+"""How often drafted tokens stand, by how sure their drafter was of them: what its own probabilities are worth here.
+
+A drafter's probability is a guess at the chance that its token stands, and a biased one. So tokens are counted by the
+sixteenth that their probability falls into, and what became of them is the chance of the next ones. A draft may then
+end as soon as the product of these chances is no longer worth a level more (SpecDec++, arXiv 2405.19715, has the stop;
+the counts stand in for its trained head).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+SIXTEENTHS = 16
+STRENGTH = 8.0  # tokens that the drafter's own word counts for
+KEEP = 0.998  # of what was counted, at each token of the same sixteenth
+
+
+@dataclass(slots=True)
+class Survival:
+    """Of one drafter, at one kind of temperature. `stands` [16] float32 is read by native rounds."""
+
+    yes: list[float] = field(default_factory=lambda: [0.0] * SIXTEENTHS)
+    seen: list[float] = field(default_factory=lambda: [0.0] * SIXTEENTHS)
+    stands: array[float] = field(default_factory=lambda: array("f", map(_own_word, range(SIXTEENTHS))))
+
+    def add(self, sure: Sequence[int], accepted: int) -> None:
+        """What became of a chain: the first `accepted` of its tokens stood, and the next one, if there is one, did not.
+        `sure` are their sixteenths."""
+        for i, sixteenth in enumerate(sure[: accepted + 1]):
+            self.yes[sixteenth] = KEEP * self.yes[sixteenth] + (i < accepted)
+            self.seen[sixteenth] = KEEP * self.seen[sixteenth] + 1
+            stood = self.yes[sixteenth] + STRENGTH * _own_word(sixteenth)
+            self.stands[sixteenth] = stood / (self.seen[sixteenth] + STRENGTH)
+
+
+def _own_word(sixteenth: int) -> float:
+    """The middle of the probabilities that fall into a sixteenth."""
+    return (sixteenth + 0.5) / SIXTEENTHS

@@ -1,0 +1,89 @@
+"""What a drafter's own probabilities are worth, and what is made of it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from forerun import LLM, SamplingParams
+from forerun.draft.eagle_format import save_head
+from forerun.engine.depth import HIGHEST, Acceptance, Auto, Chance
+from forerun.engine.survival import Survival
+from forerun.kernels import native
+from tests import tiny
+
+
+def test_chances_begin_as_the_drafters_own_word_and_become_what_was_seen() -> None:
+    survival, chance = Survival(), random.Random(1)
+    assert [round(x * 32) for x in survival.stands] == list(range(1, 32, 2))
+    for _ in range(4000):
+        length = next((i for i in range(4) if chance.random() > 0.3), 4)  # of tokens it was 90 % sure of
+        survival.add([14] * 4, length)
+    assert survival.stands[14] == pytest.approx(0.3, abs=0.06)
+    assert survival.stands[3] == pytest.approx(3.5 / 16), "of others nothing was learned"
+
+
+def test_what_comes_behind_a_rejected_token_tells_nothing() -> None:
+    survival = Survival()
+    survival.add([15, 8, 2], 1)
+    assert [survival.seen[i] for i in (15, 8, 2)] == [1, 1, 0] and survival.yes[8] == 0 < survival.yes[15]
+    survival.add([15, 8, 2], 3)
+    assert survival.seen[2] == 1 == survival.yes[2]
+
+
+def test_floors_rise_with_what_a_level_costs() -> None:
+    floors = []
+    for level, row in ((0.01, 0.01), (0.05, 0.05), (0.1, 0.3)):
+        policy, acceptance = Auto(), Acceptance(Chance(700, 300))
+        for _ in range(8):
+            for tokens in range(1, 9):
+                policy.record_pass(tokens, 1 + row * (tokens - 1))
+            for depth in range(1, 9):
+                policy.record_draft("eagle3", depth, 0.1 + level * depth)
+        floors.append(policy.floor("eagle3", acceptance, 1))
+    # one token more: level + row, at 2 to 3 tokens a pass of 1.2 to 1.7, with a chance of 0.7
+    assert 0.02 < floors[0] < 0.1 < floors[1] < 0.3 < floors[2] <= HIGHEST
+
+
+def test_two_bad_rounds_do_not_silence_a_drafter_that_is_known() -> None:
+    policy, fresh = Auto(), Acceptance()
+    for _ in range(200):
+        policy.record_verdict("eagle3", Acceptance(), 2, 1)
+    unknown, before = Auto(), policy.rate("eagle3", fresh)
+    for each in (policy, unknown):
+        acceptance = Acceptance()
+        for _ in range(2):
+            acceptance.add(2, 0, keep=0.9)
+        if each is policy:
+            assert policy.rate("eagle3", acceptance) > 0.8 * before
+        else:
+            assert unknown.rate("eagle3", acceptance) < 0.7 * unknown.rate("eagle3", Acceptance())
+
+
+@pytest.mark.parametrize("rule", ["match", "token"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_texts_are_the_same_whatever_a_drafter_is_sure_of(rule: str, temperature: float, tmp_path: object) -> None:
+    """With a floor that ends many chains; under rule token it is not used: which nodes are verified may not depend on
+    what was drawn."""
+    if native.library() is None:
+        pytest.skip("the native kernels were not compiled")
+    save_head(tiny.eagle(tiny.eagle_config("llama", draft_vocab=50)), tmp_path / "head")  # type: ignore[operator]
+    llm = LLM(tiny.family("llama"), draft=f"eagle3:{tmp_path}/head", kv_tokens=1024, rule=rule)
+    params = SamplingParams(max_tokens=40, temperature=temperature, seed=3, ignore_eos=True)
+    prompts = [[5, 6, 7], [9] * 6, [3, 1, 4, 1, 5]]
+    llm.engine.policy.floor = lambda *_: 0.3  # type: ignore[method-assign]
+    llm.engine.policy.choose = lambda wishes, _: [2] * len(wishes)  # type: ignore[method-assign]
+    said = llm.generate(prompts, params)
+    drafted = {length for completion in said for length, _ in completion.stats.rounds}
+    if rule == "match":
+        plain = llm.generate(prompts, params, draft="off")
+        assert [c.token_ids for c in said] == [c.token_ids for c in plain]
+        assert drafted >= {1, 2} and max(drafted) > 2, "they end by themselves"
+        assert any(sum(survival.seen) for survival in llm.engine.policy.survivals.values())
+    else:
+        assert (
+            not llm.engine.policy.survivals
+            or temperature == 0
+            or not any(sum(survival.seen) for survival in llm.engine.policy.survivals.values())
+        )
