@@ -18,6 +18,7 @@ from forerun.train.options import (
     MedusaOptions,
     SmallLMOptions,
     options_of,
+    recipe_for,
 )  # fmt: skip
 from forerun.train.settings import Training
 
@@ -46,7 +47,10 @@ def train(
         str | None,
         typer.Option("--target", "--model", "-m", help="The model to draft for; without it, the default one."),
     ] = None,
-    recipe: Annotated[str | None, typer.Option(help=f"What to train: {' or '.join(OPTIONS)}.")] = None,
+    recipe: Annotated[
+        str | None,
+        typer.Option(help=f"What to train: {' or '.join(OPTIONS)}; else the first that has the options given."),
+    ] = None,
     data: Annotated[
         list[str] | None,
         typer.Option(
@@ -83,7 +87,7 @@ def train(
         raise ConfigError("there is no --out: give the directory to make")
     Training(**training)  # what is wrong is cheaper to find before torch is imported
     if recipe or not go_on:  # a run that goes on has its own
-        options_of(recipe or next(iter(OPTIONS)), chosen)
+        options_of(recipe or recipe_for(chosen), chosen)
     from forerun.bench.report import print_json
     from forerun.progress import progress
     from forerun.train import run

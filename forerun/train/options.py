@@ -153,7 +153,13 @@ OPTIONS: dict[str, type[LossOptions]] = {
     "medusa": MedusaOptions,
     "mtp": PairOptions,
     "block": BlockOptions,
-}  # of each recipe, by its name; the first is taken where none is named
+}  # of each recipe, by its name
+
+
+def recipe_for(values: Mapping[str, Any]) -> str:
+    """The recipe where none is named: the first that has all options which were given."""
+    fitting = (name for name, cls in OPTIONS.items() if values.keys() <= {f.name for f in fields(cls)})
+    return next(fitting, next(iter(OPTIONS)))
 
 
 def options_of(recipe: str, values: Mapping[str, Any]) -> LossOptions:

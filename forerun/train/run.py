@@ -27,7 +27,7 @@ from forerun.train.evaluate import Judge
 from forerun.train.export import check_out, export
 from forerun.train.findings import Findings, find
 from forerun.train.loop import Trainer
-from forerun.train.options import OPTIONS, LossOptions, options_of
+from forerun.train.options import LossOptions, options_of, recipe_for
 from forerun.train.recipes import RECIPES, Recipe, recipe_of
 from forerun.train.report import Facts, Report
 from forerun.train.settings import Training
@@ -61,8 +61,9 @@ class Plan:
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Plan:
         """From plain values: as they were given, or as a checkpoint holds them."""
-        name = values.get("recipe", next(iter(OPTIONS)))
-        options = options_of(name, values.get("options", {}))
+        given = values.get("options", {})
+        name = values.get("recipe") or recipe_for(given)
+        options = options_of(name, given)
         training = Training(**values.get("training", {}))
         if training.learning_rate is None:
             training = replace(training, learning_rate=options.rate)
