@@ -110,12 +110,12 @@ class EagleOptions(PairOptions):
     Args:
         draft_vocab: tokens it can say, the most frequent ones of the data; where it is not given, as many as cost about
             what the layer costs, from 8192 to 32000.
-        join: join the halves of a pair before the layer, which then begins as the target's last one; without it the
-            layer is the paper's, which other engines know, and learns more slowly.
+        portable: make the paper's layer, which other engines know: it begins at random and learns more slowly than one
+            whose pairs are joined before it, and which begins as the target's last.
     """
 
     draft_vocab: int | None = None
-    join: bool = True
+    portable: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,7 +37,7 @@ TEXTS = [Example(tuple(range(3, 25)), 1), Example(tuple(range(40, 9, -2)), 7)]
 RECIPES: dict[str, PairRecipe] = {
     "eagle3": Eagle3(EagleOptions(unroll=3, thin=1, kl=1.0, tv=0.0, decay=0.5)),
     "eagle3, some tokens": Eagle3(EagleOptions(unroll=3, thin=1, kl=1.0, tv=0.0, decay=0.5, draft_vocab=100)),
-    "eagle3, the paper's layer": Eagle3(EagleOptions(unroll=3, thin=1, kl=1.0, tv=0.0, decay=0.5, join=False)),
+    "eagle3, the paper's layer": Eagle3(EagleOptions(unroll=3, thin=1, kl=1.0, tv=0.0, decay=0.5, portable=True)),
     "mtp": Mtp(PairOptions(unroll=3, thin=1, kl=1.0, tv=0.0, decay=0.5)),
 }
 
@@ -225,7 +225,7 @@ def test_the_most_frequent_tokens_are_said(target: Target, corpus: Corpus) -> No
 def test_a_head_begins_with_its_own_embedding(target: Target, corpus: Corpus) -> None:
     """One head of each group attends to its own pair, and what comes of that is much of the embedding."""
     torch.manual_seed(3)
-    head: Any = Eagle3(EagleOptions(join=False)).build(target, corpus)
+    head: Any = Eagle3(EagleOptions(portable=True)).build(target, corpus)
     c, groups, own = head.layer, head.layer.heads // head.layer.kv_heads, []
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

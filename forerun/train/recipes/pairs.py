@@ -114,7 +114,7 @@ class Eagle3(PairRecipe):
     and what is carried on is normed too, so that no draft begins from larger numbers than the one before it.
 
     Its pairs are joined, as in multi-token modules, so that it can begin as the target's last layer (`warm`), from the
-    last of the states alone. With `join` off it has the paper's layer, which other engines know; that one begins at
+    last of the states alone. If it is to be `portable` it has the paper's layer, which other engines know; that one begins at
     random, but for the last norm and the head, and for an attention that sees each pair's own embedding (`see_own`): to
     let the target's last state through at first made it learn more slowly.
     """
@@ -129,7 +129,7 @@ class Eagle3(PairRecipe):
         said = min(self.options.draft_vocab or fitting_vocab(layer), c.vocab)
         config = EagleConfig(
             layer=layer, target_hidden=c.hidden, boundaries=boundaries, draft_vocab=said, fc_norm=True,
-            norm_before_residual=not self.options.join, norm_output=True, join=self.options.join,
+            norm_before_residual=self.options.portable, norm_output=True, join=not self.options.portable,
         )  # fmt: skip
         head = EagleHead(config)
         with torch.no_grad():
@@ -141,7 +141,7 @@ class Eagle3(PairRecipe):
             head.lm_head.weight.copy_(weights)
             head.norm.weight.copy_(target.llm.decoder.weights.norm.weight)
         head.attach(target.view)
-        if not self.options.join:
+        if self.options.portable:
             see_own(head)
         else:
             _see_the_last(head)
