@@ -241,13 +241,12 @@ float *spread(const float *logits, const Chain *chain, std::vector<float> &all) 
   return all.data();
 }
 
-// The likeliest of some tokens, the first of equals.
+// The likeliest of some tokens, the first of equals. They are in order: where the last may be said, all may.
 int64_t likeliest(const float *logits, const Chain *chain) {
-  float most = -INFINITY;
-  int64_t token = 0;
-  for (int i = 0; i < chain->said; i++)
-    if (logits[i] > most && chain->ids[i] < chain->vocab) most = logits[i], token = chain->ids[i];
-  return token;
+  int count = chain->said;
+  while (count && chain->ids[count - 1] >= chain->vocab) count--;
+  int64_t place = count ? active->say(logits, count, 0, 0) : -1;
+  return place < 0 ? 0 : chain->ids[place];
 }
 
 // A token for each of the first rows of a pass.

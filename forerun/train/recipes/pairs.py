@@ -114,9 +114,9 @@ class Eagle3(PairRecipe):
     and what is carried on is normed too, so that no draft begins from larger numbers than the one before it.
 
     Its pairs are joined, as in multi-token modules, so that it can begin as the target's last layer (`warm`), from the
-    last of the states alone. If it is to be `portable` it has the paper's layer, which other engines know; that one begins at
-    random, but for the last norm and the head, and for an attention that sees each pair's own embedding (`see_own`): to
-    let the target's last state through at first made it learn more slowly.
+    last of the states alone. If it is to be `portable` it has the paper's layer, which other engines know; that one
+    begins at random, but for the last norm and the head, and for an attention that sees each pair's own embedding
+    (`see_own`): to let the target's last state through at first made it learn more slowly.
     """
 
     options: EagleOptions
