@@ -18,7 +18,7 @@ from forerun.train.options import (
     MedusaOptions,
     SmallLMOptions,
     options_of,
-    recipe_for,
+    recipes_with,
 )  # fmt: skip
 from forerun.train.settings import Training
 
@@ -35,7 +35,9 @@ COMMON = tuple(f.name for f in fields(AheadOptions))
 RECIPES = (
     Group("small_lm", SmallLMOptions, "Recipe small-lm", {"init": str, "layers": int}, COMMON),
     Group("medusa", MedusaOptions, "Recipe medusa", leave_out=COMMON),
-    Group("pairs", EagleOptions, "Recipes eagle3 and mtp", {"draft_vocab": int, "intermediate": int}, COMMON),
+    Group(
+        "pairs", EagleOptions, "Recipes eagle3 and mtp", {"draft_vocab": int, "intermediate": int}, (*COMMON, "init")
+    ),
     Group("block", BlockOptions, "Recipe block", {"mask_token": int}, COMMON),
 )
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
@@ -87,7 +89,7 @@ def train(
         raise ConfigError("there is no --out: give the directory to make")
     Training(**training)  # what is wrong is cheaper to find before torch is imported
     if recipe or not go_on:  # a run that goes on has its own
-        options_of(recipe or recipe_for(chosen), chosen)
+        options_of(recipe or recipes_with(chosen)[0], chosen)
     from forerun.bench.report import print_json
     from forerun.progress import progress
     from forerun.train import run

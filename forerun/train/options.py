@@ -13,6 +13,7 @@ WHOLE = (
     "layers", "heads", "blocks", "unroll", "thin", "intermediate", "draft_vocab", "block_size", "block_layers",
     "fused_states", "anchors",
 )  # numbers from 1 up  # fmt: skip
+SHAPE = ("intermediate", "draft_vocab", "portable")  # of heads on pairs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +44,8 @@ class SmallLMOptions(LossOptions):
     """A small language model that drafts alone. It begins as some of the target's layers, or as a model given.
 
     Args:
-        init: a directory, GGUF file or Hub id of a model of the target's vocabulary to begin with.
+        init: a directory, GGUF file or Hub id of a model of the target's vocabulary to begin with; for recipes eagle3
+            and mtp a head that was trained before.
         layers: of the target, evenly spaced, its embeddings, norm and head with them; 2 if there is no init.
     """
 
@@ -95,12 +97,20 @@ class PairOptions(AheadOptions):
         thin: each further token of those is drafted behind every nth of the places that the one before it was; 1 takes
             all of them, which costs as much again for each token.
         intermediate: width of the layer's MLP; the target's if it is not given.
+        init: the head to begin with, a directory or Hub id; it has its own shape.
     """
 
     rate: ClassVar[float] = 1e-3
     unroll: int = 3
     thin: int = 2
     intermediate: int | None = None
+    init: str | None = None
+
+    def __post_init__(self) -> None:
+        AheadOptions.__post_init__(self)
+        shape = [name for name in SHAPE if getattr(self, name, None)]
+        if self.init is not None and shape:
+            raise ConfigError(f"init and {shape[0]} contradict each other: a head that is given has its own")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,10 +166,10 @@ OPTIONS: dict[str, type[LossOptions]] = {
 }  # of each recipe, by its name
 
 
-def recipe_for(values: Mapping[str, Any]) -> str:
-    """The recipe where none is named: the first that has all options which were given."""
-    fitting = (name for name, cls in OPTIONS.items() if values.keys() <= {f.name for f in fields(cls)})
-    return next(fitting, next(iter(OPTIONS)))
+def recipes_with(values: Mapping[str, Any]) -> list[str]:
+    """The recipes that have all these options; where none has them, the one that is taken without any."""
+    fitting = [name for name, cls in OPTIONS.items() if values.keys() <= {f.name for f in fields(cls)}]
+    return fitting or [next(iter(OPTIONS))]
 
 
 def options_of(recipe: str, values: Mapping[str, Any]) -> LossOptions:

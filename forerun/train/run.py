@@ -27,7 +27,7 @@ from forerun.train.evaluate import Judge
 from forerun.train.export import check_out, export
 from forerun.train.findings import Findings, find
 from forerun.train.loop import Trainer
-from forerun.train.options import LossOptions, options_of, recipe_for
+from forerun.train.options import LossOptions, options_of, recipes_with
 from forerun.train.recipes import RECIPES, Recipe, recipe_of
 from forerun.train.report import Facts, Report
 from forerun.train.settings import Training
@@ -62,7 +62,7 @@ class Plan:
     def of(cls, values: Mapping[str, Any]) -> Plan:
         """From plain values: as they were given, or as a checkpoint holds them."""
         given = values.get("options", {})
-        name = values.get("recipe") or recipe_for(given)
+        name = values.get("recipe") or _recipe_of(given)
         options = options_of(name, given)
         training = Training(**values.get("training", {}))
         if training.learning_rate is None:
@@ -125,6 +125,14 @@ def measure(target: str | None, drafter: str, data: tuple[str, ...], training: T
     held_out = None if documents is None else _corpus(documents, model, training, tell)
     prompts = task_prompts(tasks, model, reach_of(module, model), training)
     return find(Judge(model, recipe, held_out, training, prompts), module, directory, deadline, tell)
+
+
+def _recipe_of(options: Mapping[str, Any]) -> str:
+    """The recipe where none is named: the first that has the options given, or that of the drafter to begin with."""
+    names = recipes_with(options)
+    if len(names) > 1 and "init" in options:
+        return recipe_of(kind_of(find_model(options["init"], pickled=True))).name
+    return names[0]
 
 
 def _kind_and_directory(drafter: str) -> tuple[str, Path]:

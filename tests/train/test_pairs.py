@@ -17,6 +17,7 @@ from forerun.draft.base import Row
 from forerun.draft.pair_head import PairHead
 from forerun.draft.pairs import Pairs
 from forerun.draft.view import view_of
+from forerun.errors import ConfigError
 from forerun.models.rope import rope_tables
 from forerun.train.capture import Batch, Target
 from forerun.train.data import Corpus, Example
@@ -26,6 +27,7 @@ from forerun.train.losses import Law
 from forerun.train.options import EagleOptions, PairOptions
 from forerun.train.recipes import Eagle3, Mtp
 from forerun.train.recipes.pairs import PairRecipe, depths_read
+from forerun.train.run import Plan
 from forerun.train.settings import Training
 from forerun.train.stream import Stream
 from forerun.train.unroll import unroll
@@ -272,3 +274,22 @@ def test_laws_over_some_tokens(whole: bool) -> None:
             assert said[row, j].item() == pytest.approx(q[row, numbers[row][j]].item() if kept[row][j] else 0)
         others = 1 - sum(q[row, n].item() for n, keep in zip(numbers[row], kept[row], strict=True) if keep)
         assert said[row, 3].item() == pytest.approx(others, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", ["eagle3, some tokens", "mtp"])
+def test_a_head_goes_on_from_one_that_was_trained_before(
+    name: str, target: Target, corpus: Corpus, tmp_path: Path
+) -> None:
+    """Whatever it can say and however it is stored; it is trained, and has its own shape."""
+    recipe: Any = RECIPES[name]
+    head = aim(recipe, target, corpus)
+    recipe.export(head, target, tmp_path)
+    again: Any = replace(recipe, options=type(recipe.options)(init=str(tmp_path)))
+    begun = again.build(target, corpus)
+    for key, value in recipe.load(tmp_path, target).state_dict().items():
+        assert torch.equal(begun.state_dict()[key], value)
+    again.loss(begun, target.batch(TEXTS)).backward()
+    assert all(weight.grad is not None for weight in begun.parameters())
+    assert Plan.of({"options": {"init": str(tmp_path)}}).recipe == recipe.name
+    with pytest.raises(ConfigError, match="init and intermediate contradict"):
+        type(recipe.options)(init=str(tmp_path), intermediate=8)

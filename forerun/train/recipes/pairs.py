@@ -18,6 +18,7 @@ from forerun.draft.pair_head import PairHead
 from forerun.draft.pairs import Pairs
 from forerun.draft.view import view_of
 from forerun.models.config import ModelConfig
+from forerun.models.hub import find_model
 from forerun.runner import Runner
 from forerun.train.capture import PAGE, Batch, Target
 from forerun.train.data import Corpus
@@ -99,10 +100,18 @@ class PairRecipe:
         tokens = slots * (target.tokens + 4 * PAGE)
         return Pairs(self.draft, self._read(directory, target), view, tokens=tokens, page=PAGE, slots=slots)
 
+    def build(self, target: Target, corpus: Corpus) -> nn.Module:
+        if self.options.init is None:
+            return self._new(target, corpus)
+        return self.load(find_model(self.options.init, pickled=True), target).requires_grad_(True)
+
     def load(self, directory: Path, target: Target) -> nn.Module:
         head = self._read(directory, target)
         head.attach(target.view)
         return head
+
+    def _new(self, target: Target, corpus: Corpus) -> nn.Module:
+        raise NotImplementedError
 
     def _read(self, directory: Path, target: Target) -> PairHead:
         raise NotImplementedError
@@ -123,7 +132,7 @@ class Eagle3(PairRecipe):
     name: str = "eagle3"
     draft: str = "eagle3"
 
-    def build(self, target: Target, corpus: Corpus) -> nn.Module:
+    def _new(self, target: Target, corpus: Corpus) -> nn.Module:
         c = target.llm.decoder.config
         layer, boundaries = layer_like(c, self.options.intermediate), depths_read(c.layers)
         said = min(self.options.draft_vocab or fitting_vocab(layer), c.vocab)
@@ -163,7 +172,7 @@ class Mtp(PairRecipe):
     name: str = "mtp"
     draft: str = "mtp"
 
-    def build(self, target: Target, corpus: Corpus) -> nn.Module:
+    def _new(self, target: Target, corpus: Corpus) -> nn.Module:
         c = target.llm.decoder.config
         module = MtpModule(layer_like(c, self.options.intermediate), c.layers)
         module.begin(target.llm.decoder.weights.norm.weight)
