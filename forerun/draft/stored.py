@@ -69,7 +69,10 @@ def read_tensors(directory: Path, kind: str) -> Tensors:
         except (SafetensorError, OSError, ValueError) as error:
             raise LoadError(f"{path} cannot be read: {str(error).splitlines()[0]}; download it again") from None
         held |= read
-    return {name: _floats(held, name, tensor) for name, tensor in held.items() if not _is_scale(held, name)}
+    try:
+        return {name: _floats(held, name, tensor) for name, tensor in held.items() if not _is_scale(held, name)}
+    except LoadError as error:
+        raise LoadError(f"{directory} holds no {kind} that can be used here: {error}") from None
 
 
 def _is_scale(held: Tensors, name: str) -> bool:

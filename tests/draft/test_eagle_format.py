@@ -100,6 +100,24 @@ def test_a_head_comes_back_as_it_was_saved(changes: dict, tmp_path) -> None:
     assert sorted(os.listdir(tmp_path / "head")) == ["config.json", "model.safetensors"]
 
 
+def test_in_int8_a_head_takes_a_quarter_and_is_what_int8_kernels_make_of_it(tmp_path) -> None:
+    """Matrices within half a step of a row's largest number; saved again they are the same to the bit."""
+    head = head_of(join=True, fc_norm=True, norm_output=True, draft_vocab=64)
+    for place, module in (("float", head), ("int8", head)):
+        save_head(module, tmp_path / place, "some/target", torch.int8 if place == "int8" else torch.float32)
+    loaded = load_head(tmp_path / "int8", target())
+    for name, value in loaded.state_dict().items():
+        held = head.state_dict()[name]
+        step = held.abs().amax(-1, keepdim=True) / 127 if held.ndim == 2 else held.abs().max() / 100
+        assert torch.all((value - held).abs() <= 0.51 * step) if held.is_floating_point() else torch.equal(value, held)
+    sizes = [(tmp_path / place / "model.safetensors").stat().st_size for place in ("float", "int8")]
+    assert sizes[1] < 0.4 * sizes[0]
+    save_head(loaded, tmp_path / "again", "some/target", torch.int8)
+    same(load_head(tmp_path / "again", target()), loaded)
+    said = json.loads((tmp_path / "int8" / "config.json").read_text())["quantization_config"]
+    assert (said["format"], said["config_groups"]["group_0"]["weights"]["num_bits"]) == ("int-quantized", 8)
+
+
 def test_a_sliding_window_comes_back(tmp_path) -> None:
     head = head_of()
     windowed = EagleHead(replace(head.config, layer=replace(head.config.layer, windows=(4,)))).requires_grad_(False)
@@ -241,7 +259,10 @@ BROKEN = {
     "a tensor too many": (put("midlayer.mlp.bias", torch.zeros(3)), "has layers.0.mlp.bias"),
     "a second layer": (put("layers.1.mlp.up_proj.weight", EYE), "has layers.1"),
     "a wrong shape": (put("midlayer.self_attn.o_proj.weight", torch.zeros(32, 31)), "config.json asks for"),
-    "a wrong dtype": (put("norm.weight", torch.ones(32, dtype=torch.int8)), "torch.int8"),
+    "a wrong dtype": (put("norm.weight", torch.ones(32, dtype=torch.int32)), "torch.int32"),
+    "no scales": (put("lm_head.weight", torch.ones(40, 32, dtype=torch.int8)), "no lm_head.weight_scale with a number"),
+    "int8 in a vector": (put("norm.weight", torch.ones(32, dtype=torch.int8)), "no norm.weight_scale"),
+    "scales of nothing": (put("lm_head.weight_scale", torch.ones(40, 1)), "has lm_head.weight_scale"),
     "not finite": (put("norm.weight", torch.full((32,), float("nan"))), "not finite"),
     "fc of other states": (put("fc.weight", torch.zeros(32, 64)), "reads 64 numbers, but the hidden states .* have 96"),
     "no map": (drop("d2t"), "no d2t"),

@@ -1,0 +1,59 @@
+"""What `auto` means: the drafter that comes with forerun for a model, behind what copies."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from forerun import LLM, SamplingParams
+from forerun.draft import bundled
+from forerun.draft.bundled import bundled_for
+from forerun.draft.eagle_format import save_head
+from forerun.draft.registry import automatic
+from forerun.kernels import native
+from forerun.models.hub import DEFAULT
+from tests import tiny
+
+PLACES = (
+    f"/a/{DEFAULT}.Q4_1.gguf", f"/a/{DEFAULT.lower()}-q8_0.gguf", f"/hub/models--X--{DEFAULT}/snapshots/0a1b",
+    f"/hub/models--X--{DEFAULT}-GGUF/snapshots/0a1b/model.gguf",
+)  # fmt: skip
+
+
+@pytest.fixture
+def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A head for the tiny model, as if it came with forerun for a model of the default one's name."""
+    monkeypatch.setattr(bundled, "BUNDLED", tmp_path / "drafters")
+    save_head(tiny.eagle(tiny.eagle_config("llama", draft_vocab=50)), tmp_path / "drafters" / DEFAULT)
+    return tmp_path / "drafters" / DEFAULT
+
+
+def test_a_model_goes_by_its_name(shipped: Path) -> None:
+    for place in PLACES:
+        assert bundled_for(Path(place)) == shipped
+        assert automatic("auto", Path(place), native=True) == f"suffix+eagle3:{shipped}"
+        assert automatic("auto", Path(place), native=False) == "suffix", "a head does not pay in torch"
+        assert automatic("ngram", Path(place), native=True) == "ngram", "who asks for something gets that"
+    assert bundled_for(Path("/a/Qwen3-0.6B.gguf")) is None
+    assert automatic("auto", Path("/a/Qwen3-0.6B.gguf"), native=True) == "suffix"
+    shutil.rmtree(shipped)
+    assert bundled_for(Path(PLACES[0])) is None, "an installation without it"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_auto_drafts_with_it_and_says_the_same(temperature: float, shipped: Path, tmp_path: Path) -> None:
+    if native.library() is None:
+        pytest.skip("the native kernels were not compiled")
+    shutil.copytree(tiny.family("llama"), model := tmp_path / DEFAULT)
+    llm, other = LLM(model, kv_tokens=1024), LLM(tiny.family("llama"), kv_tokens=1024)
+    assert (llm.draft, other.draft) == ("suffix+eagle3", "suffix")
+    params = SamplingParams(max_tokens=40, temperature=temperature, seed=5, ignore_eos=True)
+    prompts = [[5, 6, 7], [9, 8] * 4, [3, 1, 4, 1, 5]]
+    plain = [c.token_ids for c in other.generate(prompts, params, draft="off")]
+    for how in ({}, {"draft": "auto"}, {"depth": 3}, {"draft": "eagle3", "depth": 3}, {"draft": "off"}):
+        said = llm.generate(prompts, params, **how)
+        assert [c.token_ids for c in said] == plain
+        if how.get("draft") == "eagle3":
+            assert {name for c in said for name in c.stats.by_source} == {"eagle3"}
