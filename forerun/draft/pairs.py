@@ -106,7 +106,7 @@ class Pairs(FeatureProposer):
         raw = native.fuses and not any(self.waiting[tree.row.slot].fused for tree in trees)
         starts = [self._start(tree, raw) for tree in trees]
         ids = None if self.ids is None else self.ids.numpy()
-        stands = trees[0].row.stands  # of this drafter: the same for all
+        stands = trees[0].row.stands  # a guess, which differs between temperatures alone; rows without have no floor
         said, sure, left = native.round(starts, self.cache, self.target.vocab, ids, raw, stands)
         made = self.head.leave(torch.from_numpy(left))
         for tree, start, tokens, sixteenths, last in zip(trees, starts, said, sure, made, strict=True):

@@ -98,12 +98,15 @@ class DepthPolicy(Protocol):
     def choose(self, wishes: Sequence[Wish], tokens: int) -> list[int]:
         """The depth of each request, 0 to its limit. `tokens` are in the pass in any case."""
 
-    def worth(self, kind: str, acceptance: Acceptance, copied: int, others: Sequence[Wish], tokens: int) -> int:
+    def worth(
+        self, kind: str, acceptance: Acceptance, copied: int, others: Sequence[Wish], place: tuple[int, int]
+    ) -> int:
         """How many of the tokens that were copied to verify, 0 where none pays or one of the others is expected to do
-        better. `kind` is of their match, `acceptance` what became of such copies for this request."""
+        better. `kind` is of their match, `acceptance` what became of such copies for this request; `place` is (tokens
+        that are in the pass in any case, requests that may draft in it)."""
 
-    def floor(self, source: str, acceptance: Acceptance, tokens: int) -> float:
-        """The chance that a chain still stands below which no further token is worth drafting."""
+    def floor(self, source: str, acceptance: Acceptance, place: tuple[int, int]) -> float:
+        """The chance that a chain still stands below which no token more is worth it; `place` as in `worth`."""
 
     def survival(self, source: str, greedy: bool) -> Survival:
         """What the drafter's own probabilities are worth."""
@@ -187,35 +190,39 @@ class Auto:
         """How often its proposer has something to draft."""
         return wish.acceptance.offered.rate(self.sources[wish.source].offered.rate(OFFERED))
 
-    def worth(self, kind: str, acceptance: Acceptance, copied: int, others: Sequence[Wish], tokens: int) -> int:
-        """As if all requests of the pass were in the same place."""
-        best, speed = self._alone(self.rate(kind, acceptance), copied, tokens)
+    def worth(
+        self, kind: str, acceptance: Acceptance, copied: int, others: Sequence[Wish], place: tuple[int, int]
+    ) -> int:
+        """As if all requests that may draft were alike."""
+        best, speed = self._alone(self.rate(kind, acceptance), copied, place)
         for wish in others:
             rate = self.rate(wish.source, wish.acceptance)
-            if self._alone(rate, min(wish.limit, DEEPEST), tokens, wish.source)[1] > speed:
+            if self._alone(rate, min(wish.limit, DEEPEST), place, wish.source)[1] > speed:
                 return 0
         return best
 
-    def floor(self, source: str, acceptance: Acceptance, tokens: int) -> float:
+    def floor(self, source: str, acceptance: Acceptance, place: tuple[int, int]) -> float:
         """A level more costs what it takes to draft, and a row of the pass; it brings a token with the chance that all
         before it stand, and that it does. At today's speed a token is worth the time that it takes."""
         learned, rate = self.learned, self.rate(source, acceptance)
-        _, speed = self._alone(rate, FAR, tokens, source)
-        level = learned.of_draft(source, FAR, tokens) - learned.of_draft(source, 1, tokens)
-        row = learned.of_pass(tokens * (1 + FAR)) - learned.of_pass(tokens * 2)
+        tokens, requests = place
+        _, speed = self._alone(rate, FAR, place, source)
+        level = learned.of_draft(source, FAR, requests) - learned.of_draft(source, 1, requests)
+        row = learned.of_pass(tokens + FAR * requests) - learned.of_pass(tokens + requests)
         return min((level + row) / (FAR - 1) * speed / rate, HIGHEST)
 
     def survival(self, source: str, greedy: bool) -> Survival:
         return self.survivals[source, greedy]
 
-    def _alone(self, rate: float, most: int, tokens: int, source: str = "") -> tuple[int, float]:
+    def _alone(self, rate: float, most: int, place: tuple[int, int], source: str = "") -> tuple[int, float]:
         """(the depth up to `most` with most tokens a second for a request, how many); copies cost nothing to draft."""
+        tokens, requests = place
         best, speed, chance, expected = 0, 1 / self.learned.of_pass(tokens), 1.0, 1.0
         for depth in range(1, most + 1):
             chance *= rate
             expected += chance
-            cost = self.learned.of_pass(tokens * (1 + depth))
-            cost += self.learned.of_draft(source, depth, tokens) if source else 0.0
+            cost = self.learned.of_pass(tokens + requests * depth)
+            cost += self.learned.of_draft(source, depth, requests) if source else 0.0
             if expected / cost > speed:
                 best, speed = depth, expected / cost
             elif chance < HOPELESS:

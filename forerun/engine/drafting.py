@@ -64,15 +64,16 @@ class Drafting:
         groups: dict[Proposer, list[Request]] = defaultdict(list)
         for (work, proposer), depth in zip(waiting, self._depths(waiting, tokens), strict=True):
             request = work.request
-            if depth and proposer.stops and request.depth == "auto":  # it ends where it is not sure any more
+            if depth and _stops(request, proposer):
                 depth = max(depth, min(self._limit(work), STOPPED))
             # room for the largest draft there could be: what is verified must not depend on what was drawn
             if depth and self.target.cache.pages.grow(request.slot, len(request.tokens) + depth * proposer.width):
                 request.allowed = depth
                 groups[proposer].append(request)
+        place = tokens, len(waiting)
         for proposer, requests in groups.items():
             name = proposer.name
-            rows = [self._row(request, proposer, tokens) for request in requests]
+            rows = [self._row(request, proposer, place) for request in requests]
             proposed = self._proposed(proposer, rows, requests)
             end, lag = self.clock(), max(len(r.tokens) - r.asked.get(name, 0) for r in requests)
             seconds, start = end - start, end
@@ -84,7 +85,7 @@ class Drafting:
                 request.asked[name] = len(request.tokens)
                 if draft is not None and len(draft) > 1:
                     with blaming(request):
-                        worth = self._worth(request, draft, proposer, tokens)
+                        worth = self._worth(request, draft, proposer, place)
                         drafts[request.id] = self._taken(request, worth, proposer)
                 elif draft is not None:
                     self.policy.record_verdict(name, request.acceptance[name], 0, 0)
@@ -92,7 +93,7 @@ class Drafting:
     def _proposed(self, proposer: Proposer, rows: Sequence[Row], requests: Sequence[Request]) -> Sequence[Draft | None]:
         return together(lambda chosen: proposer.propose([rows[i] for i in chosen]), range(len(rows)), requests)
 
-    def _worth(self, request: Request, draft: Draft, proposer: Proposer, tokens: int) -> Draft:
+    def _worth(self, request: Request, draft: Draft, proposer: Proposer, place: tuple[int, int]) -> Draft:
         """As much of what was copied as pays. If that is nothing, or another proposer is expected to do better, it is
         set aside and scored with what the target says. All of this depends on the text alone, so it is exact under
         every rule."""
@@ -104,7 +105,7 @@ class Drafting:
             for part in parts[parts.index(proposer) + 1 :]
             if request.acceptance[part.name].rest is None
         ]
-        count = self.policy.worth(kind, request.acceptance[kind], len(draft) - 1, others, tokens)
+        count = self.policy.worth(kind, request.acceptance[kind], len(draft) - 1, others, place)
         if not count:
             request.aside = (kind, draft.tokens[1:])
             return Draft.root(draft.tokens[0])
@@ -165,11 +166,11 @@ class Drafting:
             depths[i] = depth
         return depths
 
-    def _row(self, request: Request, proposer: Proposer, tokens: int) -> Row:
+    def _row(self, request: Request, proposer: Proposer, place: tuple[int, int]) -> Row:
         stands, floor = None, 0.0
-        if proposer.stops and request.depth == "auto":
+        if _stops(request, proposer):
             stands = self.policy.survival(proposer.name, request.params.greedy).stands
-            floor = self.policy.floor(proposer.name, request.acceptance[proposer.name], tokens)
+            floor = self.policy.floor(proposer.name, request.acceptance[proposer.name], place)
         return Row(
             stands=stands,
             floor=floor,
@@ -181,6 +182,12 @@ class Drafting:
             coupled=request.rule.coupled,
             branching=request.rule.branching,
         )
+
+
+def _stops(request: Request, proposer: Proposer) -> bool:
+    """Whether its chains end where the drafter is not sure any more. Not under a ratio rule: that depends on what was
+    drawn. Nor with filters, behind which the drafter draws level by level."""
+    return proposer.stops and request.depth == "auto" and request.rule.coupled and request.params.unfiltered
 
 
 def _drafted(proposer: Proposer, rows: Sequence[Row], proposed: Sequence[Draft | None]) -> int:

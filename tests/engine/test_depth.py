@@ -218,11 +218,11 @@ def test_copies_are_cut_to_what_pays_and_left_to_a_proposer_that_does_better() -
     others = [Wish("model", 8, drafter)]
     for rate, alone in ((0.02, 0), (0.3, 1), (0.95, 8)):
         copied = Acceptance(Chance(1000 * rate, 1000 * (1 - rate)))
-        count = policy.worth("suffix, 2 bits", copied, 8, [], 1)
+        count = policy.worth("suffix, 2 bits", copied, 8, [], (1, 1))
         assert count == alone or (alone == 1 and 1 <= count < 4)
-        assert policy.worth("suffix, 2 bits", copied, 8, others, 1) == (8 if rate == 0.95 else 0)
+        assert policy.worth("suffix, 2 bits", copied, 8, others, (1, 1)) == (8 if rate == 0.95 else 0)
     hopeless = Acceptance(Chance(0, 1000))
-    assert policy.worth("suffix, 2 bits", Acceptance(Chance(300, 700)), 8, [Wish("model", 8, hopeless)], 1) > 0
+    assert policy.worth("suffix, 2 bits", Acceptance(Chance(300, 700)), 8, [Wish("model", 8, hopeless)], (1, 1)) > 0
 
 
 def test_matches_are_kept_apart_by_powers_of_two() -> None:

@@ -130,7 +130,7 @@ def test_copies_that_are_set_aside_are_scored_with_what_the_target_says(right: b
     kind = kind_of_match("copies", 5)
     asked: list[tuple[str, list[str]]] = []
 
-    def worth(kind: str, acceptance: Acceptance, copied: int, others: Sequence[Wish], tokens: int) -> int:
+    def worth(kind: str, acceptance: Acceptance, copied: int, others: Sequence[Wish], place: tuple[int, int]) -> int:
         asked.append((kind, [wish.source for wish in others]))
         return 0
 

@@ -41,7 +41,7 @@ def test_floors_rise_with_what_a_level_costs() -> None:
                 policy.record_pass(tokens, 1 + row * (tokens - 1))
             for depth in range(1, 9):
                 policy.record_draft("eagle3", depth, 0.1 + level * depth)
-        floors.append(policy.floor("eagle3", acceptance, 1))
+        floors.append(policy.floor("eagle3", acceptance, (1, 1)))
     # one token more: level + row, at 2 to 3 tokens a pass of 1.2 to 1.7, with a chance of 0.7
     assert 0.02 < floors[0] < 0.1 < floors[1] < 0.3 < floors[2] <= HIGHEST
 
