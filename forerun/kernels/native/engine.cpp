@@ -281,8 +281,9 @@ int sixteenths(const float *logits, const Chain *chain, int64_t token, float tem
     float apart = (logits[i] - own) * scale;
     if (apart > -16) sum += expf(apart < 16 ? apart : 16);
   }
+  if (!(sum >= 1)) return 0;  // logits that are not finite: nothing is sure
   int found = (int)(SURE / sum);
-  return found < 0 ? 0 : found < SURE ? found : SURE - 1;  // logits that are not finite: nothing is sure
+  return found < SURE ? found : SURE - 1;
 }
 
 // How sure the drafter is of what was just said, and whether a row that goes on should.
