@@ -85,6 +85,7 @@ constexpr int TERMS = 4;
 inline __m256i int8_weights(__m256i bytes, int) { return bytes; }
 INLINE inline void add_int8(__m256i &acc, __m256i w, __m256i x) { acc = _mm256_dpbusd_avx_epi32(acc, w, x); }
 INLINE inline void add_small(__m256i &acc, __m256i w, __m256i x) { acc = _mm256_dpbusd_avx_epi32(acc, w, x); }
+INLINE inline __m256i first_small(__m256i w, __m256i x) { return _mm256_dpbusd_avx_epi32(_mm256_setzero_si256(), w, x); }
 inline __m256i whole(__m256i acc) { return acc; }
 constexpr int fit(int) { return 8; }
 
@@ -111,6 +112,7 @@ INLINE inline void add_small(__m256i &acc, __m256i w, __m256i x) {
   __m256i product;
   asm("vpmaddubsw %3, %2, %1\n\tvpaddw %1, %0, %0" : "+x"(acc), "=&x"(product) : "x"(w), "x"(x));
 }
+INLINE inline __m256i first_small(__m256i w, __m256i x) { return _mm256_maddubs_epi16(w, x); }
 inline __m256i whole(__m256i acc) { return _mm256_madd_epi16(acc, _mm256_set1_epi16(1)); }
 // How many of those fit: each is at most two products of 127 with 15, 31 or 63.
 constexpr int fit(int bits) { return bits == 4 ? 8 : bits == 5 ? 4 : 2; }
@@ -198,7 +200,6 @@ template <int F> struct GroupTiles {
 #pragma GCC unroll 4
         for (int first = 0; first < FOURS; first += FIT) {
           __m256i small[M][C];
-          EACH(m, M, EACH(c, C, small[m][c] = _mm256_setzero_si256();););
 #pragma GCC unroll 8
           for (int j = 0; j < FIT; j++) {
             int t = I * FOURS + first + j;
@@ -206,7 +207,9 @@ template <int F> struct GroupTiles {
             EACH(c, C, v[c] = weights<L.bits>(w + 32 * c, t););
             EACH(m, M,
               __m256i x = four(group[m]->x + half_ * 32 + 4 * t);
-              EACH(c, C, add_small(small[m][c], v[c], x);););
+              EACH(c, C,
+                if (j == 0) small[m][c] = first_small(v[c], x);
+                else add_small(small[m][c], v[c], x);););
           }
           EACH(m, M, EACH(c, C, acc[m][c] = _mm256_add_epi32(acc[m][c], whole(small[m][c]));););
         }
@@ -226,28 +229,20 @@ template <int F> struct GroupTiles {
             __m256i acc[M][C];
             EACH(m, M, EACH(c, C, acc[m][c] = L.minimum ? _mm256_setzero_si256() : four(group[m]->start + half_ * GROUPS + i);););
             multiply<decltype(i)::value>(w, group, half_, acc);
-            __m256 column[C];
+            __m256 column[C], least[C];
             EACH(c, C,
               if constexpr (!L.two_level) column[c] = halves(s + 2 * o, c);
               else if constexpr (L.group == 16) column[c] = _mm256_mul_ps(integers<int8_t>(s + i * BLOCK + o, c), halves(header + 2 * o, c));
-              else column[c] = _mm256_mul_ps(integers<uint8_t>(s + o, c), halves(header + 2 * o, c)););
+              else column[c] = _mm256_mul_ps(integers<uint8_t>(s + o, c), halves(header + 2 * o, c));
+              if constexpr (L.minimum && !L.two_level) least[c] = halves(s + LEVEL + 2 * o, c);
+              else if constexpr (L.minimum) least[c] = _mm256_mul_ps(integers<uint8_t>(s + BLOCK + o, c), halves(header + LEVEL + 2 * o, c)););
             EACH(m, M,
               __m256 scale = _mm256_broadcast_ss(&group[m]->scale);
               EACH(c, C,
-                __m256 both = _mm256_mul_ps(column[c], scale);
-                __m256 total = _mm256_cvtepi32_ps(acc[m][c]);
-                _mm256_storeu_ps(out[m] + 8 * c, _mm256_fmadd_ps(total, both, _mm256_loadu_ps(out[m] + 8 * c)));););
+                __m256 total = _mm256_mul_ps(_mm256_cvtepi32_ps(acc[m][c]), column[c]);
+                if constexpr (L.minimum) total = _mm256_fmadd_ps(least[c], _mm256_broadcast_ss(group[m]->sum + half_), total);
+                _mm256_storeu_ps(out[m] + 8 * c, _mm256_fmadd_ps(total, scale, _mm256_loadu_ps(out[m] + 8 * c)));););
             in_memory(););
-          if constexpr (L.minimum) {
-            __m256 column[C];
-            EACH(c, C,
-              if constexpr (!L.two_level) column[c] = halves(s + LEVEL + 2 * o, c);
-              else column[c] = _mm256_mul_ps(integers<uint8_t>(s + BLOCK + o, c), halves(header + LEVEL + 2 * o, c)););
-            EACH(m, M,
-              __m256 scale = _mm256_mul_ps(_mm256_broadcast_ss(&group[m]->scale), _mm256_broadcast_ss(group[m]->sum + half_));
-              EACH(c, C, _mm256_storeu_ps(out[m] + 8 * c, _mm256_fmadd_ps(column[c], scale, _mm256_loadu_ps(out[m] + 8 * c)));););
-            in_memory();
-          }
           s += L.two_level ? 2 * BLOCK : header_bytes(F);
         }
         EACH(m, M, group[m]++;);
