@@ -18,6 +18,7 @@ from forerun.draft.view import view_of
 from forerun.engine.engine import Engine
 from forerun.errors import RequestError
 from forerun.job import Completion, Job
+from forerun.kernels import native
 from forerun.load import check_vocabulary, load_tokenizer, make_runner, pick_device
 from forerun.models.advice import recommended
 from forerun.models.decoder import Decoder
@@ -69,7 +70,8 @@ class LLM:
             return make_runner(self.config, drafter, device, target)
 
         view = view_of(target.decoder)
-        name, argument = parse_draft(automatic(self.config.draft, directory, view.form is not None))
+        spec = automatic(self.config.draft, directory, native.instructions() if view.form else "")
+        name, argument = parse_draft(spec)
         width, threshold = self.config.width, self.config.draft_threshold
         proposers = make_proposers(name, argument, load_draft, view, target.cache, width, threshold)
         self.draft = name

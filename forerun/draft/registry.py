@@ -30,12 +30,16 @@ from forerun.runner import Runner
 PAIRS: dict[str, Callable[[Path, TargetView], PairHead]] = {"eagle3": load_head, "mtp": load_module}
 
 
-def automatic(spec: str, model: Path, native: bool) -> str:
-    """What `auto` means for this model: what copies, and then the drafter that comes with forerun for it. In torch a
-    head takes longer to call than it is worth."""
+PAYS = ("avx512", "avx512vnni")  # instructions with which heads that come with forerun were faster than copies alone
+
+
+def automatic(spec: str, model: Path, instructions: str) -> str:
+    """What `auto` means for this model: what copies, and then the drafter that comes with forerun for it, where that
+    was measured to pay. `instructions` are those of the native kernels, "" in torch, where a head takes longer to call
+    than it is worth; with AVX2 its rows cost what they bring (docs/performance.md)."""
     if spec != "auto":
         return spec
-    found = bundled_for(model) if native else None
+    found = bundled_for(model) if instructions in PAYS else None
     return "suffix" if found is None else f"suffix+{kind_of(found)}:{found}"
 
 

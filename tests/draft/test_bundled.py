@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from forerun import LLM, SamplingParams
-from forerun.draft import bundled
+from forerun.draft import bundled, registry
 from forerun.draft.bundled import bundled_for
 from forerun.draft.eagle_format import save_head
 from forerun.draft.registry import automatic
@@ -35,19 +35,23 @@ def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_model_goes_by_its_name(shipped: Path) -> None:
     for place in PLACES:
         assert bundled_for(Path(place)) == shipped
-        assert automatic("auto", Path(place), native=True) == f"suffix+eagle3:{shipped}"
-        assert automatic("auto", Path(place), native=False) == "suffix", "a head does not pay in torch"
-        assert automatic("ngram", Path(place), native=True) == "ngram", "who asks for something gets that"
+        assert automatic("auto", Path(place), "avx512") == f"suffix+eagle3:{shipped}"
+        assert automatic("auto", Path(place), "avx2") == "suffix", "rows cost there what they bring"
+        assert automatic("auto", Path(place), "") == "suffix", "a head does not pay in torch"
+        assert automatic("ngram", Path(place), "avx512") == "ngram", "who asks for something gets that"
     assert bundled_for(Path("/a/Qwen3-0.6B.gguf")) is None
-    assert automatic("auto", Path("/a/Qwen3-0.6B.gguf"), native=True) == "suffix"
+    assert automatic("auto", Path("/a/Qwen3-0.6B.gguf"), "avx512") == "suffix"
     shutil.rmtree(shipped)
     assert bundled_for(Path(PLACES[0])) is None, "an installation without it"
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_auto_drafts_with_it_and_says_the_same(temperature: float, shipped: Path, tmp_path: Path) -> None:
+def test_auto_drafts_with_it_and_says_the_same(
+    temperature: float, shipped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if native.library() is None:
         pytest.skip("the native kernels were not compiled")
+    monkeypatch.setattr(registry, "PAYS", (native.start(),))
     shutil.copytree(tiny.family("llama"), model := tmp_path / DEFAULT)
     llm, other = LLM(model, kv_tokens=1024), LLM(tiny.family("llama"), kv_tokens=1024)
     assert (llm.draft, other.draft) == ("suffix+eagle3", "suffix")
