@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -9,9 +10,10 @@ from forerun.errors import ConfigError, brief, nearest
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 RULE_NAMES = ("match", "token", "block", "tree", "typical")  # verify.RULES, named here so that --help needs no torch
-COPYING = ("ngram", "suffix")  # drafts without weights
-SIMPLE = ("off", "auto", *COPYING)
+COPYING = ("ngram", "suffix")  # drafts that copy: others may be asked behind them
+SIMPLE = ("off", "auto", *COPYING, "recycle")  # which need nothing
 LOADED = ("model", "medusa", "eagle3", "mtp", "block")  # drafts with weights
+JOINT = re.compile(rf"\+(?=(?:{'|'.join((*SIMPLE, *LOADED))})(?:[:+]|$))")
 CHOICES: dict[str, tuple[str, ...]] = {
     "rule": RULE_NAMES,
     "dtype": DTYPES,
@@ -28,9 +30,9 @@ class Config:
     Args:
         model: a GGUF file, a Hugging Face directory, ollama:NAME, lmstudio:NAME, or a Hub id (ORG/REPO:QUANT for GGUF);
             None is the default model, SmolLM2-135M-Instruct.
-        draft: off, ngram, suffix, model:, medusa:, eagle3:, mtp: or block:DIR_OR_HUB_ID; suffix+model:.. copies
-            what repeats and drafts the rest with weights; auto is suffix, and for the default model the drafter that
-            comes with it behind that.
+        draft: off, ngram, suffix, recycle (or recycle:TABLE), model:, medusa:, eagle3:, mtp: or block:DIR_OR_HUB_ID;
+            suffix+model:.. copies what repeats and drafts the rest with weights; auto is suffix, and for the default
+            model the drafter that comes with it behind that.
         depth: most tokens drafted ahead: a number, or auto to choose by measured cost and acceptance, zero included.
         width: nodes a level of the trees of a draft with weights; 1 drafts chains.
         draft_threshold: a block drafter with a confidence head goes no further along a path whose chance to stand, as
@@ -119,24 +121,38 @@ class Config:
         return cls(**options)
 
 
-def parse_draft(spec: str) -> tuple[str, str]:
-    """A draft option as (name of the proposer, argument). Raises ConfigError."""
-    first, plus, second = spec.partition("+")
-    if plus and first in COPYING:
-        name, argument = parse_draft(second)
-        if name not in LOADED:
-            raise ConfigError(f"{first}+ goes before a draft with weights, not {second!r}: write {first}+model:..")
-        return f"{first}+{name}", argument
-    name, _, argument = spec.partition(":")
-    if name in LOADED:
-        if not argument:
-            raise ConfigError(f"draft {name!r} needs to be told where it is: write {name}:DIRECTORY or {name}:HUB_ID")
-        return name, argument
-    if name not in SIMPLE:
+def parse_draft(spec: str) -> tuple[tuple[str, str], ...]:
+    """A draft option as (name of the proposer, argument) of each that is asked, in order. Raises ConfigError."""
+    parts, rest = [], [spec]
+    while rest:
+        part, *behind = JOINT.split(rest[0], maxsplit=1)
+        if part.partition(":")[0] in LOADED:  # the last of all: a directory may be called so
+            part, behind = rest[0], []
+        name, _, argument = part.partition(":")
+        _check_part(name, argument, spec)
+        parts.append((name, argument))
+        rest = behind
+    names = [name for name, _ in parts]
+    for name in names[:-1]:
+        if name not in COPYING:
+            raise ConfigError(f"nothing is asked behind {name!r}: put it last, behind {' or '.join(COPYING)}")
+    if (names[-1] in ("off", "auto") and len(names) > 1) or len(set(names)) < len(names):
+        raise ConfigError(f"{names[-1]!r} cannot be the last of {spec!r}: name another draft there")
+    return tuple(parts)
+
+
+def _check_part(name: str, argument: str, spec: str) -> None:
+    if name in LOADED and not argument:
+        raise ConfigError(f"draft {name!r} needs to be told where it is: write {name}:DIRECTORY or {name}:HUB_ID")
+    if name not in (*LOADED, *SIMPLE):
         raise ConfigError(f"there is no draft {spec!r}: {nearest(name, [*SIMPLE, *(f'{n}:...' for n in LOADED)])}")
-    if argument:
+    if name in (*COPYING, "off", "auto") and argument:
         raise ConfigError(f"draft {name!r} takes no argument, but was given {argument!r}")
-    return name, argument
+
+
+def draft_name(spec: str) -> str:
+    """What the engine calls the proposer of a draft option. Raises ConfigError."""
+    return "+".join(name for name, _ in parse_draft(spec))
 
 
 def parse_depth(depth: int | str) -> int | str:

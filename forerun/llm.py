@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from forerun import rng
-from forerun.config import Config, parse_draft
+from forerun.config import Config, draft_name, parse_draft
 from forerun.draft.base import Reference
 from forerun.draft.registry import automatic, make_proposers, with_references
 from forerun.draft.view import view_of
@@ -71,10 +71,9 @@ class LLM:
 
         view = view_of(target.decoder)
         spec = automatic(self.config.draft, directory, native.instructions() if view.form else "")
-        name, argument = parse_draft(spec)
         width, threshold = self.config.width, self.config.draft_threshold
-        proposers = make_proposers(name, argument, load_draft, view, target.cache, width, threshold)
-        self.draft = name
+        proposers = make_proposers(parse_draft(spec), load_draft, view, target.cache, width, threshold)
+        self.draft = draft_name(spec)
         self.engine = Engine(
             target, proposers, rule=self.config.rule, chunk=self.config.chunk, tokenizer=self.tokenizer
         )

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from forerun.errors import ForerunError
 
 
-MEMORY = "memory"  # the source of drafts that come from other requests than the one they are for
+MEMORY = "memory"  # the source of drafts that come from other requests than the one they are for,
+RECYCLE = "recycle"  # and of those that may: from what the target has thought
+OTHERS = (MEMORY, RECYCLE)  # what is not told of where it does not stand
 
 
 class Law(IntEnum):

@@ -142,8 +142,8 @@ def find_models(model: str | None, draft: str | None) -> Models:
     """The models of two options; with no draft given, lookup for a GGUF file, which has no draft model as a rule, and
     off for a directory. Raises ForerunError for what is not there, or a draft that other engines have not got."""
     if draft not in (None, LOOKUP):
-        kind, place = parse_draft(draft)
-        if kind not in ("model", OFF):
+        (kind, place), *behind = parse_draft(draft)
+        if behind or kind not in ("model", OFF):
             raise ConfigError(f"other engines cannot draft with {draft}: give --draft model:PLACE, lookup or off")
         return Models(find_model(model), draft, find_model(place) if kind == "model" else None)
     target = find_model(model)

@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from forerun.config import parse_draft
+from forerun.config import draft_name
 from forerun.draft.base import Reference
 from forerun.draft.registry import with_references
 from forerun.engine.drafting import OFF
@@ -33,7 +33,7 @@ class Arm:
     @property
     def name(self) -> str:
         """What the engine calls the proposer."""
-        return OFF if self.draft == OFF else parse_draft(self.draft)[0]
+        return draft_name(self.draft)
 
 
 PLAIN = Arm(OFF, 0)

@@ -33,7 +33,7 @@ class Row:
         coupled: the rule matches tokens: every node is GIVEN, and sharing the target's noise pays. Otherwise
             nodes may be SAMPLED, with `Draft.probs` the law they were really drawn from.
         branching: the rule takes trees; otherwise the draft must be a chain.
-        stands, floor: a chain may end where the chance that it stands falls below `floor`, a product of what `stands`
+        stands, floor: a draft may end where the chance that it stands falls below `floor`, a product of what `stands`
             says of its tokens (see `Survival`). None, where it may not: the depth was asked for.
     """
 
@@ -91,12 +91,17 @@ class Proposer:
         name: what statistics call it.
         width: the most nodes of a level; room is kept for so many.
         boundaries: the target's hidden states it wants: i enters layer i, the number of layers is what left the last.
-        stops: it ends chains by itself, as `Row.floor` says.
+        stops: it ends drafts by itself, as `Row.floor` says.
+        sees: it knows a token's chance before that costs anything, so its drafts end with the last token that is worth
+            its row; others have to draft a token to know, and end behind it.
+        learns: it wants the target's laws, too.
     """
 
     name = ""
     width = 1
     stops = False
+    sees = False
+    learns = False
     boundaries: tuple[int, ...] = ()
 
     @property
@@ -116,6 +121,10 @@ class Proposer:
 
         Comes for every boundary asked for, once for each committed token, in order; not for those of a cached prefix.
         """
+
+    def learn(self, slot: int, before: Sequence[int], tokens: Sequence[int], logits: Tensor) -> None:
+        """What the target said in a round, before any sampling parameter: logits [N, V] behind each of `tokens`, which
+        are the root and whatever was drafted, with the token that stands `before` it (-1 where there is none)."""
 
     def forget(self) -> None:
         """Drop whatever was kept of requests that have ended."""

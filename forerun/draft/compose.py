@@ -21,6 +21,7 @@ class Cascade(Proposer):
         self.name = "+".join(part.name for part in parts)
         self.width = max(part.width for part in parts)
         self.boundaries = tuple(sorted({b for part in parts for b in part.boundaries}))
+        self.learns = any(part.learns for part in parts)
 
     @property
     def parts(self) -> Sequence[Proposer]:
@@ -38,6 +39,11 @@ class Cascade(Proposer):
         for part in self.parts:
             if part.boundaries:
                 part.observe(slot, start, {b: features[b] for b in part.boundaries})
+
+    def learn(self, slot: int, before: Sequence[int], tokens: Sequence[int], logits: Tensor) -> None:
+        for part in self.parts:
+            if part.learns:
+                part.learn(slot, before, tokens, logits)
 
     def forget(self) -> None:
         for part in self.parts:

@@ -1,10 +1,10 @@
-"""Draft names to proposers: off, auto, ngram, suffix, KIND:DIR_OR_HUB_ID for those with weights, and
+"""Draft names to proposers: off, auto, ngram, suffix, recycle, KIND:DIR_OR_HUB_ID for those with weights, and
 suffix+KIND:DIR_OR_HUB_ID for both: what the text repeats is copied, the rest is drafted with weights."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from forerun.cache.kv import KVCache
@@ -21,7 +21,9 @@ from forerun.draft.mtp import load_module
 from forerun.draft.ngram import NGram
 from forerun.draft.pair_head import PairHead
 from forerun.draft.pairs import Pairs
+from forerun.draft.recycle import Recycle
 from forerun.draft.reference import References
+from forerun.draft.successors import Successors
 from forerun.draft.suffix import Suffix
 from forerun.draft.view import TargetView
 from forerun.models.hub import find_model
@@ -57,35 +59,37 @@ def kind_of(directory: Path) -> str:
 
 
 def make_proposers(
-    name: str,
-    argument: str,
+    parts: Sequence[tuple[str, str]],
     load: Callable[[str], Runner],
     target: TargetView,
     cache: KVCache,
     width: int,
     threshold: float,
 ) -> dict[str, Proposer]:
-    """The proposers of an engine: those that need no weights, and the one with weights that is asked for. One with a
-    cache of its own gets as much room as the target's `cache` has; `threshold` is a block drafter's."""
-    proposers: dict[str, Proposer] = {"ngram": NGram(), "suffix": Suffix()}
-    first, _, name = name.rpartition("+")
-    if name == "model":
-        proposers["model"] = DraftModel(load(argument), target.vocab, width)
-    if name == "medusa":
-        proposers["medusa"] = Medusa(load_heads(find_model(argument)), target, width)
+    """The proposers of an engine: those that need no weights, and those that are asked for, `parts` as `parse_draft`
+    gives them. One with a cache of its own gets as much room as the target's `cache` has; `threshold` is that of a
+    block drafter."""
+    proposers: dict[str, Proposer] = {"ngram": NGram(), "suffix": Suffix(), "recycle": Recycle(width=max(width, 2))}
     pages = cache.pages
     room = {"tokens": pages.count * pages.size, "page": pages.size, "slots": len(cache.length)}
-    if name in PAIRS:
-        proposers[name] = Pairs(
-            name, PAIRS[name](find_model(argument, pickled=True), target), target, **room, width=width
-        )
-    if name == "block":
-        head = load_block(find_model(argument, pickled=True), target)
-        proposers["block"] = Block(head, target, **room, width=width, threshold=threshold)
-    if first:
-        both = Cascade((proposers[first], proposers[name]))
+    for name, argument in parts:
+        if name == "recycle" and argument:
+            proposers[name] = Recycle(Successors.load(Path(argument), target.vocab), max(width, 2))
+        if name == "model":
+            proposers[name] = DraftModel(load(argument), target.vocab, width)
+        if name == "medusa":
+            proposers[name] = Medusa(load_heads(find_model(argument)), target, width)
+        if name in PAIRS:
+            head = PAIRS[name](find_model(argument, pickled=True), target)
+            proposers[name] = Pairs(name, head, target, **room, width=width)
+        if name == "block":
+            block = load_block(find_model(argument, pickled=True), target)
+            proposers[name] = Block(block, target, **room, width=width, threshold=threshold)
+    asked = [name for name, _ in parts if name not in ("off", "auto")]
+    if len(asked) > 1:
+        both = Cascade([proposers[name] for name in asked])
         proposers[both.name] = both
-    proposers["auto"] = proposers[f"{first}+{name}" if first else name if name in proposers else "suffix"]
+    proposers["auto"] = proposers["+".join(asked) or "suffix"]
     references = References()
     found: dict[str, Proposer] = {references.name: references}
     return proposers | found | {with_references(n): Cascade((references, p)) for n, p in proposers.items()}

@@ -106,7 +106,7 @@ class DepthPolicy(Protocol):
         that are in the pass in any case, requests that may draft in it)."""
 
     def floor(self, source: str, acceptance: Acceptance, place: tuple[int, int]) -> float:
-        """The chance that a chain still stands below which no token more is worth it; `place` as in `worth`."""
+        """The chance to stand below which a token is not worth it; `place` as in `worth`."""
 
     def survival(self, source: str, greedy: bool) -> Survival:
         """What the drafter's own probabilities are worth."""
@@ -202,14 +202,14 @@ class Auto:
         return best
 
     def floor(self, source: str, acceptance: Acceptance, place: tuple[int, int]) -> float:
-        """A level more costs what it takes to draft, and a row of the pass; it brings a token with the chance that all
-        before it stand, and that it does. At today's speed a token is worth the time that it takes."""
+        """A level more costs what it takes to draft, and a row of the pass; it brings a token with the chance that it
+        stands. At today's speed a token is worth the time that it takes."""
         learned, rate = self.learned, self.rate(source, acceptance)
         tokens, requests = place
         _, speed = self._alone(rate, FAR, place, source)
         level = learned.of_draft(source, FAR, requests) - learned.of_draft(source, 1, requests)
         row = learned.of_pass(tokens + FAR * requests) - learned.of_pass(tokens + requests)
-        return min((level + row) / (FAR - 1) * speed / rate, HIGHEST)
+        return min((level + row) / (FAR - 1) * speed, HIGHEST)
 
     def survival(self, source: str, greedy: bool) -> Survival:
         return self.survivals[source, greedy]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from forerun.draft.base import Proposer, Row
 from forerun.engine.blame import blaming, together
-from forerun.engine.depth import DEEPEST, DepthPolicy, Wish, kind_of_match
+from forerun.engine.depth import DEEPEST, HIGHEST, DepthPolicy, Wish, kind_of_match
 from forerun.engine.request import Request
 from forerun.engine.scheduler import Work
 from forerun.errors import ForerunError
@@ -170,7 +170,10 @@ class Drafting:
         stands, floor = None, 0.0
         if _stops(request, proposer):
             stands = self.policy.survival(proposer.name, request.params.greedy).stands
-            floor = self.policy.floor(proposer.name, request.acceptance[proposer.name], place)
+            acceptance = request.acceptance[proposer.name]
+            floor = self.policy.floor(proposer.name, acceptance, place)
+            if not proposer.sees:  # a token more is drafted before anything is known of it
+                floor = min(floor / self.policy.rate(proposer.name, acceptance), HIGHEST)
         return Row(
             stands=stands,
             floor=floor,

@@ -213,6 +213,7 @@ class Engine:
         request.stats.verify_seconds += seconds[1]
         self._count(request, draft, verdict)
         with blaming(request):
+            self._teach(request, draft, logits)
             self._say(request, draft, verdict, logits, event)
         if request.error:
             return []
@@ -273,13 +274,20 @@ class Engine:
         for source in filter(None, (request.drafter, request.kind)):
             self.policy.record_verdict(source, request.acceptance[source], request.reach, len(verdict.path) - 1)
         if draft.sure:
-            survival = self.policy.survival(request.drafter, request.params.greedy)
-            survival.add(draft.sure[: len(draft) - 1], len(verdict.path) - 1)
+            self.policy.survival(request.drafter, request.params.greedy).add(draft, verdict)
         if request.aside:
             source, copied = request.aside
             right = len(list(takewhile(bool, map(int.__eq__, copied, verdict.tokens))))
             seen = right if right == len(verdict.tokens) else len(copied)
             self.policy.record_verdict(source, request.acceptance[source], seen, right)
+
+    def _teach(self, request: Request, draft: Draft, logits: Tensor) -> None:
+        """Show the target's laws to the proposer that wants them."""
+        if request.draft == OFF or not self.proposers[request.draft].learns:
+            return
+        first = request.tokens[-2] if len(request.tokens) > 1 else -1
+        before = [first, *(draft.tokens[parent] for parent in draft.parents[1:])]
+        self.proposers[request.draft].learn(request.slot, before, draft.tokens, logits)
 
     def _trace(
         self, request: Request, draft: Draft, verdict: Verdict, logits: Tensor, seconds: tuple[float, float]

@@ -9,8 +9,9 @@ the counts stand in for its trained head).
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+from forerun.types import Draft, Verdict
 
 SIXTEENTHS = 16
 STRENGTH = 8.0  # tokens that the drafter's own word counts for
@@ -25,14 +26,16 @@ class Survival:
     seen: list[float] = field(default_factory=lambda: [0.0] * SIXTEENTHS)
     stands: array[float] = field(default_factory=lambda: array("f", map(_own_word, range(SIXTEENTHS))))
 
-    def add(self, sure: Sequence[int], accepted: int) -> None:
-        """What became of a chain: the first `accepted` of its tokens stood, and the next one, if there is one, did not.
-        `sure` are their sixteenths."""
-        for i, sixteenth in enumerate(sure[: accepted + 1]):
-            self.yes[sixteenth] = KEEP * self.yes[sixteenth] + (i < accepted)
+    def add(self, draft: Draft, verdict: Verdict) -> None:
+        """What became of a draft's tokens. Those behind one that does not stand say nothing."""
+        kept = set(verdict.path)
+        for node, sixteenth in zip(range(1, len(draft)), draft.sure, strict=False):
+            if draft.parents[node] not in kept:
+                continue
+            self.yes[sixteenth] = KEEP * self.yes[sixteenth] + (node in kept)
             self.seen[sixteenth] = KEEP * self.seen[sixteenth] + 1
-            stood = self.yes[sixteenth] + STRENGTH * _own_word(sixteenth)
-            self.stands[sixteenth] = stood / (self.seen[sixteenth] + STRENGTH)
+            right = self.yes[sixteenth] + STRENGTH * _own_word(sixteenth)
+            self.stands[sixteenth] = right / (self.seen[sixteenth] + STRENGTH)
 
 
 def _own_word(sixteenth: int) -> float:

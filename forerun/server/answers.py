@@ -12,7 +12,7 @@ from forerun.engine.stats import RequestStats
 from forerun.models.text import Tokenizer
 from forerun.server.tenants import CALLER
 from forerun.server.tickets import Ticket
-from forerun.types import MEMORY, Event, Round, TokenLogprobs
+from forerun.types import OTHERS, Event, Round, TokenLogprobs
 
 LEAST = -9999.0  # stands for minus infinity, which JSON has no number for
 
@@ -173,7 +173,7 @@ def trace(round_: Round, event: Event, tokenizer: Tokenizer | None) -> dict[str,
         }
 
     nodes = [
-        one(draft.tokens[node], node - 1, told=node in kept or draft.sources[node] != MEMORY)
+        one(draft.tokens[node], node - 1, told=node in kept or draft.sources[node] not in OTHERS)
         | {
             "parent": draft.parents[node],
             "source": draft.sources[node],

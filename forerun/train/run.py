@@ -138,7 +138,7 @@ def _recipe_of(options: Mapping[str, Any]) -> str:
 def _kind_and_directory(drafter: str) -> tuple[str, Path]:
     """What a drafter is and where: KIND:DIRECTORY as a draft option has it, or a directory that says it."""
     if ":" in drafter and drafter.partition(":")[0] in LOADED:
-        kind, argument = parse_draft(drafter)
+        ((kind, argument),) = parse_draft(drafter)
         return kind, find_model(argument, pickled=True)
     directory = find_model(drafter, pickled=True)
     return kind_of(directory), directory

@@ -3,24 +3,28 @@
 import pytest
 
 from forerun import LLM, ConfigError, SamplingParams
-from forerun.config import parse_draft
+from forerun.config import draft_name, parse_draft
 from tests import tiny
 
 
 @pytest.mark.parametrize(
     ("spec", "found"),
     [
-        ("auto", ("auto", "")),
-        ("off", ("off", "")),
-        ("ngram", ("ngram", "")),
-        ("model:some/where", ("model", "some/where")),
-        ("eagle3:a+b:c", ("eagle3", "a+b:c")),
-        ("suffix+eagle3:a+b", ("suffix+eagle3", "a+b")),
-        ("ngram+block:x", ("ngram+block", "x")),
+        ("auto", (("auto", ""),)),
+        ("off", (("off", ""),)),
+        ("ngram", (("ngram", ""),)),
+        ("recycle", (("recycle", ""),)),
+        ("suffix+recycle:a/table", (("suffix", ""), ("recycle", "a/table"))),
+        ("model:some/where", (("model", "some/where"),)),
+        ("eagle3:a+b:c", (("eagle3", "a+b:c"),)),
+        ("suffix+eagle3:a+b", (("suffix", ""), ("eagle3", "a+b"))),
+        ("ngram+suffix+block:x", (("ngram", ""), ("suffix", ""), ("block", "x"))),
+        ("model:x+suffix", (("model", "x+suffix"),)),  # a directory may be called so
     ],
 )
-def test_names(spec: str, found: tuple[str, str]) -> None:
+def test_names(spec: str, found: tuple[tuple[str, str], ...]) -> None:
     assert parse_draft(spec) == found
+    assert draft_name(spec) == "+".join(name for name, _ in found)
 
 
 @pytest.mark.parametrize(
@@ -29,16 +33,15 @@ def test_names(spec: str, found: tuple[str, str]) -> None:
         ("sufix", "did you mean 'suffix'"),
         ("model", "write model:DIRECTORY"),
         ("suffix:x", "takes no argument"),
-        ("suffix+ngram", "goes before a draft with weights"),
-        ("suffix+auto", "goes before a draft with weights"),
-        ("suffix+", "there is no draft ''"),
-        ("model:x+suffix+", None),
+        ("suffix+suffix", "cannot be the last"),
+        ("suffix+auto", "cannot be the last"),
+        ("suffix+off", "cannot be the last"),
+        ("recycle+suffix", "nothing is asked behind 'recycle'"),
+        ("suffix+sufix", "there is no draft 'suffix.sufix'"),
+        ("suffix+", "there is no draft"),
     ],
 )
-def test_names_that_stand_for_nothing(spec: str, said: str | None) -> None:
-    if said is None:
-        assert parse_draft(spec) == ("model", "x+suffix+")  # a directory may be called so
-        return
+def test_names_that_stand_for_nothing(spec: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         parse_draft(spec)
 

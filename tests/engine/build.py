@@ -10,6 +10,7 @@ from forerun.draft.medusa import Medusa
 from forerun.draft.model import DraftModel
 from forerun.draft.ngram import NGram
 from forerun.draft.pairs import Pairs
+from forerun.draft.recycle import Recycle
 from forerun.draft.suffix import Suffix
 from forerun.draft.view import view_of
 from forerun.engine.engine import Engine
@@ -18,7 +19,7 @@ from forerun.runner import Runner
 from forerun.sampling.params import SamplingParams
 from tests import tiny
 
-PROPOSERS = ("ngram", "suffix", "model", "tree", "medusa", "eagle", "mtp", "block", "both")
+PROPOSERS = ("ngram", "suffix", "recycle", "model", "tree", "medusa", "eagle", "mtp", "block", "both")
 
 
 def engine(
@@ -50,6 +51,7 @@ def engine(
     proposers = {
         "ngram": NGram(longest=3, shortest=1),
         "suffix": Suffix(shortest=1),
+        "recycle": Recycle(width=3 if wide else 1),
         "model": DraftModel(runner(small), tiny.VOCAB),
         "tree": DraftModel(runner(small), tiny.VOCAB, width=3 if wide else 1),
         "medusa": Medusa(tiny.medusa(family), view, width=2 if wide else 1),

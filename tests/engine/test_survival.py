@@ -11,7 +11,15 @@ from forerun.draft.eagle_format import save_head
 from forerun.engine.depth import HIGHEST, Acceptance, Auto, Chance
 from forerun.engine.survival import Survival
 from forerun.kernels import native
+from forerun.types import Draft, Verdict
 from tests import tiny
+
+
+def chain(sure: list[int], stood: int) -> tuple[Draft, Verdict]:
+    """A chain that was so sure of its tokens, of which the first ones stood."""
+    draft = Draft.chain(1, [2] * len(sure), "head")
+    draft.sure = sure
+    return draft, Verdict([2] * stood + [3], list(range(stood + 1)))
 
 
 def test_chances_begin_as_the_drafters_own_word_and_become_what_was_seen() -> None:
@@ -19,17 +27,28 @@ def test_chances_begin_as_the_drafters_own_word_and_become_what_was_seen() -> No
     assert [round(x * 32) for x in survival.stands] == list(range(1, 32, 2))
     for _ in range(4000):
         length = next((i for i in range(4) if chance.random() > 0.3), 4)  # of tokens it was 90 % sure of
-        survival.add([14] * 4, length)
+        survival.add(*chain([14] * 4, length))
     assert survival.stands[14] == pytest.approx(0.3, abs=0.06)
     assert survival.stands[3] == pytest.approx(3.5 / 16), "of others nothing was learned"
 
 
 def test_what_comes_behind_a_rejected_token_tells_nothing() -> None:
     survival = Survival()
-    survival.add([15, 8, 2], 1)
+    survival.add(*chain([15, 8, 2], 1))
     assert [survival.seen[i] for i in (15, 8, 2)] == [1, 1, 0] and survival.yes[8] == 0 < survival.yes[15]
-    survival.add([15, 8, 2], 3)
+    survival.add(*chain([15, 8, 2], 3))
     assert survival.seen[2] == 1 == survival.yes[2]
+
+
+def test_of_a_tree_only_what_was_asked_counts() -> None:
+    """Siblings of what stands do not stand; what hangs below them was never asked for."""
+    survival, draft = Survival(), Draft.root(1)
+    for token, parent in ((5, 0), (6, 0), (7, 1), (8, 2), (9, 2)):
+        draft.add(token, parent, "tree")
+    draft.sure = [9, 5, 4, 3, 2]
+    survival.add(draft, Verdict([6, 9, 1], [0, 2, 5]))
+    assert [survival.seen[i] for i in draft.sure] == [1, 1, 0, 1, 1]
+    assert [survival.yes[i] for i in draft.sure] == [0, 1, 0, 0, 1]
 
 
 def test_floors_rise_with_what_a_level_costs() -> None:
@@ -72,7 +91,8 @@ def test_texts_are_the_same_whatever_a_drafter_is_sure_of(rule: str, temperature
     llm = LLM(tiny.family("llama"), draft=f"eagle3:{tmp_path}/head", kv_tokens=1024, rule=rule)
     params = SamplingParams(max_tokens=40, temperature=temperature, seed=3, ignore_eos=True)
     prompts = [[5, 6, 7], [9] * 6, [3, 1, 4, 1, 5]]
-    llm.engine.policy.floor = lambda *_: 0.3  # type: ignore[method-assign]
+    policy = llm.engine.policy
+    policy.floor = lambda source, acceptance, _: 0.3 * policy.rate(source, acceptance)  # type: ignore[method-assign]
     llm.engine.policy.choose = lambda wishes, _: [2] * len(wishes)  # type: ignore[method-assign]
     said = llm.generate(prompts, params)
     drafted = {length for completion in said for length, _ in completion.stats.rounds}

@@ -79,6 +79,17 @@ class CChain(Structure):
     ]  # fmt: skip
 
 
+class CSuccessors(Structure):
+    _fields_ = [("keys", c_void_p), ("tokens", c_void_p), ("logs", c_void_p), ("entries", c_int64)]
+
+
+class CGrowth(Structure):
+    _fields_ = [
+        ("before", c_int32), ("root", c_int32), ("levels", c_int32), ("most", c_int32), ("chain", c_int32),
+        ("temperature", c_float), ("keys", c_void_p), ("stands", c_void_p), ("floor", c_float),
+    ]  # fmt: skip
+
+
 @functools.cache
 def _load() -> tuple[ctypes.CDLL | None, str]:
     given = os.environ.get("FORERUN_NATIVE")  # another build of the library, such as one with sanitizers
@@ -105,6 +116,10 @@ def _declare(lib: ctypes.CDLL) -> None:
     lib.forerun_pack.restype = None
     lib.forerun_draw.argtypes, lib.forerun_draw.restype = [c_void_p, c_void_p, c_int32, c_int32, c_void_p], None
     lib.forerun_say.argtypes, lib.forerun_say.restype = [*[c_void_p] * 3, c_int32, c_int32, c_void_p], c_int32
+    lib.forerun_learn.argtypes = [POINTER(CSuccessors), *[c_void_p] * 3, c_int32, c_int32]
+    lib.forerun_learn.restype = None
+    lib.forerun_branch.argtypes = [POINTER(CSuccessors), c_int32, POINTER(CGrowth), *[c_void_p] * 3]
+    lib.forerun_branch.restype = c_int32
     lib.forerun_padded_inputs.argtypes, lib.forerun_padded_inputs.restype = [c_int32], c_int64
     lib.forerun_scratch_row_bytes.argtypes, lib.forerun_scratch_row_bytes.restype = [c_int32], c_int64
     for name in ("forerun_bytes", "forerun_scales"):

@@ -92,7 +92,7 @@ struct Chain {
   int8_t *sure;                             // [levels + 1][rows]: sixteenths, of each token that was said
   int32_t *counts;                          // [rows]: tokens behind the first row of `tokens` that are worth something
 };
-enum { SURE = 16 };
+enum { SURE = 16, NEXT = 8 };  // parts of a probability that are told apart; successors that are kept of a law
 
 // static: each instruction set needs its own copy, or the linker keeps one of them for all
 struct Share { int from, to; };
@@ -111,6 +111,7 @@ struct Variant {
   void (*unpack)(const Matrix &a, int64_t output, float *to);
   int64_t (*draw)(const float *scores, int vocab, uint64_t key);
   int64_t (*say)(const float *logits, int vocab, float temperature, uint64_t key);
+  bool (*rank)(const float *logits, int vocab, int32_t *tokens, float *logs);
 };
 
 int64_t padded_inputs(int inputs);

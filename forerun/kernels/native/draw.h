@@ -1,20 +1,9 @@
 // The draw: the likeliest token of a row of logits, or one of softmax(logits / temperature), by Gumbel-max.
 #pragma once
+#include "noise.h"
 #include "vector.h"
 
 namespace {
-
-constexpr uint64_t GOLDEN = 0x9E3779B97F4A7C15ull, FIRST = 0xBF58476D1CE4E5B9ull, SECOND = 0x94D049BB133111EBull;
-
-inline uint64_t mix(uint64_t x) {  // SplitMix64's finaliser, as in rng.py
-  x = (x ^ (x >> 30)) * FIRST;
-  x = (x ^ (x >> 27)) * SECOND;
-  return x ^ (x >> 31);
-}
-inline double gumbel(uint64_t key, int token) {
-  uint64_t bits = mix(key + (uint64_t)(token + 1) * GOLDEN) >> 12;
-  return -log(-log(((double)bits + 0.5) * 0x1p-52));
-}
 
 // The first 31 bits of the uniforms of 16 tokens: those the last step of the finaliser leaves as they are.
 inline vi beginnings(uint64_t key, int first) {
@@ -92,6 +81,31 @@ int64_t say(const float *logits, int vocab, float temperature, uint64_t key) {
   float most;
   int winner = likeliest(logits, vocab, &most);
   return winner < 0 || temperature <= 0 ? winner : draw_scores(logits, vocab, most, temperature, key, winner);
+}
+
+// The likeliest `NEXT` tokens of softmax(logits), the lowest first among equals, and the natural logarithms of their
+// chances; -1 and -inf where there are fewer. False, and nothing said, where logits are not finite.
+bool rank(const float *x, int vocab, int32_t *tokens, float *logs) {
+  for (int i = 0; i < NEXT; i++) tokens[i] = -1, logs[i] = -INFINITY;
+  float most;
+  if (likeliest(x, vocab, &most) < 0) return false;
+  vf total = set1(0.0f);
+  for (int i = 0; i < vocab; i += W) {
+    vf v = scores_at(x, i, vocab);
+    total = total + vexp(v - most);
+    vi better = ~(v <= set1(logs[NEXT - 1]));
+    if (!any(better)) continue;
+    for (int j = 0; j < W; j++) {
+      float own = v[j];
+      if (!(own > logs[NEXT - 1])) continue;
+      int at = NEXT - 1;
+      for (; at > 0 && own > logs[at - 1]; at--) logs[at] = logs[at - 1], tokens[at] = tokens[at - 1];
+      logs[at] = own, tokens[at] = i + j;
+    }
+  }
+  float all = logf(sum(total));
+  for (int i = 0; i < NEXT; i++) logs[i] -= most + all;
+  return true;
 }
 
 }  // namespace

@@ -17,6 +17,7 @@
 #include <sys/mman.h>
 
 #include "formats.h"
+#include "successors.h"
 
 int64_t padded_inputs(int inputs) { return (inputs + GROUP8 - 1) / GROUP8 * GROUP8; }
 
@@ -393,6 +394,24 @@ int forerun_say(const float *logits, const float *temperature, const uint64_t *k
     if (said[i] < 0) return i;
   }
   return rows;
+}
+
+// Keep what the target said after each of these pairs: logits [rows][vocab]. Rows that are not finite are left out.
+void forerun_learn(const Successors *table, const int32_t *before, const int32_t *tokens, const float *logits, int rows,
+                   int vocab) {
+  const Variant *variant = active ? active : choose("");
+  for (int i = 0; i < rows; i++) {
+    int32_t next[NEXT];
+    float logs[NEXT];
+    if (!variant->rank(logits + (int64_t)i * vocab, vocab, next, logs)) continue;
+    keep(table, pair_of(before[i], tokens[i]), next, logs);
+    keep(table, pair_of(-1, tokens[i]), next, logs);
+  }
+}
+
+// The likeliest nodes behind a text; returns how many there are.
+int forerun_branch(const Successors *tables, int count, const Growth *growth, int32_t *tokens, int32_t *parents, int8_t *sure) {
+  return branch(tables, count, *growth, tokens, parents, sure);
 }
 
 int64_t forerun_padded_inputs(int inputs) { return padded_inputs(inputs); }

@@ -311,7 +311,7 @@ void pack(int format, const float *source, int outputs, int inputs, void *weight
     }
 }
 
-const Variant variant = {NAME, run, pack, repack, unpack_row, draw, say};
+const Variant variant = {NAME, run, pack, repack, unpack_row, draw, say, rank};
 
 }  // namespace
 

@@ -1,0 +1,78 @@
+"""Recycling: what the target has thought of earlier texts, drafted as a tree of its likeliest nodes (2408.08696)."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from forerun.draft.base import Proposer, Reference, Row
+from forerun.draft.successors import NONE, Growth, Successors, branch
+from forerun.types import RECYCLE, Draft
+
+TENANTS = 8  # tables that are kept at once
+
+
+class Recycle(Proposer):
+    """Drafts by tables of successors: the tenant's own, which learns from every law of its requests, and then `made`,
+    which was made beforehand and serves all.
+
+    Attributes:
+        tables: by tenant, the one of the latest request last.
+    """
+
+    name = RECYCLE
+    stops = learns = sees = True
+
+    def __init__(self, made: Successors | None = None, width: int = 2) -> None:
+        """At most `width` nodes a level deep: the likeliest, so that one level may have more of them than another."""
+        self.made, self.width = made, width
+        self.tables: OrderedDict[str, Successors] = OrderedDict()
+        self.slots: dict[int, str] = {}
+
+    def open(self, slot: int, tokens: Sequence[int], references: Sequence[Reference] = (), tenant: str = "") -> None:
+        self.slots[slot] = tenant
+        self.tables.setdefault(tenant, Successors())
+        self.tables.move_to_end(tenant)
+        idle = [name for name in self.tables if name not in self.slots.values()]
+        for oldest in idle[: max(len(self.tables) - TENANTS, 0)]:
+            del self.tables[oldest]
+
+    def close(self, slot: int, finished: Sequence[int] | None = None) -> None:
+        self.slots.pop(slot, None)
+
+    def learn(self, slot: int, before: Sequence[int], tokens: Sequence[int], logits: Tensor) -> None:
+        self.tables[self.slots[slot]].learn(before, tokens, logits)
+
+    def forget(self) -> None:
+        for tenant in self.tables:
+            self.tables[tenant] = Successors()
+
+    def reset(self) -> None:
+        self.slots.clear()
+        self.tables.clear()
+
+    def propose(self, rows: Sequence[Row]) -> list[Draft]:
+        return [self._propose(row) for row in rows]
+
+    def _propose(self, row: Row) -> Draft:
+        own, made = self.tables[self.slots[row.slot]], self.made
+        growth = Growth(
+            before=row.tokens[-2] if len(row.tokens) > 1 else NONE,
+            root=row.tokens[-1],
+            levels=row.depth,
+            most=row.depth * self.width,
+            is_chain=not row.branching or self.width == 1,
+            temperature=row.params.temperature,
+            keys=[row.noise.target(depth) for depth in range(row.depth)] if row.coupled else (),
+            stands=row.stands,
+            floor=row.floor,
+        )
+        tokens, parents, sure = branch([own, made] if made else [own], growth)
+        draft = Draft.root(growth.root)
+        for token, parent in zip(tokens, parents, strict=True):
+            draft.add(token, parent, self.name)
+        if row.stands is not None:
+            draft.sure = sure
+        return draft

@@ -1,0 +1,221 @@
+"""Successors: what the target said would come next behind the last two tokens, and behind the last one.
+
+A table keeps the eight likeliest tokens of such laws, the latest for each pair, in a bounded number of entries (Token
+Recycling, arXiv 2408.08696, has one token for a key). From it grow trees of the likeliest nodes, wherever they are.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import heapq
+import math
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+from torch import Tensor
+
+from forerun import rng
+from forerun.errors import LoadError
+from forerun.kernels import native
+from forerun.kernels.native import CGrowth, CSuccessors, address
+
+NEXT = 8  # successors that are kept of a law
+WAYS = 4  # entries of a set, the one that was kept last first
+ENTRIES = 1 << 16  # of a table that learns: 4.7 MB
+SURE = 16  # parts of a probability that are told apart
+NONE = -1  # in place of a token that there is not
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """What a tree grows behind, and how far.
+
+    Attributes:
+        before, root: the last two tokens; `before` is -1 where there is only one.
+        levels, most: how deep it may be, and how many nodes there may be, the root apart.
+        is_chain: one node a level.
+        temperature, keys: what the target draws with, and its noise behind each level; no keys where chances are to be
+            those of the laws.
+        stands, floor: as in `Row`.
+    """
+
+    before: int
+    root: int
+    levels: int
+    most: int
+    is_chain: bool = False
+    temperature: float = 0.0
+    keys: Sequence[int] = ()
+    stands: array[float] | None = None
+    floor: float = 0.0
+
+
+class Successors:
+    """One table. `keys` uint64 [entries], 0 where there is none; `tokens` int32 and `logs` float32 [entries, NEXT]: the
+    successors and the natural logarithms of their chances, -1 and -inf behind the last."""
+
+    def __init__(self, entries: int = ENTRIES) -> None:
+        """`entries` is a power of two, at least `WAYS`."""
+        self.keys: np.ndarray = np.zeros(entries, np.uint64)
+        self.tokens: np.ndarray = np.full((entries, NEXT), NONE, np.int32)
+        self.logs: np.ndarray = np.full((entries, NEXT), -np.inf, np.float32)
+
+    def __len__(self) -> int:
+        """How many laws it holds."""
+        return int(np.count_nonzero(self.keys))
+
+    def struct(self) -> CSuccessors:
+        """As the native code sees it."""
+        return CSuccessors(self.keys.ctypes.data, self.tokens.ctypes.data, self.logs.ctypes.data, len(self.keys))
+
+    def learn(self, before: Sequence[int], tokens: Sequence[int], logits: Tensor) -> None:
+        """Keep what the target said behind each of these pairs: [N, V] logits, N last tokens, N before them (-1: none).
+        Rows that are not finite are left out."""
+        lib = native.library()
+        if lib is None or logits.dtype != torch.float32 or logits.device.type != "cpu":
+            self.learn_twin(before, tokens, logits)
+        else:
+            logits, first, last = logits.contiguous(), array("i", before), array("i", tokens)
+            lib.forerun_learn(self.struct(), address(first), address(last), logits.data_ptr(), *logits.shape)
+
+    def learn_twin(self, before: Sequence[int], tokens: Sequence[int], logits: Tensor) -> None:
+        """`learn` in plain Python."""
+        best, ranked = logits.log_softmax(-1).topk(min(NEXT, logits.shape[1]))
+        for a, b, logs, following in zip(before, tokens, best.tolist(), ranked.tolist(), strict=True):
+            if not math.isfinite(logs[0]):
+                continue
+            likely = [(token, log) for token, log in zip(following, logs, strict=True) if log > -math.inf]
+            likely += [(NONE, -math.inf)] * (NEXT - len(likely))
+            for key in (pair_of(a, b), pair_of(NONE, b)):
+                self._keep(key, likely)
+
+    def _keep(self, key: int, likely: Sequence[tuple[int, float]]) -> None:
+        first = self._set_of(key)
+        here = self.keys[first : first + WAYS - 1].tolist()
+        at = first + (here.index(key) if key in here else WAYS - 1)
+        for kept in (self.keys, self.tokens, self.logs):
+            kept[first + 1 : at + 1] = kept[first:at].copy()
+        self.keys[first] = key
+        self.tokens[first], self.logs[first] = zip(*likely, strict=True)
+
+    def _set_of(self, key: int) -> int:
+        return (rng.mix(key) & (len(self.keys) - 1)) // WAYS * WAYS
+
+    def find(self, key: int) -> list[tuple[int, float]]:
+        """The successors of a pair, likeliest first: (token, natural logarithm of its chance)."""
+        first = self._set_of(key)
+        here = self.keys[first : first + WAYS].tolist()
+        if key not in here:
+            return []
+        at = first + here.index(key)
+        return [(t, log) for t, log in zip(self.tokens[at].tolist(), self.logs[at].tolist(), strict=True) if t >= 0]
+
+    def save(self, path: Path, vocab: int) -> None:
+        """Write it for a target of `vocab` tokens: what it holds, in a table as small as that allows."""
+        small = Successors(max(WAYS, 1 << (2 * len(self) - 1).bit_length()))
+        for at in np.flatnonzero(self.keys)[::-1].tolist():  # the last of a set first, so that the order is the same
+            likely = list(zip(self.tokens[at].tolist(), self.logs[at].tolist(), strict=True))
+            small._keep(int(self.keys[at]), likely)
+        tensors = {"keys": small.keys, "tokens": small.tokens, "logs": small.logs.astype(np.float16)}
+        save_file(dict(tensors), path, {"format": "forerun-successors", "vocab": str(vocab)})
+
+    @classmethod
+    def load(cls, path: Path, vocab: int) -> Successors:
+        """Read what `save` has written. Raises LoadError for another file, or another target's."""
+        try:
+            with safe_open(path, "np") as file:
+                about, found = file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise LoadError(f"{path} cannot be read as a table of successors: {error}") from None
+        if about.get("format") != "forerun-successors" or not _is_sound(found):
+            raise LoadError(f"{path} is no table of successors: make one with forerun train --recipe table")
+        if about.get("vocab") != str(vocab) or found["tokens"].max() >= vocab:
+            raise LoadError(f"{path} is a table for {about.get('vocab')} tokens, but the target has {vocab}")
+        table = cls(WAYS)
+        table.keys, table.tokens, table.logs = found["keys"], found["tokens"], found["logs"].astype(np.float32)
+        return table
+
+
+def _is_sound(found: dict[str, np.ndarray]) -> bool:
+    """Whether these are the tensors of a table."""
+    if set(found) != {"keys", "tokens", "logs"}:
+        return False
+    entries = len(found["keys"])
+    types = [(found[name].dtype.name, found[name].shape) for name in ("keys", "tokens", "logs")]
+    wanted = [("uint64", (entries,)), ("int32", (entries, NEXT)), ("float16", (entries, NEXT))]
+    return types == wanted and entries >= WAYS and entries & (entries - 1) == 0 and found["tokens"].min() >= NONE
+
+
+def pair_of(before: int, token: int) -> int:
+    """The key of two tokens; of one alone with `NONE` before it."""
+    return (before + 2) << 32 | token
+
+
+def branch(tables: Sequence[Successors], growth: Growth) -> tuple[list[int], list[int], list[int]]:
+    """The likeliest nodes behind a text, in the order in which they are: tokens, parents (0 is the root), and the
+    sixteenths into which their own chances fall. What the first table knows goes before what others do, and what is
+    known of two tokens before what is known of one."""
+    lib = native.library()
+    if lib is None:
+        return branch_twin(tables, growth)
+    keys, count = array("Q", growth.keys), growth.most
+    given = CGrowth(
+        growth.before, growth.root, growth.levels, count, growth.is_chain, growth.temperature,
+        address(keys) if growth.keys else None, address(growth.stands) if growth.stands else None, growth.floor,
+    )  # fmt: skip
+    tokens, parents, sure = array("i", bytes(4 * count)), array("i", bytes(4 * count)), array("b", bytes(count))
+    structs = (CSuccessors * len(tables))(*(table.struct() for table in tables))
+    places = address(tokens), address(parents), address(sure)
+    found = lib.forerun_branch(structs, len(tables), ctypes.byref(given), *places)
+    return tokens[:found].tolist(), parents[:found].tolist(), sure[:found].tolist()
+
+
+def branch_twin(tables: Sequence[Successors], growth: Growth) -> tuple[list[int], list[int], list[int]]:
+    """`branch` in plain Python."""
+    nodes, depths, values = [growth.root], [0], [1.0]
+    parents, sure = [NONE], [0]
+    candidates: list[tuple[float, int, int, int, int]] = []
+    order = 0
+    while True:
+        node = len(nodes) - 1
+        if growth.is_chain:
+            candidates.clear()
+        before = growth.before if node == 0 else nodes[parents[node]]
+        for token, chance in _successors(tables, before, nodes[node], depths[node], growth):
+            sixteenth = min(int(chance * SURE), SURE - 1)
+            worth = chance if growth.stands is None else chance * growth.stands[sixteenth] / ((sixteenth + 0.5) / SURE)
+            heapq.heappush(candidates, (-values[node] * min(worth, 1.0), order, node, token, sixteenth))
+            order += 1
+        if node == growth.most or not candidates or -candidates[0][0] < growth.floor:
+            return nodes[1:], parents[1:], sure[1:]
+        value, _, parent, token, sixteenth = heapq.heappop(candidates)
+        nodes.append(token)
+        parents.append(parent)
+        sure.append(sixteenth)
+        depths.append(depths[parent] + 1)
+        values.append(-value)
+
+
+def _successors(
+    tables: Sequence[Successors], before: int, token: int, depth: int, growth: Growth
+) -> list[tuple[int, float]]:
+    """What may come next and the chance of it: as the law says, or where there is noise that of being drawn with it."""
+    if depth == growth.levels:
+        return []
+    keys = pair_of(before, token), pair_of(NONE, token)
+    laws = (table.find(key) for key in keys for table in tables)
+    law = next(filter(None, laws), [])
+    if not growth.keys or growth.temperature <= 0:
+        return [(next_token, math.exp(log)) for next_token, log in law if log > -math.inf]
+    noise = [rng.gumbel_scalar(growth.keys[depth], next_token) for next_token, _ in law]
+    scores = [log / growth.temperature + own for (_, log), own in zip(law, noise, strict=True)]
+    most = max(scores, default=0.0)
+    weights = [math.exp(score - most) for score in scores]
+    total = sum(weights)
+    return [(next_token, w / total) for (next_token, _), w in zip(law, weights, strict=True) if w > 0]

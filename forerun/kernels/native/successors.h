@@ -1,0 +1,113 @@
+// Successors: for the last two tokens of a text, and for the last one, the likeliest next ones of a law that the target
+// had behind them (Token Recycling, arXiv 2408.08696), and trees of the likeliest nodes that grow from them.
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <vector>
+
+#include "common.h"
+#include "noise.h"
+
+// Sets of `WAYS` entries, the one that was kept last first. A key of 0 is an empty entry.
+struct Successors {
+  uint64_t *keys;     // [entries]
+  int32_t *tokens;    // [entries][NEXT], -1 behind the last
+  float *logs;        // [entries][NEXT] natural logarithms of their chances
+  int64_t entries;    // a power of two
+};
+
+// What a tree grows behind, and how far.
+struct Growth {
+  int32_t before, root;         // the last two tokens; -1 where there is only one
+  int32_t levels, most, chain;  // nodes at most, root apart; a chain has one a level
+  float temperature;            // at 0, or without keys, chances are those of the laws
+  const uint64_t *keys;         // [levels] streams of noise that the target draws with behind each level, or null
+  const float *stands;          // [SURE] what a chance is worth, by sixteenths, or null: what it says
+  float floor;                  // chance to stand below which a node is not worth its row
+};
+
+namespace {
+
+constexpr int WAYS = 4;
+
+inline uint64_t pair_of(int before, int token) { return (uint64_t)(before + 2) << 32 | (uint32_t)token; }
+
+inline int64_t set_of(const Successors *table, uint64_t key) {
+  return (int64_t)(mix(key) & (uint64_t)(table->entries - 1)) / WAYS * WAYS;
+}
+
+void keep(const Successors *table, uint64_t key, const int32_t *next, const float *logs) {
+  int64_t first = set_of(table, key), at = first;
+  while (at < first + WAYS - 1 && table->keys[at] != key) at++;  // where it is, or else the one that was kept first
+  memmove(table->keys + first + 1, table->keys + first, (at - first) * sizeof(uint64_t));
+  memmove(table->tokens + (first + 1) * NEXT, table->tokens + first * NEXT, (at - first) * NEXT * sizeof(int32_t));
+  memmove(table->logs + (first + 1) * NEXT, table->logs + first * NEXT, (at - first) * NEXT * sizeof(float));
+  table->keys[first] = key;
+  memcpy(table->tokens + first * NEXT, next, NEXT * sizeof(int32_t));
+  memcpy(table->logs + first * NEXT, logs, NEXT * sizeof(float));
+}
+
+// The entry of a pair, or else of its last token; the first table goes first. -1 where there is none.
+int64_t find(const Successors *tables, int count, int before, int token, const Successors **found) {
+  for (uint64_t key : {pair_of(before, token), pair_of(-1, token)})
+    for (int t = 0; t < count; t++) {
+      int64_t first = set_of(tables + t, key);
+      for (int64_t at = first; at < first + WAYS; at++)
+        if (tables[t].keys[at] == key) return *found = tables + t, at;
+    }
+  return -1;
+}
+
+// The chance of each successor: as the law says at temperature 0, else that of being drawn with this noise.
+void chances(const int32_t *tokens, const float *logs, float temperature, const uint64_t *key, double *to) {
+  double score[NEXT], most = -INFINITY, total = 0;
+  for (int i = 0; i < NEXT; i++) {
+    score[i] = tokens[i] < 0 ? -INFINITY : logs[i] / (key ? (double)temperature : 1.0) + (key ? gumbel(*key, tokens[i]) : 0.0);
+    most = std::max(most, score[i]);
+  }
+  if (!key) most = 0;
+  for (int i = 0; i < NEXT; i++) total += to[i] = exp(score[i] - most);
+  for (int i = 0; i < NEXT && key; i++) to[i] /= total;
+}
+
+struct Candidate {
+  double value;  // chance that it stands, and all before it
+  int order, parent, token, sixteenth;
+  bool operator<(const Candidate &o) const { return value < o.value || (value == o.value && order > o.order); }
+};
+
+int branch(const Successors *tables, int count, const Growth &g, int32_t *tokens, int32_t *parents, int8_t *sure) {
+  std::vector<Candidate> open;
+  std::vector<int> depth = {0};
+  std::vector<double> value = {1.0};
+  int order = 0;
+  for (int node = 0;; node++) {  // node 0 is the root, node i stands at i - 1
+    int token = node ? tokens[node - 1] : g.root;
+    int before = node == 0 ? g.before : parents[node - 1] ? tokens[parents[node - 1] - 1] : g.root;
+    const Successors *table;
+    int64_t at = depth[node] < g.levels ? find(tables, count, before, token, &table) : -1;
+    if (g.chain) open.clear();
+    if (at >= 0) {
+      double chance[NEXT];
+      bool noisy = g.keys && g.temperature > 0;
+      chances(table->tokens + at * NEXT, table->logs + at * NEXT, g.temperature, noisy ? g.keys + depth[node] : nullptr, chance);
+      for (int i = 0; i < NEXT; i++) {
+        int next = table->tokens[at * NEXT + i], sixteenth = std::min((int)(chance[i] * SURE), SURE - 1);
+        if (next < 0 || !(chance[i] > 0)) continue;
+        double worth = g.stands ? std::min(1.0, chance[i] * g.stands[sixteenth] / ((sixteenth + 0.5) / SURE)) : chance[i];
+        open.push_back({value[node] * worth, order++, node, next, sixteenth});
+        std::push_heap(open.begin(), open.end());
+      }
+    }
+    if (node == g.most || open.empty() || open.front().value < g.floor) return node;
+    std::pop_heap(open.begin(), open.end());
+    Candidate c = open.back();
+    open.pop_back();
+    tokens[node] = c.token, parents[node] = c.parent, sure[node] = (int8_t)c.sixteenth;
+    depth.push_back(depth[c.parent] + 1);
+    value.push_back(c.value);
+  }
+}
+
+}  // namespace
