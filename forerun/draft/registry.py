@@ -86,9 +86,9 @@ def make_proposers(
             block = load_block(find_model(argument, pickled=True), target)
             proposers[name] = Block(block, target, **room, width=width, threshold=threshold)
     asked = [name for name, _ in parts if name not in ("off", "auto")]
-    if len(asked) > 1:
-        both = Cascade([proposers[name] for name in asked])
-        proposers[both.name] = both
+    for names in (asked, ["suffix", "recycle"]):
+        if len(names) > 1:
+            proposers["+".join(names)] = Cascade([proposers[name] for name in names])
     proposers["auto"] = proposers["+".join(asked) or "suffix"]
     references = References()
     found: dict[str, Proposer] = {references.name: references}

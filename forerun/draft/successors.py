@@ -12,6 +12,7 @@ import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -70,8 +71,9 @@ class Successors:
         """How many laws it holds."""
         return int(np.count_nonzero(self.keys))
 
+    @cached_property
     def struct(self) -> CSuccessors:
-        """As the native code sees it."""
+        """As the native code sees it, for as long as the arrays are the same."""
         return CSuccessors(self.keys.ctypes.data, self.tokens.ctypes.data, self.logs.ctypes.data, len(self.keys))
 
     def learn(self, before: Sequence[int], tokens: Sequence[int], logits: Tensor) -> None:
@@ -82,7 +84,7 @@ class Successors:
             self.learn_twin(before, tokens, logits)
         else:
             logits, first, last = logits.contiguous(), array("i", before), array("i", tokens)
-            lib.forerun_learn(self.struct(), address(first), address(last), logits.data_ptr(), *logits.shape)
+            lib.forerun_learn(self.struct, address(first), address(last), logits.data_ptr(), *logits.shape)
 
     def learn_twin(self, before: Sequence[int], tokens: Sequence[int], logits: Tensor) -> None:
         """`learn` in plain Python."""
@@ -117,13 +119,18 @@ class Successors:
         return [(t, log) for t, log in zip(self.tokens[at].tolist(), self.logs[at].tolist(), strict=True) if t >= 0]
 
     def save(self, path: Path, vocab: int) -> None:
-        """Write it for a target of `vocab` tokens: what it holds, in a table as small as that allows."""
-        small = Successors(max(WAYS, 1 << (2 * len(self) - 1).bit_length()))
-        for at in np.flatnonzero(self.keys)[::-1].tolist():  # the last of a set first, so that the order is the same
-            likely = list(zip(self.tokens[at].tolist(), self.logs[at].tolist(), strict=True))
-            small._keep(int(self.keys[at]), likely)
+        """Write it for a target of `vocab` tokens, in as few entries as hold what it holds."""
+        small = self._within(max(WAYS, 1 << len(self).bit_length()))
         tensors = {"keys": small.keys, "tokens": small.tokens, "logs": small.logs.astype(np.float16)}
         save_file(dict(tensors), path, {"format": "forerun-successors", "vocab": str(vocab)})
+
+    def _within(self, entries: int) -> Successors:
+        """The same laws in so many entries, or in as many more as it takes to lose none."""
+        other = Successors(entries)
+        for at in np.flatnonzero(self.keys)[::-1].tolist():  # the last of a set first, so that the order is the same
+            likely = list(zip(self.tokens[at].tolist(), self.logs[at].tolist(), strict=True))
+            other._keep(int(self.keys[at]), likely)
+        return other if len(other) == len(self) else self._within(2 * entries)
 
     @classmethod
     def load(cls, path: Path, vocab: int) -> Successors:
@@ -170,7 +177,7 @@ def branch(tables: Sequence[Successors], growth: Growth) -> tuple[list[int], lis
         address(keys) if growth.keys else None, address(growth.stands) if growth.stands else None, growth.floor,
     )  # fmt: skip
     tokens, parents, sure = array("i", bytes(4 * count)), array("i", bytes(4 * count)), array("b", bytes(count))
-    structs = (CSuccessors * len(tables))(*(table.struct() for table in tables))
+    structs = (CSuccessors * len(tables))(*(table.struct for table in tables))
     places = address(tokens), address(parents), address(sure)
     found = lib.forerun_branch(structs, len(tables), ctypes.byref(given), *places)
     return tokens[:found].tolist(), parents[:found].tolist(), sure[:found].tolist()

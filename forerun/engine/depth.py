@@ -105,7 +105,7 @@ class DepthPolicy(Protocol):
         better. `kind` is of their match, `acceptance` what became of such copies for this request; `place` is (tokens
         that are in the pass in any case, requests that may draft in it)."""
 
-    def floor(self, source: str, acceptance: Acceptance, place: tuple[int, int]) -> float:
+    def floor(self, wish: Wish, place: tuple[int, int]) -> float:
         """The chance to stand below which a token is not worth it; `place` as in `worth`."""
 
     def survival(self, source: str, greedy: bool) -> Survival:
@@ -194,35 +194,34 @@ class Auto:
         self, kind: str, acceptance: Acceptance, copied: int, others: Sequence[Wish], place: tuple[int, int]
     ) -> int:
         """As if all requests that may draft were alike."""
-        best, speed = self._alone(self.rate(kind, acceptance), copied, place)
+        best, speed = self._alone(Wish("", copied, Acceptance()), self.rate(kind, acceptance), place)
         for wish in others:
-            rate = self.rate(wish.source, wish.acceptance)
-            if self._alone(rate, min(wish.limit, DEEPEST), place, wish.source)[1] > speed:
+            if self._alone(wish, self.rate(wish.source, wish.acceptance), place)[1] > speed:
                 return 0
         return best
 
-    def floor(self, source: str, acceptance: Acceptance, place: tuple[int, int]) -> float:
+    def floor(self, wish: Wish, place: tuple[int, int]) -> float:
         """A level more costs what it takes to draft, and a row of the pass; it brings a token with the chance that it
         stands. At today's speed a token is worth the time that it takes."""
-        learned, rate = self.learned, self.rate(source, acceptance)
-        tokens, requests = place
-        _, speed = self._alone(rate, FAR, place, source)
-        level = learned.of_draft(source, FAR, requests) - learned.of_draft(source, 1, requests)
+        learned, (tokens, requests) = self.learned, place
+        _, speed = self._alone(wish, self.rate(wish.source, wish.acceptance), place)
+        level = learned.of_draft(wish.source, FAR, requests) - learned.of_draft(wish.source, 1, requests)
         row = learned.of_pass(tokens + FAR * requests) - learned.of_pass(tokens + requests)
         return min((level + row) / (FAR - 1) * speed, HIGHEST)
 
     def survival(self, source: str, greedy: bool) -> Survival:
         return self.survivals[source, greedy]
 
-    def _alone(self, rate: float, most: int, place: tuple[int, int], source: str = "") -> tuple[int, float]:
-        """(the depth up to `most` with most tokens a second for a request, how many); copies cost nothing to draft."""
+    def _alone(self, wish: Wish, rate: float, place: tuple[int, int]) -> tuple[int, float]:
+        """(the depth up to its limit with most tokens a second for a request, how many); what has no source is there
+        already and costs nothing to draft."""
         tokens, requests = place
         best, speed, chance, expected = 0, 1 / self.learned.of_pass(tokens), 1.0, 1.0
-        for depth in range(1, most + 1):
+        for depth in range(1, min(wish.limit, DEEPEST) + 1):
             chance *= rate
             expected += chance
-            cost = self.learned.of_pass(tokens + requests * depth)
-            cost += self.learned.of_draft(source, depth, requests) if source else 0.0
+            cost = self.learned.of_pass(tokens + requests * depth * wish.width)
+            cost += self.learned.of_draft(wish.source, depth, requests) if wish.source else 0.0
             if expected / cost > speed:
                 best, speed = depth, expected / cost
             elif chance < HOPELESS:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from forerun.draft.base import Proposer, Row
 from forerun.engine.blame import blaming, together
-from forerun.engine.depth import DEEPEST, HIGHEST, DepthPolicy, Wish, kind_of_match
+from forerun.engine.depth import DEEPEST, FAR, HIGHEST, DepthPolicy, Wish, kind_of_match
 from forerun.engine.request import Request
 from forerun.engine.scheduler import Work
 from forerun.errors import ForerunError
@@ -171,7 +171,7 @@ class Drafting:
         if _stops(request, proposer):
             stands = self.policy.survival(proposer.name, request.params.greedy).stands
             acceptance = request.acceptance[proposer.name]
-            floor = self.policy.floor(proposer.name, acceptance, place)
+            floor = self.policy.floor(Wish(proposer.name, FAR, acceptance, proposer.width), place)
             if not proposer.sees:  # a token more is drafted before anything is known of it
                 floor = min(floor / self.policy.rate(proposer.name, acceptance), HIGHEST)
         return Row(

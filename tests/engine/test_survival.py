@@ -8,7 +8,7 @@ import pytest
 
 from forerun import LLM, SamplingParams
 from forerun.draft.eagle_format import save_head
-from forerun.engine.depth import HIGHEST, Acceptance, Auto, Chance
+from forerun.engine.depth import FAR, HIGHEST, Acceptance, Auto, Chance, Wish
 from forerun.engine.survival import Survival
 from forerun.kernels import native
 from forerun.types import Draft, Verdict
@@ -60,7 +60,7 @@ def test_floors_rise_with_what_a_level_costs() -> None:
                 policy.record_pass(tokens, 1 + row * (tokens - 1))
             for depth in range(1, 9):
                 policy.record_draft("eagle3", depth, 0.1 + level * depth)
-        floors.append(policy.floor("eagle3", acceptance, (1, 1)))
+        floors.append(policy.floor(Wish("eagle3", FAR, acceptance), (1, 1)))
     # one token more: level + row, at 2 to 3 tokens a pass of 1.2 to 1.7, with a chance of 0.7
     assert 0.02 < floors[0] < 0.1 < floors[1] < 0.3 < floors[2] <= HIGHEST
 
@@ -92,7 +92,7 @@ def test_texts_are_the_same_whatever_a_drafter_is_sure_of(rule: str, temperature
     params = SamplingParams(max_tokens=40, temperature=temperature, seed=3, ignore_eos=True)
     prompts = [[5, 6, 7], [9] * 6, [3, 1, 4, 1, 5]]
     policy = llm.engine.policy
-    policy.floor = lambda source, acceptance, _: 0.3 * policy.rate(source, acceptance)  # type: ignore[method-assign]
+    policy.floor = lambda wish, _: 0.3 * policy.rate(wish.source, wish.acceptance)  # type: ignore[method-assign]
     llm.engine.policy.choose = lambda wishes, _: [2] * len(wishes)  # type: ignore[method-assign]
     said = llm.generate(prompts, params)
     drafted = {length for completion in said for length, _ in completion.stats.rounds}

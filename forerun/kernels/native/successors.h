@@ -95,8 +95,8 @@ int branch(const Successors *tables, int count, const Growth &g, int32_t *tokens
       for (int i = 0; i < NEXT; i++) {
         int next = table->tokens[at * NEXT + i], sixteenth = std::min((int)(chance[i] * SURE), SURE - 1);
         if (next < 0 || !(chance[i] > 0)) continue;
-        double worth = g.stands ? std::min(1.0, chance[i] * g.stands[sixteenth] / ((sixteenth + 0.5) / SURE)) : chance[i];
-        open.push_back({value[node] * worth, order++, node, next, sixteenth});
+        double worth = g.stands ? chance[i] * g.stands[sixteenth] / ((sixteenth + 0.5) / SURE) : chance[i];
+        open.push_back({value[node] * std::min(worth, 1.0), order++, node, next, sixteenth});
         std::push_heap(open.begin(), open.end());
       }
     }

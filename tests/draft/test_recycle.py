@@ -1,0 +1,201 @@
+"""Recycling: tables keep the latest laws in bounded room, trees are those of the likeliest nodes, tenants are apart."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from forerun import LLM, LoadError, SamplingParams, rng
+from forerun.draft.base import Row
+from forerun.draft.recycle import TENANTS, Recycle
+from forerun.draft.successors import NEXT, NONE, Growth, Successors, branch, branch_twin, pair_of
+from forerun.kernels import native
+from forerun.verify import Noise
+from tests import tiny
+
+VOCAB = 300
+SETS = ["avx512", "avx512vnni", "avxvnni", "avx2", "portable"]
+
+
+@pytest.fixture(params=SETS)
+def instructions(request):
+    try:
+        native.start(2, request.param)
+    except (ValueError, RuntimeError) as error:
+        pytest.skip(str(error))
+    yield request.param
+    native.start(2)
+
+
+def logits_of(rows: int, seed: int = 1, vocab: int = VOCAB) -> torch.Tensor:
+    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def learned(seed: int = 1, rows: int = 400, tokens: int = 40, twin: bool = False, entries: int = 1024) -> Successors:
+    """A table of many laws over few tokens, so that trees find their way through it."""
+    table, generator = Successors(entries), torch.Generator().manual_seed(seed)
+    logits = logits_of(rows, seed)
+    logits[:, tokens:] -= 100
+    before, last = torch.randint(0, tokens, (2, rows), generator=generator).tolist()
+    (table.learn_twin if twin else table.learn)(before, last, logits)
+    return table
+
+
+@pytest.mark.parametrize(("rows", "vocab"), [(1, 5), (3, 16), (7, 17), (5, 301), (2, 49152)])
+def test_what_is_learned_are_the_likeliest_tokens_of_the_law(instructions, rows, vocab) -> None:
+    table, logits = Successors(64), logits_of(rows, vocab=vocab)
+    table.learn(range(rows), range(1, rows + 1), logits)
+    best, tokens = logits.log_softmax(-1).topk(min(NEXT, vocab))
+    for row in range(rows):
+        found = table.find(pair_of(row, row + 1))
+        assert [token for token, _ in found] == tokens[row].tolist()
+        assert [log for _, log in found] == pytest.approx(best[row].tolist(), abs=0.05)
+
+
+def test_the_twin_learns_the_same() -> None:
+    ours, twin = learned(), learned(twin=True)
+    assert (ours.keys == twin.keys).all() and (ours.tokens == twin.tokens).all()
+    known = ours.tokens >= 0
+    assert np.abs(ours.logs[known] - twin.logs[known]).max() < 0.05
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+def test_laws_that_are_not_finite_are_left_out(broken: float) -> None:
+    logits = logits_of(2)
+    logits[0, 7] = broken
+    for name in ("learn", "learn_twin"):
+        table = Successors(64)
+        getattr(table, name)([1, 3], [2, 4], logits)
+        assert not table.find(pair_of(1, 2)) and table.find(pair_of(3, 4))
+
+
+def test_forbidden_tokens_are_no_successors() -> None:
+    logits = torch.full((1, VOCAB), -math.inf)
+    logits[0, 5] = 1.0
+    for name in ("learn", "learn_twin"):
+        table = Successors(64)
+        getattr(table, name)([1], [2], logits)
+        assert [token for token, _ in table.find(pair_of(1, 2))] == [5]
+
+
+def test_the_latest_law_of_a_pair_counts_and_the_oldest_pair_goes() -> None:
+    table = Successors(4)  # one set
+    for i in range(4):
+        table.learn([NONE], [i], logits_of(1, seed=i))
+    assert len(table) == 4
+    table.learn([NONE], [0], logits_of(1, seed=9))
+    table.learn([NONE], [7], logits_of(1, seed=7))
+    assert table.find(pair_of(NONE, 0))[0][0] == int(logits_of(1, seed=9).argmax())
+    assert not table.find(pair_of(NONE, 1)) and table.find(pair_of(NONE, 2)), "1 was kept before 2"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("is_chain", [False, True])
+@pytest.mark.parametrize("floor", [0.0, 0.05])
+@pytest.mark.parametrize("guess", [False, True])
+def test_the_twin_grows_the_same_tree(temperature: float, is_chain: bool, floor: float, guess: bool) -> None:
+    tables = [learned(1, rows=60), learned(2)]
+    stands = array("f", [(0.9 * (i + 0.5) / 16) ** 1.3 for i in range(16)]) if guess else None
+    seen = set()
+    for root in range(40):
+        keys = [rng.stream(3, rng.Lane.TARGET, root, k) for k in range(5)] if temperature else []
+        growth = Growth((root * 7) % 40, root, 5, 12, is_chain, temperature, keys, stands, floor)
+        found = branch(tables, growth)
+        assert found == branch_twin(tables, growth)
+        seen.add(len(found[0]))
+        if is_chain:
+            assert found[1] == list(range(len(found[1])))
+    assert max(seen) == (5 if is_chain else 12) or floor
+
+
+def test_nodes_are_the_likeliest_of_all() -> None:
+    """By enumeration: every path of the laws with its chance, and the best ones are the tree."""
+    table, root, levels = learned(rows=3000), 3, 3
+    paths, frontier = {}, [((root,), 1.0)]
+    for _ in range(levels):
+        grown = []
+        for path, chance in frontier:
+            before = path[-2] if len(path) > 1 else 8
+            law = table.find(pair_of(before, path[-1])) or table.find(pair_of(NONE, path[-1]))
+            grown += [((*path, token), chance * min(math.exp(log), 1)) for token, log in law]
+        paths |= dict(grown)
+        frontier = grown
+    best = sorted(paths.values(), reverse=True)[:20]
+    tokens, parents, _ = branch([table], Growth(8, root, levels, 20))
+    nodes = [(root,)]
+    for token, parent in zip(tokens, parents, strict=True):
+        nodes.append((*nodes[parent], token))
+    assert [paths[node] for node in nodes[1:]] == pytest.approx(best, rel=1e-5)
+
+
+def test_a_table_comes_back_from_its_file_as_it_was(tmp_path: Path) -> None:
+    table = learned(entries=4096)
+    table.save(tmp_path / "table", VOCAB)
+    again = Successors.load(tmp_path / "table", VOCAB)
+    assert len(again) == len(table) and (tmp_path / "table").stat().st_size < 100_000
+    for key in table.keys[table.keys > 0].tolist():
+        (own, logs), (other, read) = (zip(*t.find(key), strict=True) for t in (table, again))
+        assert own == other and logs == pytest.approx(read, rel=1e-2)
+
+
+@pytest.mark.parametrize("damage", ["cut", "text", "empty", "vocab", "other", "missing"])
+def test_another_file_is_one_clear_line(damage: str, tmp_path: Path) -> None:
+    path = tmp_path / "table"
+    learned().save(path, VOCAB)
+    whole = path.read_bytes()
+    if damage == "other":
+        from safetensors.numpy import save_file
+
+        save_file({"keys": np.zeros(5, np.uint64)}, path, {"format": "forerun-successors", "vocab": "300"})
+    elif damage == "missing":
+        path.unlink()
+    else:
+        path.write_bytes({"cut": whole[:-100], "text": b"hello", "empty": b"", "vocab": whole}[damage])
+    with pytest.raises(LoadError) as raised:
+        Successors.load(path, VOCAB if damage != "vocab" else 12)
+    assert str(path) in str(raised.value) and "\n" not in str(raised.value)
+
+
+def row_of(slot: int, tokens: list[int]) -> Row:
+    return Row(slot, tokens, SamplingParams(), Noise(1, len(tokens) - 1), depth=4)
+
+
+def test_a_tenants_thoughts_are_its_own() -> None:
+    recycle = Recycle()
+    recycle.open(0, [1, 2], tenant="a")
+    recycle.open(1, [1, 2], tenant="b")
+    recycle.learn(0, [1], [2], logits_of(1))
+    own, other = recycle.propose([row_of(0, [1, 2]), row_of(1, [1, 2])])
+    assert len(own) > 1 and len(other) == 1
+    recycle.close(0, [1, 2])
+    recycle.open(0, [1, 2], tenant="a")
+    assert len(recycle.propose([row_of(0, [1, 2])])[0]) > 1, "it outlives the request"
+    recycle.forget()
+    assert len(recycle.propose([row_of(0, [1, 2])])[0]) == 1
+
+
+def test_tables_are_bounded_and_those_in_use_stay() -> None:
+    recycle = Recycle()
+    recycle.open(0, [1, 2], tenant="first")
+    for i in range(3 * TENANTS):
+        recycle.open(1, [1, 2], tenant=str(i))
+        recycle.close(1)
+    assert len(recycle.tables) == TENANTS and "first" in recycle.tables
+
+
+def test_a_table_made_beforehand_serves_everybody(tmp_path: Path) -> None:
+    """And the text is plain decoding's."""
+    target = tiny.family("llama")
+    first = LLM(target, draft="recycle", kv_tokens=1024)
+    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    plain = first.generate([3, 4, 5], params, draft="off")[0].token_ids
+    assert first.generate([3, 4, 5], params, depth=3)[0].token_ids == plain
+    first.engine.proposers["recycle"].tables[""].save(tmp_path / "table", tiny.VOCAB)
+    later = LLM(target, draft=f"suffix+recycle:{tmp_path}/table", kv_tokens=1024)
+    said = later.generate([3, 4, 5], params, depth=3)[0]
+    assert said.token_ids == plain and said.stats.by_source["recycle"].accepted > 10
