@@ -119,22 +119,15 @@ class Successors:
         return [(t, log) for t, log in zip(self.tokens[at].tolist(), self.logs[at].tolist(), strict=True) if t >= 0]
 
     def save(self, path: Path, vocab: int) -> None:
-        """Write it for a target of `vocab` tokens, in as few entries as hold what it holds."""
-        small = self._within(max(WAYS, 1 << len(self).bit_length()))
-        tensors = {"keys": small.keys, "tokens": small.tokens, "logs": small.logs.astype(np.float16)}
-        save_file(dict(tensors), path, {"format": "forerun-successors", "vocab": str(vocab)})
-
-    def _within(self, entries: int) -> Successors:
-        """The same laws in so many entries, or in as many more as it takes to lose none."""
-        other = Successors(entries)
-        for at in np.flatnonzero(self.keys)[::-1].tolist():  # the last of a set first, so that the order is the same
-            likely = list(zip(self.tokens[at].tolist(), self.logs[at].tolist(), strict=True))
-            other._keep(int(self.keys[at]), likely)
-        return other if len(other) == len(self) else self._within(2 * entries)
+        """Write what it holds, for a target of `vocab` tokens."""
+        held = np.flatnonzero(self.keys)[::-1]  # the last of a set first, so that the order is the same again
+        tensors = {"keys": self.keys[held], "tokens": self.tokens[held], "logs": self.logs[held].astype(np.float16)}
+        save_file(tensors, path, {"format": "forerun-successors", "vocab": str(vocab)})
 
     @classmethod
     def load(cls, path: Path, vocab: int) -> Successors:
-        """Read what `save` has written. Raises LoadError for another file, or another target's."""
+        """Read what `save` has written, into a table twice as large: a few that fall into full sets are lost. Raises
+        LoadError for another file, or another target's."""
         try:
             with safe_open(path, "np") as file:
                 about, found = file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -144,9 +137,19 @@ class Successors:
             raise LoadError(f"{path} is no table of successors: make one with forerun train --recipe table")
         if about.get("vocab") != str(vocab) or found["tokens"].max() >= vocab:
             raise LoadError(f"{path} is a table for {about.get('vocab')} tokens, but the target has {vocab}")
-        table = cls(WAYS)
-        table.keys, table.tokens, table.logs = found["keys"], found["tokens"], found["logs"].astype(np.float32)
+        table = cls(max(WAYS, 1 << (2 * len(found["keys"]) - 1).bit_length()))
+        table._fill(found["keys"], found["tokens"], found["logs"].astype(np.float32))
         return table
+
+    def _fill(self, keys: np.ndarray, tokens: np.ndarray, logs: np.ndarray) -> None:
+        """Keep these entries, one after the other."""
+        lib = native.library()
+        if lib is not None:
+            whole = [np.ascontiguousarray(each) for each in (keys, tokens, logs)]
+            lib.forerun_fill(self.struct, *(each.ctypes.data for each in whole), len(keys))
+            return
+        for key, next_tokens, chances in zip(keys.tolist(), tokens.tolist(), logs.tolist(), strict=True):
+            self._keep(key, list(zip(next_tokens, chances, strict=True)))
 
 
 def _is_sound(found: dict[str, np.ndarray]) -> bool:
@@ -156,7 +159,7 @@ def _is_sound(found: dict[str, np.ndarray]) -> bool:
     entries = len(found["keys"])
     types = [(found[name].dtype.name, found[name].shape) for name in ("keys", "tokens", "logs")]
     wanted = [("uint64", (entries,)), ("int32", (entries, NEXT)), ("float16", (entries, NEXT))]
-    return types == wanted and entries >= WAYS and entries & (entries - 1) == 0 and found["tokens"].min() >= NONE
+    return types == wanted and entries > 0 and found["tokens"].min() >= NONE
 
 
 def pair_of(before: int, token: int) -> int:

@@ -137,8 +137,8 @@ def test_a_table_comes_back_from_its_file_as_it_was(tmp_path: Path) -> None:
     table = learned(entries=4096)
     table.save(tmp_path / "table", VOCAB)
     again = Successors.load(tmp_path / "table", VOCAB)
-    assert len(again) == len(table) and (tmp_path / "table").stat().st_size < 100_000
-    for key in table.keys[table.keys > 0].tolist():
+    assert (tmp_path / "table").stat().st_size < 30_000 and 0.95 * len(table) < len(again) <= len(table)
+    for key in again.keys[again.keys > 0].tolist():
         (own, logs), (other, read) = (zip(*t.find(key), strict=True) for t in (table, again))
         assert own == other and logs == pytest.approx(read, rel=1e-2)
 

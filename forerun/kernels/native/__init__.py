@@ -118,6 +118,7 @@ def _declare(lib: ctypes.CDLL) -> None:
     lib.forerun_say.argtypes, lib.forerun_say.restype = [*[c_void_p] * 3, c_int32, c_int32, c_void_p], c_int32
     lib.forerun_learn.argtypes = [POINTER(CSuccessors), *[c_void_p] * 3, c_int32, c_int32]
     lib.forerun_learn.restype = None
+    lib.forerun_fill.argtypes, lib.forerun_fill.restype = [POINTER(CSuccessors), *[c_void_p] * 3, c_int32], None
     lib.forerun_branch.argtypes = [POINTER(CSuccessors), c_int32, POINTER(CGrowth), *[c_void_p] * 3]
     lib.forerun_branch.restype = c_int32
     lib.forerun_padded_inputs.argtypes, lib.forerun_padded_inputs.restype = [c_int32], c_int64

@@ -409,6 +409,11 @@ void forerun_learn(const Successors *table, const int32_t *before, const int32_t
   }
 }
 
+// Keep entries as they are, one after the other.
+void forerun_fill(const Successors *table, const uint64_t *keys, const int32_t *tokens, const float *logs, int count) {
+  for (int i = 0; i < count; i++) keep(table, keys[i], tokens + i * NEXT, logs + i * NEXT);
+}
+
 // The likeliest nodes behind a text; returns how many there are.
 int forerun_branch(const Successors *tables, int count, const Growth *growth, int32_t *tokens, int32_t *parents, int8_t *sure) {
   return branch(tables, count, *growth, tokens, parents, sure);
