@@ -22,6 +22,7 @@ from forerun.completion import words_of_bash
 from forerun.errors import ForerunError, Interrupted
 from forerun.flags import in_flags
 from forerun.generate_cli import generate
+from forerun.index_cli import index
 from forerun.models_cli import models
 from forerun.server.cli import batch, serve
 from forerun.terminal import waiting
@@ -70,6 +71,9 @@ app.command(
 app.command(epilog="[dim]forerun tune Qwen/Qwen3-0.6B --drafts suffix,model:my-draft --prompts tasks.jsonl[/dim]")(tune)
 app.command(epilog="[dim]forerun serve Qwen/Qwen3-0.6B --draft suffix --port 8000[/dim]")(serve)
 app.command(epilog="[dim]forerun models        forerun models /data/gguf --json[/dim]")(models)
+app.command(
+    epilog="[dim]forerun index src/ docs/ --out my-index        forerun index answers.jsonl --out my-index[/dim]"
+)(index)
 app.command(epilog="[dim]forerun batch requests.jsonl answers.jsonl --model Qwen/Qwen3-0.6B[/dim]")(batch)
 
 

@@ -13,6 +13,7 @@ import torch
 from forerun import rng
 from forerun.config import Config, draft_name, parse_draft
 from forerun.draft.base import Reference
+from forerun.draft.corpus import Index
 from forerun.draft.registry import automatic, make_proposers, with_references
 from forerun.draft.view import view_of
 from forerun.engine.engine import Engine
@@ -69,10 +70,16 @@ class LLM:
             check_vocabulary(self.tokenizer, drafter, vocab)
             return make_runner(self.config, drafter, device, target)
 
+        def load_index(where: str) -> Index:
+            index = Index(Path(where).expanduser())
+            index.check(self._text())
+            return index
+
         view = view_of(target.decoder)
         spec = automatic(self.config.draft, directory, native.instructions() if view.form else "")
         width, threshold = self.config.width, self.config.draft_threshold
-        proposers = make_proposers(parse_draft(spec), load_draft, view, target.cache, width, threshold)
+        parts, places = parse_draft(spec), (load_draft, load_index)
+        proposers = make_proposers(parts, *places, view, target.cache, width, threshold)
         self.draft = draft_name(spec)
         self.engine = Engine(
             target, proposers, rule=self.config.rule, chunk=self.config.chunk, tokenizer=self.tokenizer

@@ -19,7 +19,7 @@ FLOORS = [
     {"draft"},
     {"engine"},
     {"completion", "flags", "job", "llm", "terminal"},
-    {"bench", "check", "doctor", "generate_cli", "models_cli", "server", "train"},
+    {"bench", "check", "doctor", "generate_cli", "index_cli", "models_cli", "server", "train"},
     {"chat", "cli", "__main__", "__init__"},
 ]
 FLOOR = {name: i for i, names in enumerate(FLOORS) for name in names}

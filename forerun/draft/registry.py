@@ -14,6 +14,7 @@ from forerun.draft.block import Block
 from forerun.draft.block_format import KINDS, load_block
 from forerun.draft.bundled import bundled_for
 from forerun.draft.compose import Cascade
+from forerun.draft.corpus import Index
 from forerun.draft.eagle_format import load_head
 from forerun.draft.medusa import Medusa, load_heads
 from forerun.draft.model import DraftModel
@@ -23,6 +24,7 @@ from forerun.draft.pair_head import PairHead
 from forerun.draft.pairs import Pairs
 from forerun.draft.recycle import Recycle
 from forerun.draft.reference import References
+from forerun.draft.retrieval import Retrieval
 from forerun.draft.successors import Successors
 from forerun.draft.suffix import Suffix
 from forerun.draft.view import TargetView
@@ -61,6 +63,7 @@ def kind_of(directory: Path) -> str:
 def make_proposers(
     parts: Sequence[tuple[str, str]],
     load: Callable[[str], Runner],
+    load_index: Callable[[str], Index],
     target: TargetView,
     cache: KVCache,
     width: int,
@@ -75,6 +78,8 @@ def make_proposers(
     for name, argument in parts:
         if name == "recycle" and argument:
             proposers[name] = Recycle(Successors.load(Path(argument), target.vocab), max(width, 2))
+        if name == "retrieval":
+            proposers[name] = Retrieval({place: load_index(place) for place in argument.split(",")})
         if name == "model":
             proposers[name] = DraftModel(load(argument), target.vocab, width)
         if name == "medusa":

@@ -212,3 +212,18 @@ class _Namespace(jinja2.utils.Namespace):
 def _check(name: Any) -> None:
     if isinstance(name, str) and name.startswith("_"):
         raise jinja2.exceptions.SecurityError(f"{name!r} cannot be stored in a namespace")
+
+
+HOW_TO_CALL = '<tool_call>{"name": ..., "arguments": {...}}</tool_call>'
+
+
+def plain_layout(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> str:
+    """A conversation for a model that has no layout of its own."""
+    lines = []
+    if tools:
+        lines.append(f"system: To call a tool, write {HOW_TO_CALL}. Tools:")
+        lines += [json.dumps(tool.get("function", tool)) for tool in tools]
+    for message in messages:
+        calls = [f"<tool_call>{json.dumps(c['function'])}</tool_call>" for c in message.get("tool_calls", ())]
+        lines.append(f"{message['role']}: {message['content']}{''.join(calls)}")
+    return "\n".join([*lines, "assistant:"])

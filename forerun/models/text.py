@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from functools import cached_property
@@ -12,7 +11,7 @@ from typing import Any
 import tokenizers
 
 from forerun.errors import BusyError, LoadError, RequestError, one_line
-from forerun.models.chat import SANDBOX, ChatTemplate, directory_template
+from forerun.models.chat import SANDBOX, ChatTemplate, directory_template, plain_layout
 from forerun.models.files import read_object
 from forerun.models.gguf.container import open_gguf
 from forerun.models.gguf.tokenizer import SPACE, build_tokenizer, chat_templates, special_tokens
@@ -117,6 +116,10 @@ class Tokenizer:
             raise RequestError("the prompt is not valid Unicode text: give UTF-8") from None
         return ids
 
+    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of many texts, without what a model expects around them, on all cores."""
+        return [found.ids for found in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids, special tokens left out."""
         if len(ids) < LONG:
@@ -182,7 +185,7 @@ class Tokenizer:
             if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
                 raise RequestError(f"a chat message needs a role and a content, not {message!r}")
         if not self.has_chat_template:
-            return self.encode(_plain_layout(messages, tools))
+            return self.encode(plain_layout(messages, tools))
         try:
             assert self._template is not None
             render = self._template.render_confined if self._confined else self._template.render
@@ -307,21 +310,6 @@ class TextStream:
         new, self._held = self._held[:end], self._held[end:]
         self._shown.append(new)
         return new
-
-
-HOW_TO_CALL = '<tool_call>{"name": ..., "arguments": {...}}</tool_call>'
-
-
-def _plain_layout(messages: Sequence[Message], tools: Sequence[Message]) -> str:
-    """A conversation for a model that has no layout of its own."""
-    lines = []
-    if tools:
-        lines.append(f"system: To call a tool, write {HOW_TO_CALL}. Tools:")
-        lines += [json.dumps(tool.get("function", tool)) for tool in tools]
-    for message in messages:
-        calls = [f"<tool_call>{json.dumps(c['function'])}</tool_call>" for c in message.get("tool_calls", ())]
-        lines.append(f"{message['role']}: {message['content']}{''.join(calls)}")
-    return "\n".join([*lines, "assistant:"])
 
 
 def _line(error: BaseException) -> str:

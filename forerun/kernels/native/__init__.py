@@ -90,6 +90,12 @@ class CGrowth(Structure):
     ]  # fmt: skip
 
 
+class CTexts(Structure):
+    _fields_ = [
+        ("tokens", c_void_p), ("suffixes", c_void_p), ("starts", c_void_p), ("count", c_int64), ("vocab", c_int64),
+    ]  # fmt: skip
+
+
 @functools.cache
 def _load() -> tuple[ctypes.CDLL | None, str]:
     given = os.environ.get("FORERUN_NATIVE")  # another build of the library, such as one with sanitizers
@@ -121,6 +127,10 @@ def _declare(lib: ctypes.CDLL) -> None:
     lib.forerun_fill.argtypes, lib.forerun_fill.restype = [POINTER(CSuccessors), *[c_void_p] * 3, c_int32], None
     lib.forerun_branch.argtypes = [POINTER(CSuccessors), c_int32, POINTER(CGrowth), *[c_void_p] * 3]
     lib.forerun_branch.restype = c_int32
+    lib.forerun_sort.argtypes = [c_void_p, c_int64, c_int64, c_int32, c_void_p, c_void_p]
+    lib.forerun_sort.restype = None
+    lib.forerun_retrieve.argtypes = [POINTER(CTexts), c_int32, c_void_p, *[c_int32] * 3, c_void_p, POINTER(c_int32)]
+    lib.forerun_retrieve.restype = c_int32
     lib.forerun_padded_inputs.argtypes, lib.forerun_padded_inputs.restype = [c_int32], c_int64
     lib.forerun_scratch_row_bytes.argtypes, lib.forerun_scratch_row_bytes.restype = [c_int32], c_int64
     for name in ("forerun_bytes", "forerun_scales"):

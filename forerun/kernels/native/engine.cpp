@@ -17,6 +17,7 @@
 #include <sys/mman.h>
 
 #include "formats.h"
+#include "retrieval.h"
 #include "successors.h"
 
 int64_t padded_inputs(int inputs) { return (inputs + GROUP8 - 1) / GROUP8 * GROUP8; }
@@ -417,6 +418,15 @@ void forerun_fill(const Successors *table, const uint64_t *keys, const int32_t *
 // The likeliest nodes behind a text; returns how many there are.
 int forerun_branch(const Successors *tables, int count, const Growth *growth, int32_t *tokens, int32_t *parents, int8_t *sure) {
   return branch(tables, count, *growth, tokens, parents, sure);
+}
+
+void forerun_sort(const uint32_t *tokens, int64_t count, int64_t vocab, int threads, uint32_t *suffixes, int64_t *starts) {
+  sort_suffixes(tokens, count, vocab, threads, suffixes, starts);
+}
+
+int forerun_retrieve(const Texts *texts, int count, const uint32_t *text, int length, int shortest, int most, int32_t *to,
+                     int *found) {
+  return retrieve(texts, count, text, length, shortest, most, to, found);
 }
 
 int64_t forerun_padded_inputs(int inputs) { return padded_inputs(inputs); }

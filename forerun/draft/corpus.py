@@ -1,0 +1,229 @@
+"""An index of texts on disk: their tokens, and a suffix array over them, opened without reading them.
+
+A directory: `index.json`, and for each segment three files of plain numbers. A segment never changes once it is there;
+what is added becomes a segment of its own, and the list of segments is replaced last, in one step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from forerun.errors import LoadError, RequestError
+from forerun.kernels import native
+from forerun.kernels.native import CTexts
+from forerun.models.text import Tokenizer
+
+LIST = "index.json"
+VERSION = 1
+BREAK = 0xFFFFFFFF  # stands between two texts; no token has this id
+SORTED = 16  # tokens of a suffix that its place depends on, and so the longest match
+MOST = 1 << 31  # tokens of a segment
+PARTS = {"tokens": np.uint32, "suffixes": np.uint32, "starts": np.int64}
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """A text that is in an index: where it came from, and what it was then."""
+
+    path: str
+    size: int
+    changed: int  # ns since 1970
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Some texts of an index: [tokens] and [suffixes] as in `retrieval.h`, mapped."""
+
+    name: str
+    tokens: np.ndarray
+    suffixes: np.ndarray
+    starts: np.ndarray
+    files: tuple[File, ...]
+
+    @property
+    def struct(self) -> CTexts:
+        """As the native code sees it."""
+        places = (array.ctypes.data for array in (self.tokens, self.suffixes, self.starts))
+        return CTexts(*places, len(self.tokens), len(self.starts) - 1)
+
+
+class Index:
+    """What is in a directory. Raises LoadError where it is no index, or damaged."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        about = _read(directory)
+        self.tokenizer, self.vocab = str(about["tokenizer"]), int(about["vocab"])
+        self.segments = [_open(directory, segment, self.vocab) for segment in about["segments"]]
+
+    @property
+    def files(self) -> set[File]:
+        """All texts, as they were when they were read."""
+        return {file for segment in self.segments for file in segment.files}
+
+    @property
+    def count(self) -> int:
+        """Tokens of all texts, those between them included."""
+        return sum(len(segment.tokens) for segment in self.segments)
+
+    def check(self, tokenizer: Tokenizer) -> None:
+        """Raise LoadError unless its tokens are those of `tokenizer`."""
+        if self.tokenizer != identity(tokenizer):
+            raise LoadError(f"{self.directory} was made for another tokenizer: make one with forerun index --model ...")
+
+
+def identity(tokenizer: Tokenizer) -> str:
+    """A hash of a vocabulary: equal where token ids mean the same."""
+    return hashlib.sha256(json.dumps(sorted(tokenizer.vocabulary().items())).encode()).hexdigest()
+
+
+def _read(directory: Path) -> dict[str, Any]:
+    try:
+        about = json.loads((directory / LIST).read_text(encoding="utf-8"))
+        if about["version"] != VERSION:
+            raise LoadError(f"{directory} was made by another version of forerun: make it again with forerun index")
+        return {"tokenizer": str(about["tokenizer"]), "vocab": int(about["vocab"]), "segments": list(about["segments"])}
+    except OSError as error:
+        raise LoadError(f"there is no index in {directory} ({error.strerror}): make one with forerun index") from None
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise LoadError(f"{directory / LIST} is damaged: make the index again with forerun index") from None
+
+
+def _open(directory: Path, segment: Any, vocab: int) -> Segment:
+    try:
+        name, count = str(segment["name"]), {part: int(segment[part]) for part in PARTS}
+        files = tuple(File(str(path), int(size), int(changed)) for path, size, changed in segment["files"])
+        if Path(name).name != name or count["starts"] != vocab + 1 or not 0 < count["suffixes"] <= count["tokens"]:
+            raise ValueError(name)
+        parts = {}
+        for part, kind in PARTS.items():
+            path = directory / f"{name}.{part}"
+            if path.stat().st_size != count[part] * np.dtype(kind).itemsize:
+                raise LoadError(f"{path} is damaged (another size): make the index again with forerun index")
+            parts[part] = np.memmap(path, kind, "r", shape=(count[part],))
+        if parts["starts"][0] != 0 or parts["starts"][-1] != count["suffixes"] or (np.diff(parts["starts"]) < 0).any():
+            raise LoadError(f"{directory / name}.starts is damaged: make the index again with forerun index")
+        return Segment(name, **parts, files=files)
+    except OSError as error:
+        raise LoadError(f"{error.filename} cannot be read ({error.strerror}): make the index again") from None
+    except (ValueError, KeyError, TypeError):
+        raise LoadError(f"{directory / LIST} is damaged: make the index again with forerun index") from None
+
+
+@contextmanager
+def adding(directory: Path, tokenizer: Tokenizer, vocab: int) -> Iterator[Writer]:
+    """A writer of one more segment of the index in `directory`, which need not be there yet. What it wrote is in the
+    index at the end, or gone if anything is raised before."""
+    directory.mkdir(parents=True, exist_ok=True)
+    about: dict[str, Any] = {"version": VERSION, "tokenizer": identity(tokenizer), "vocab": vocab, "segments": []}
+    if (directory / LIST).exists():
+        about["segments"] = _read(directory)["segments"]
+    number = 1 + max((int(segment["name"]) for segment in about["segments"]), default=0)
+    writer = Writer(directory, f"{number:04}", vocab)
+    try:
+        yield writer
+        if writer.files:
+            about["segments"].append(writer.finish())
+            _replace(directory / LIST, json.dumps(about))
+    except BaseException:
+        writer.remove()
+        raise
+    finally:
+        writer.close()
+
+
+def _replace(path: Path, text: str) -> None:
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with beside.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    finally:
+        with suppress(OSError):
+            beside.unlink()
+
+
+class Writer:
+    """One segment while it is made. Its files are in the directory, but not in its list."""
+
+    def __init__(self, directory: Path, name: str, vocab: int) -> None:
+        self.directory, self.name, self.vocab = directory, name, vocab
+        self.files: list[File] = []
+        self.count = 0
+        self._tokens = (directory / f"{name}.tokens").open("wb")
+
+    def add(self, file: File, texts: Iterable[Sequence[int]]) -> None:
+        """The texts of a file, as token ids below `vocab`. Raises RequestError where there are too many."""
+        self.files.append(file)
+        for ids in texts:
+            if self.count + len(ids) + 1 > MOST:
+                raise RequestError(f"an index takes {MOST:,} tokens at a time: give some files, and others afterwards")
+            self._tokens.write(np.array([*ids, BREAK], np.uint32).tobytes())
+            self.count += len(ids) + 1
+
+    def finish(self) -> dict[str, Any]:
+        """Sort the suffixes; what the list says of the segment."""
+        self._tokens.flush()
+        os.fsync(self._tokens.fileno())
+        tokens = np.memmap(self._path("tokens"), np.uint32, "r", shape=(self.count,))
+        suffixes = np.memmap(self._path("suffixes"), np.uint32, "w+", shape=(self.count - self._breaks(tokens),))
+        starts = np.memmap(self._path("starts"), np.int64, "w+", shape=(self.vocab + 1,))
+        sort_suffixes(tokens, suffixes, starts)
+        suffixes.flush()
+        starts.flush()
+        counts = {"tokens": len(tokens), "suffixes": len(suffixes), "starts": len(starts)}
+        files = [(file.path, file.size, file.changed) for file in self.files]
+        return {"name": self.name, **counts, "files": files}
+
+    def _breaks(self, tokens: np.ndarray) -> int:
+        step = 1 << 24
+        return sum(int((tokens[i : i + step] == BREAK).sum()) for i in range(0, len(tokens), step))
+
+    def _path(self, part: str) -> Path:
+        return self.directory / f"{self.name}.{part}"
+
+    def close(self) -> None:
+        self._tokens.close()
+
+    def remove(self) -> None:
+        """Take away what was written."""
+        for part in PARTS:
+            with suppress(OSError):
+                self._path(part).unlink()
+        with suppress(OSError):
+            self.directory.rmdir()  # it was not there before, or is an index
+
+
+def sort_suffixes(tokens: np.ndarray, suffixes: np.ndarray, starts: np.ndarray) -> None:
+    """Fill `suffixes` and `starts` [V + 1] as `retrieval.h` has them."""
+    lib = native.library()
+    if lib is None:
+        sort_suffixes_twin(tokens, suffixes, starts)
+        return
+    places = suffixes.ctypes.data, starts.ctypes.data
+    lib.forerun_sort(tokens.ctypes.data, len(tokens), len(starts) - 1, len(os.sched_getaffinity(0)), *places)
+
+
+def sort_suffixes_twin(tokens: np.ndarray, suffixes: np.ndarray, starts: np.ndarray) -> None:
+    """`sort_suffixes` in plain Python, for short texts."""
+    ids = tokens.tolist()
+    suffixes[:] = sorted((at for at, token in enumerate(ids) if token != BREAK), key=lambda at: (_suffix(ids, at), at))
+    firsts = np.sort(tokens[tokens != BREAK])
+    starts[:] = np.searchsorted(firsts, np.arange(len(starts)))
+
+
+def _suffix(ids: Sequence[int], at: int) -> list[int]:
+    """What stands at a place, as far as it is sorted: up to a break, which counts."""
+    some = [*ids[at : at + SORTED], BREAK][:SORTED]
+    return some[: some.index(BREAK) + 1] if BREAK in some else some

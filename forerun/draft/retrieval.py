@@ -1,0 +1,123 @@
+"""Retrieval: what followed the end of the text in documents that were indexed before (REST, arXiv 2311.08252)."""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from forerun.draft.base import Proposer, Reference, Row
+from forerun.draft.corpus import BREAK, SORTED, Index, Segment
+from forerun.kernels import native
+from forerun.kernels.native import CTexts, address
+from forerun.types import Draft
+
+SHORTEST = 3  # tokens of a match
+JUDGES = 64  # occurrences, at most, that say what follows
+
+
+class Retrieval(Proposer):
+    """Proposes what most occurrences of the longest suffix of the text go on with, no further than that has matched; of
+    several indices the one with the longest match.
+
+    Attributes:
+        indices: by name, each with the tenant whose requests it serves; "" serves all.
+    """
+
+    name = "retrieval"
+
+    def __init__(self, indices: Mapping[str, Index] | None = None) -> None:
+        """`indices` by name; they serve all."""
+        self.indices: dict[str, tuple[Index, str]] = {name: (index, "") for name, index in (indices or {}).items()}
+        self.slots: dict[int, str] = {}
+        self._shelves: dict[str, _Shelf] = {}
+
+    def add(self, name: str, index: Index, tenant: str = "") -> None:
+        """Draft from this one too, from the next step on."""
+        self.indices[name] = (index, tenant)
+        self._shelves.clear()
+
+    def remove(self, name: str) -> None:
+        """Draft from it no more."""
+        del self.indices[name]
+        self._shelves.clear()
+
+    def open(self, slot: int, tokens: Sequence[int], references: Sequence[Reference] = (), tenant: str = "") -> None:
+        self.slots[slot] = tenant
+
+    def close(self, slot: int, finished: Sequence[int] | None = None) -> None:
+        self.slots.pop(slot, None)
+
+    def reset(self) -> None:
+        self.slots.clear()
+
+    def propose(self, rows: Sequence[Row]) -> list[Draft]:
+        return [self._propose(row) for row in rows]
+
+    def _propose(self, row: Row) -> Draft:
+        shelf = self._shelf(self.slots[row.slot])
+        match, tokens = shelf.retrieve(row.tokens[-SORTED:], row.depth)
+        return Draft.chain(row.tokens[-1], tokens, self.name, match)
+
+    def _shelf(self, tenant: str) -> _Shelf:
+        if tenant not in self._shelves:
+            mine = [index for index, whose in self.indices.values() if whose in ("", tenant)]
+            self._shelves[tenant] = _Shelf([segment for index in mine for segment in index.segments])
+        return self._shelves[tenant]
+
+
+class _Shelf:
+    """The segments that a tenant's requests draft from."""
+
+    def __init__(self, segments: Sequence[Segment]) -> None:
+        self.segments = segments
+        self._structs = (CTexts * len(segments))(*(segment.struct for segment in segments))
+
+    def retrieve(self, text: Sequence[int], most: int) -> tuple[int, list[int]]:
+        """(tokens that match, what goes on there) for the end of a text."""
+        lib = native.library()
+        if lib is None:
+            return retrieve_twin(self.segments, text, most)
+        end, found, count = array("I", text), array("i", bytes(4 * most)), ctypes.c_int32()
+        match: int = lib.forerun_retrieve(
+            self._structs, len(self.segments), address(end), len(end), SHORTEST, most, address(found),
+            ctypes.byref(count),
+        )  # fmt: skip
+        return match, found[: _reach(match, count.value)].tolist()
+
+
+def _reach(match: int, count: int) -> int:
+    """How many tokens a match speaks for; one that is as long as can be may be longer."""
+    return count if match == SORTED else min(count, match)
+
+
+def retrieve_twin(segments: Sequence[Segment], text: Sequence[int], most: int) -> tuple[int, list[int]]:
+    """`_Shelf.retrieve` by looking at every place, for short texts."""
+    best, found = 0, list[int]()
+    for segment in segments:
+        ids = segment.tokens.tolist()
+        for length in range(min(len(text), SORTED), max(best, SHORTEST - 1), -1):
+            pattern = list(text[-length:])
+            ends = [int(at) + length for at in segment.suffixes if ids[at : at + length] == pattern]
+            if not ends:
+                continue
+            judges = min(len(ends), JUDGES)
+            tokens = _majority(ids, [ends[len(ends) * i // judges] for i in range(judges)], most)
+            if tokens:
+                best, found = length, tokens
+            break
+    return best, found[: _reach(best, len(found))]
+
+
+def _majority(ids: Sequence[int], places: Sequence[int], most: int) -> list[int]:
+    """What most of these places go on with, token by token; the first of those that are as many."""
+    tokens: list[int] = []
+    for n in range(most):
+        following = [(p, ids[p + n]) for p in places if p + n < len(ids) and ids[p + n] != BREAK]
+        if not following:
+            break
+        (best, _), *_ = Counter(token for _, token in following).most_common()
+        tokens.append(best)
+        places = [p for p, token in following if token == best]
+    return tokens
