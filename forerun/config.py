@@ -13,7 +13,8 @@ RULE_NAMES = ("match", "token", "block", "tree", "typical")  # verify.RULES, nam
 COPYING = ("ngram", "suffix", "retrieval")  # drafts that copy: others may be asked behind them
 SIMPLE = ("off", "auto", "ngram", "suffix", "recycle")  # which need nothing
 LOADED = ("model", "medusa", "eagle3", "mtp", "block")  # drafts with weights
-JOINT = re.compile(rf"\+(?=(?:{'|'.join((*SIMPLE, *COPYING, *LOADED))})(?:[:+]|$))")
+SELF = ("int8", "int4")  # what a target can be rounded to, to draft for itself
+JOINT = re.compile(rf"\+(?=(?:{'|'.join((*SIMPLE, *COPYING, *LOADED, 'self'))})(?:[:+]|$))")
 CHOICES: dict[str, tuple[str, ...]] = {
     "rule": RULE_NAMES,
     "dtype": DTYPES,
@@ -30,9 +31,10 @@ class Config:
     Args:
         model: a GGUF file, a Hugging Face directory, ollama:NAME, lmstudio:NAME, or a Hub id (ORG/REPO:QUANT for GGUF);
             None is the default model, SmolLM2-135M-Instruct.
-        draft: off, ngram, suffix, recycle (or recycle:TABLE), retrieval:INDEX (or several, by commas), model:,
-            medusa:, eagle3:, mtp: or block:DIR_OR_HUB_ID; suffix+model:.. copies what repeats and drafts the rest with
-            weights; auto is suffix, and for the default model the drafter that comes with it behind that.
+        draft: off, ngram, suffix, recycle (or recycle:TABLE), retrieval:INDEX (or several, by commas), self:int4 (the
+            model itself, rounded), model:, medusa:, eagle3:, mtp: or block:DIR_OR_HUB_ID; suffix+model:.. copies what
+            repeats and drafts the rest with weights; auto is suffix, and for the default model the drafter that comes
+            with it behind that.
         depth: most tokens drafted ahead: a number, or auto to choose by measured cost and acceptance, zero included.
         width: nodes a level of the trees of a draft with weights; 1 drafts chains.
         draft_threshold: a block drafter with a confidence head goes no further along a path whose chance to stand, as
@@ -146,8 +148,10 @@ def _check_part(name: str, argument: str, spec: str) -> None:
         raise ConfigError(f"draft {name!r} needs to be told where it is: write {name}:DIRECTORY or {name}:HUB_ID")
     if name == "retrieval" and not argument:
         raise ConfigError("draft 'retrieval' needs an index: write retrieval:INDEX, which forerun index makes")
-    if name not in (*LOADED, *SIMPLE, *COPYING):
-        known = [*SIMPLE, *(f"{n}:..." for n in ("retrieval", *LOADED))]
+    if name == "self" and argument not in SELF:
+        raise ConfigError(f"a model cannot draft for itself as {argument!r}: write self:{' or self:'.join(SELF)}")
+    if name not in (*LOADED, *SIMPLE, *COPYING, "self"):
+        known = [*SIMPLE, *(f"{n}:..." for n in ("retrieval", "self", *LOADED))]
         raise ConfigError(f"there is no draft {spec!r}: {nearest(name, known)}")
     if name in ("off", "auto", "ngram", "suffix") and argument:
         raise ConfigError(f"draft {name!r} takes no argument, but was given {argument!r}")

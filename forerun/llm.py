@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -63,23 +63,11 @@ class LLM:
         self.tokenizer = load_tokenizer(directory, check=True)
         self.recommended = recommended(directory)
         target = make_runner(self.config, directory, device)
-        vocab = target.decoder.config.vocab
-
-        def load_draft(where: str) -> Runner:
-            drafter = find_model(where)
-            check_vocabulary(self.tokenizer, drafter, vocab)
-            return make_runner(self.config, drafter, device, target)
-
-        def load_index(where: str) -> Index:
-            index = Index(Path(where).expanduser())
-            index.check(self._text())
-            return index
-
         view = view_of(target.decoder)
         spec = automatic(self.config.draft, directory, native.instructions() if view.form else "")
         width, threshold = self.config.width, self.config.draft_threshold
-        parts, places = parse_draft(spec), (load_draft, load_index)
-        proposers = make_proposers(parts, *places, view, target.cache, width, threshold)
+        load = _Loading(self.config, directory, self.tokenizer, target)
+        proposers = make_proposers(parse_draft(spec), load, view, target.cache, width, threshold)
         self.draft = draft_name(spec)
         self.engine = Engine(
             target, proposers, rule=self.config.rule, chunk=self.config.chunk, tokenizer=self.tokenizer
@@ -230,6 +218,32 @@ class LLM:
         if self.tokenizer is None:
             raise RequestError("this model directory has no tokenizer: give prompts as lists of token ids")
         return self.tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class _Loading:
+    """What drafts need to have read, for a target of this configuration."""
+
+    config: Config
+    directory: Path
+    tokenizer: Tokenizer | None
+    target: Runner
+
+    def model(self, where: str) -> Runner:
+        drafter = find_model(where)
+        check_vocabulary(self.tokenizer, drafter, self.target.decoder.config.vocab)
+        return make_runner(self.config, drafter, self.target.decoder.device, self.target)
+
+    def rounded(self, form: str) -> Runner:
+        config = replace(self.config, draft_quantization=form)
+        return make_runner(config, self.directory, self.target.decoder.device, self.target)
+
+    def index(self, where: str) -> Index:
+        if self.tokenizer is None:
+            raise RequestError("this model directory has no tokenizer, so no index has its tokens")
+        index = Index(Path(where).expanduser())
+        index.check(self.tokenizer)
+        return index
 
 
 class Stream:

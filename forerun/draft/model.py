@@ -23,10 +23,8 @@ CHUNK = 512  # most tokens of a slot read in one pass while catching up
 class DraftModel(Proposer):
     """Proposes what `runner`'s model would say. `vocab` is the target's; `width` the nodes of a level."""
 
-    name = "model"
-
-    def __init__(self, runner: Runner, vocab: int, width: int = 1) -> None:
-        self.runner, self.vocab, self.width = runner, vocab, width
+    def __init__(self, runner: Runner, vocab: int, width: int = 1, name: str = "model") -> None:
+        self.runner, self.vocab, self.width, self.name = runner, vocab, width, name
 
     def open(self, slot: int, tokens: Sequence[int], references: Sequence[Reference] = (), tenant: str = "") -> None:
         self.runner.cache.open(slot, tokens, tenant)

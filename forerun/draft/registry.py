@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from forerun.cache.kv import KVCache
 from forerun.config import LOADED
@@ -60,10 +61,25 @@ def kind_of(directory: Path) -> str:
     return kind if kind in LOADED else "model"
 
 
+class Loading(Protocol):
+    """Reads what a draft option names, for the target of an engine."""
+
+    def model(self, where: str) -> Runner:
+        """A draft model of the target's vocabulary."""
+        ...
+
+    def rounded(self, form: str) -> Runner:
+        """The target once more, its weights rounded to int8 or int4."""
+        ...
+
+    def index(self, where: str) -> Index:
+        """An index of the target's tokens."""
+        ...
+
+
 def make_proposers(
     parts: Sequence[tuple[str, str]],
-    load: Callable[[str], Runner],
-    load_index: Callable[[str], Index],
+    load: Loading,
     target: TargetView,
     cache: KVCache,
     width: int,
@@ -79,9 +95,11 @@ def make_proposers(
         if name == "recycle" and argument:
             proposers[name] = Recycle(Successors.load(Path(argument), target.vocab), max(width, 2))
         if name == "retrieval":
-            proposers[name] = Retrieval({place: load_index(place) for place in argument.split(",")})
+            proposers[name] = Retrieval({place: load.index(place) for place in argument.split(",")})
         if name == "model":
-            proposers[name] = DraftModel(load(argument), target.vocab, width)
+            proposers[name] = DraftModel(load.model(argument), target.vocab, width)
+        if name == "self":
+            proposers[name] = DraftModel(load.rounded(argument), target.vocab, width, name)
         if name == "medusa":
             proposers[name] = Medusa(load_heads(find_model(argument)), target, width)
         if name in PAIRS:
