@@ -7,7 +7,21 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 
-DRAFTS = ("auto", "off", "ngram", "suffix", "model:", "medusa:", "eagle3:", "mtp:", "block:")
+DRAFTS = (
+    "auto",
+    "off",
+    "ngram",
+    "suffix",
+    "recycle",
+    "suffix+recycle",
+    "retrieval:",
+    "self:int4",
+    "model:",
+    "medusa:",
+    "eagle3:",
+    "mtp:",
+    "block:",
+)
 
 
 def model_names(incomplete: str) -> list[str]:

@@ -17,7 +17,7 @@ from forerun.engine.drafting import OFF
 from forerun.errors import ConfigError
 from forerun.progress import Part, Tell, nothing
 
-AT_HAND = ("suffix", "ngram")  # the drafts that need nothing but the model
+AT_HAND = ("suffix", "suffix+recycle", "ngram")  # the drafts that need nothing but the model
 CLOSE = 0.9  # of the best of the short look: worth a long one
 FINALISTS = 4
 SHORT = 2  # rounds of the short look

@@ -64,8 +64,8 @@ class Successors:
     def __init__(self, entries: int = ENTRIES) -> None:
         """`entries` is a power of two, at least `WAYS`."""
         self.keys: np.ndarray = np.zeros(entries, np.uint64)
-        self.tokens: np.ndarray = np.full((entries, NEXT), NONE, np.int32)
-        self.logs: np.ndarray = np.full((entries, NEXT), -np.inf, np.float32)
+        self.tokens: np.ndarray = np.empty((entries, NEXT), np.int32)  # of entries without a key nothing is read
+        self.logs: np.ndarray = np.empty((entries, NEXT), np.float32)
 
     def __len__(self) -> int:
         """How many laws it holds."""
