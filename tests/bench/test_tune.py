@@ -50,7 +50,8 @@ def test_plain_decoding_is_no_candidate() -> None:
 
 
 def test_what_is_at_hand_needs_nothing_but_the_model() -> None:
-    assert set(AT_HAND) == {"suffix", "ngram"} and all(not parse_draft(draft)[1] for draft in AT_HAND)
+    assert set(AT_HAND) == {"suffix", "suffix+recycle", "ngram"}
+    assert not any(argument for draft in AT_HAND for _, argument in parse_draft(draft))
 
 
 def test_a_pair_is_tuned_and_the_file_is_what_serve_reads(
