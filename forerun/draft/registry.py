@@ -93,7 +93,7 @@ def make_proposers(
     room = {"tokens": pages.count * pages.size, "page": pages.size, "slots": len(cache.length)}
     for name, argument in parts:
         if name == "recycle" and argument:
-            proposers[name] = Recycle(Successors.load(Path(argument), target.vocab), max(width, 2))
+            proposers[name] = Recycle(Successors.load(Path(argument).expanduser(), target.vocab), max(width, 2))
         if name == "retrieval":
             proposers[name] = Retrieval({place: load.index(place) for place in argument.split(",")})
         if name == "model":

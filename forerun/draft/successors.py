@@ -30,6 +30,7 @@ NEXT = 8  # successors that are kept of a law
 WAYS = 4  # entries of a set, the one that was kept last first
 ENTRIES = 1 << 16  # of a table that learns: 4.7 MB
 SURE = 16  # parts of a probability that are told apart
+TABLE = "successors.safetensors"  # in a directory that was made for one
 NONE = -1  # in place of a token that there is not
 
 
@@ -126,8 +127,9 @@ class Successors:
 
     @classmethod
     def load(cls, path: Path, vocab: int) -> Successors:
-        """Read what `save` has written, into a table twice as large: a few that fall into full sets are lost. Raises
-        LoadError for another file, or another target's."""
+        """Read what `save` has written, a file or its directory, into a table twice as large: a few laws that fall into
+        full sets are lost. Raises LoadError for another file, or another target's."""
+        path = path / TABLE if path.is_dir() else path
         try:
             with safe_open(path, "np") as file:
                 about, found = file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -40,6 +40,7 @@ RECIPES = (
     ),
     Group("block", BlockOptions, "Recipe block", {"mask_token": int}, COMMON),
 )
+TABLE = "table"
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
@@ -51,7 +52,10 @@ def train(
     ] = None,
     recipe: Annotated[
         str | None,
-        typer.Option(help=f"What to train: {' or '.join(OPTIONS)}; else the first that has the options given."),
+        typer.Option(
+            help=f"What to train: {' or '.join(OPTIONS)}, or {TABLE} for recycle; else the first that has the"
+            " options given."
+        ),
     ] = None,
     data: Annotated[
         list[str] | None,
@@ -87,6 +91,13 @@ def train(
         return
     if out is None:
         raise ConfigError("there is no --out: give the directory to make")
+    if recipe == TABLE:
+        if chosen or save_data or go_on:
+            raise ConfigError(
+                f"recipe {TABLE} has no options of its own, and nothing to resume or to save: leave them out"
+            )
+        _make_table(target, data or (), Training(**training), out, as_json)
+        return
     Training(**training)  # what is wrong is cheaper to find before torch is imported
     if recipe or not go_on:  # a run that goes on has its own
         options_of(recipe or recipes_with(chosen)[0], chosen)
@@ -113,6 +124,23 @@ def train(
         f"{out}: {report.parameters / 1e6:.1f}M parameters after {best.step} of {report.record.step} steps; accepted"
         f" length {best.accepted_length:.2f}, {first.accepted_length:.2f} before\n"
         f"next: forerun generate ... {f'--model {target} ' if target else ''}--draft {report.draft}:{out}"
+    )
+
+
+def _make_table(target: str | None, data: Sequence[str], training: Training, out: Path, as_json: bool) -> None:
+    """What the target thinks while it writes, for `recycle`."""
+    from forerun.bench.report import print_json
+    from forerun.progress import progress
+    from forerun.train.table import make_table
+
+    with progress(as_json) as tell:
+        made = make_table(target, data, training, out, tell)
+    if as_json:
+        print_json({"directory": str(out), **asdict(made)})
+        return
+    print(
+        f"{out}: {made.laws:,} laws, from {made.learnt:,} of {made.texts} texts in {made.seconds:.0f} s\n"
+        f"next: forerun generate ... {f'--model {target} ' if target else ''}--draft suffix+recycle:{out}"
     )
 
 
