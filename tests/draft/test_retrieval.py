@@ -6,6 +6,7 @@ import errno
 import json
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from forerun.draft.retrieval import Retrieval, _Shelf, retrieve_twin
 from forerun.models.text import Tokenizer
 from forerun.verify import Noise
 from tests import tiny
+from tests.engine import build
 
 
 def texts_of(seed: int, letters: int = 4, count: int = 12) -> list[list[int]]:
@@ -191,6 +193,24 @@ def test_texts_are_the_same_and_the_documents_are_drafted(tmp_path: Path, tokeni
             said = llm.generate(prompt, params)[0]
             assert said.token_ids == llm.generate(prompt, params, draft="off")[0].token_ids
             assert temperature or said.stats.by_source["retrieval"].accepted > (20 if draft[0] == "r" else 0)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("rule", ["match", "token", "tree"])
+def test_batches_with_preemption_say_what_they_say_without(temperature: float, rule: str) -> None:
+    """Chunks of 3 tokens, room for about two requests; the index has what they say, with mistakes in it."""
+    plain = [list(r.output) for r in build.run(build.engine("llama"), "off", temperature)]
+    generator = random.Random(1)
+    texts = [[t if generator.random() < 0.9 else generator.randrange(tiny.VOCAB) for t in text] for text in plain]
+    engine = build.engine("llama", rule=rule, chunk=3, tokens=112)
+    engine.proposers["retrieval"] = Retrieval()  # type: ignore[index]
+    engine.proposers["retrieval"].indices["texts"] = (SimpleNamespace(segments=[segment_of(texts, tiny.VOCAB)]), "")  # type: ignore[attr-defined]
+    requests = build.run(engine, "retrieval", temperature)
+    if rule == "match" or not temperature:
+        assert [list(r.output) for r in requests] == plain
+        counts = [r.stats.by_source["retrieval"] for r in requests]
+        assert 0 < sum(c.accepted for c in counts) < sum(c.drafted for c in counts)
+    assert sum(r.stats.preemptions for r in requests) > 0
 
 
 def test_another_tokenizers_index_is_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:

@@ -92,6 +92,20 @@ def test_a_trace_hides_what_another_request_said_even_from_the_same_tenant(share
     assert "told nobody" not in text
 
 
+def test_what_the_model_thought_of_one_tenants_text_drafts_for_no_other(shared: Serving) -> None:
+    """Tables of successors: another key's drafts are those of a fresh server, and a trace tells of no rejected node."""
+    recycle: dict[str, Any] = {"speculative": {"draft": "recycle", "depth": 4}}
+    shared.service.llm.forget()
+    _, counters, nodes = tracks(shared, "mallory", cache_salt="one", **recycle)
+    plant(shared, **recycle)
+    _, counters_after, nodes_after = tracks(shared, "mallory", cache_salt="two", **recycle)
+    assert counters_after == counters and [n["id"] for n in nodes_after] == [n["id"] for n in nodes]
+    _, own, nodes = tracks(shared, "alice", **recycle)
+    assert own["recycle"] > counters["recycle"], "the text was thought of, so there was something to find"
+    rejected = [n for n in nodes if n["source"] == "recycle" and not n["accepted"]]
+    assert rejected and all((n["id"], n["text"], n["p"]) == (None, "", None) for n in rejected)
+
+
 @pytest.mark.parametrize("field", ["documents", "logit_bias", "cache_salt", "n", "response_format", "echo", "user"])
 def test_no_field_of_a_request_opens_another_tenant(shared: Serving, field: str) -> None:
     plant(shared, cache_salt="alice")
