@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 
 
 MEMORY = "memory"  # the source of drafts that come from other requests than the one they are for,
-RECYCLE = "recycle"  # and of those that may: from what the target has thought
-OTHERS = (MEMORY, RECYCLE)  # what is not told of where it does not stand
+RECYCLE = "recycle"  # and of those that may: from what the target has thought,
+RETRIEVAL = "retrieval"  # or from documents that the operator has
+OTHERS = (MEMORY, RECYCLE, RETRIEVAL)  # what is not told of where it does not stand
 
 
 class Law(IntEnum):

@@ -11,7 +11,7 @@ from forerun.draft.base import Proposer, Reference, Row
 from forerun.draft.corpus import BREAK, SORTED, Index, Segment
 from forerun.kernels import native
 from forerun.kernels.native import CTexts, address
-from forerun.types import Draft
+from forerun.types import RETRIEVAL, Draft
 
 SHORTEST = 3  # tokens of a match
 JUDGES = 64  # occurrences, at most, that say what follows
@@ -25,7 +25,7 @@ class Retrieval(Proposer):
         indices: by name, each with the tenant whose requests it serves; "" serves all.
     """
 
-    name = "retrieval"
+    name = RETRIEVAL
 
     def __init__(self, indices: Mapping[str, Index] | None = None) -> None:
         """`indices` by name; they serve all."""
