@@ -38,8 +38,9 @@ class Draft:
 
     `parents[0]` is -1; siblings stand in the order in which they were chosen. `probs` [N, V] float64 holds, for
     node i, the law its SAMPLED or WITHOUT_REPLACEMENT children were really drawn from; None when all are GIVEN.
-    `match` says of copied tokens how many before them agreed with the text, 0 where nothing was copied; `sure` of those
-    of a chain, where it is known, the sixteenth that the probability falls into which their drafter gave them.
+    `match` says of copied tokens how many before them agreed with the text, 0 where nothing was copied; `sure` of each
+    node but the root, where it is known, the sixteenth that the probability falls into which its drafter gave it, and
+    `chances` how likely it is to stand with all before it, where nodes come in that order.
     """
 
     tokens: list[int]
@@ -49,6 +50,7 @@ class Draft:
     probs: np.ndarray | None = None
     match: int = 0
     sure: list[int] = field(default_factory=list)
+    chances: list[float] = field(default_factory=list)
 
     @classmethod
     def root(cls, token: int) -> Draft:
@@ -60,6 +62,12 @@ class Draft:
         """A deterministic continuation of the root."""
         n = len(tokens)
         return cls([root, *tokens], list(range(-1, n)), ["", *[source] * n], [Law.GIVEN] * (n + 1), match=match)
+
+    def first(self, count: int) -> Draft:
+        """The root and the `count` nodes behind it, of a draft whose tokens are GIVEN."""
+        end = count + 1
+        parts = self.tokens[:end], self.parents[:end], self.sources[:end], self.laws[:end]
+        return Draft(*parts, match=self.match, sure=self.sure[:count], chances=self.chances[:count])
 
     def add(self, token: int, parent: int, source: str, law: Law = Law.GIVEN) -> int:
         """Append a node below `parent`; returns its index."""

@@ -33,7 +33,7 @@ class Row:
         coupled: the rule matches tokens: every node is GIVEN, and sharing the target's noise pays. Otherwise
             nodes may be SAMPLED, with `Draft.probs` the law they were really drawn from.
         branching: the rule takes trees; otherwise the draft must be a chain.
-        stands, floor: a draft may end where the chance that it stands falls below `floor`, a product of what `stands`
+        stands, floor: a chain may end where the chance that it stands falls below `floor`, a product of what `stands`
             says of its tokens (see `Survival`). None, where it may not: the depth was asked for.
     """
 
@@ -91,16 +91,16 @@ class Proposer:
         name: what statistics call it.
         width: the most nodes of a level; room is kept for so many.
         boundaries: the target's hidden states it wants: i enters layer i, the number of layers is what left the last.
-        stops: it ends drafts by itself, as `Row.floor` says.
-        sees: it knows a token's chance before that costs anything, so its drafts end with the last token that is worth
-            its row; others have to draft a token to know, and end behind it.
+        stops: it ends chains by itself, as `Row.floor` says.
+        weighs: it says of each node how likely it is to stand (`Draft.chances`), by `Row.stands`; as many of them are
+            verified as pay.
         learns: it wants the target's laws, too.
     """
 
     name = ""
     width = 1
     stops = False
-    sees = False
+    weighs = False
     learns = False
     boundaries: tuple[int, ...] = ()
 

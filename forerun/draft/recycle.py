@@ -23,7 +23,7 @@ class Recycle(Proposer):
     """
 
     name = RECYCLE
-    stops = learns = sees = True
+    weighs = learns = True
 
     def __init__(self, made: Successors | None = None, width: int = 2) -> None:
         """At most `width` nodes a level deep: the likeliest, so that one level may have more of them than another."""
@@ -67,12 +67,11 @@ class Recycle(Proposer):
             temperature=row.params.temperature,
             keys=[row.noise.target(depth) for depth in range(row.depth)] if row.coupled else (),
             stands=row.stands,
-            floor=row.floor,
         )
-        tokens, parents, sure = branch([own, made] if made else [own], growth)
+        nodes = branch([own, made] if made else [own], growth)
         draft = Draft.root(growth.root)
-        for token, parent in zip(tokens, parents, strict=True):
+        for token, parent in zip(nodes.tokens, nodes.parents, strict=True):
             draft.add(token, parent, self.name)
         if row.stands is not None:
-            draft.sure = sure
+            draft.sure, draft.chances = nodes.sure, nodes.chances
         return draft

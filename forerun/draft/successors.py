@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -44,7 +45,7 @@ class Growth:
         is_chain: one node a level.
         temperature, keys: what the target draws with, and its noise behind each level; no keys where chances are to be
             those of the laws.
-        stands, floor: as in `Row`.
+        stands: as in `Row`.
     """
 
     before: int
@@ -55,7 +56,16 @@ class Growth:
     temperature: float = 0.0
     keys: Sequence[int] = ()
     stands: array[float] | None = None
-    floor: float = 0.0
+
+
+class Branches(NamedTuple):
+    """Nodes, the likeliest first: their tokens, their parents (0 is the root), the sixteenths into which their own
+    chances fall, and the chances that they stand, with all before them."""
+
+    tokens: list[int]
+    parents: list[int]
+    sure: list[int]
+    chances: list[float]
 
 
 class Successors:
@@ -169,49 +179,48 @@ def pair_of(before: int, token: int) -> int:
     return (before + 2) << 32 | token
 
 
-def branch(tables: Sequence[Successors], growth: Growth) -> tuple[list[int], list[int], list[int]]:
-    """The likeliest nodes behind a text, in the order in which they are: tokens, parents (0 is the root), and the
-    sixteenths into which their own chances fall. What the first table knows goes before what others do, and what is
-    known of two tokens before what is known of one."""
+def branch(tables: Sequence[Successors], growth: Growth) -> Branches:
+    """The likeliest nodes behind a text. What the first table knows goes before what others do, and what is known of
+    two tokens before what is known of one."""
     lib = native.library()
     if lib is None:
         return branch_twin(tables, growth)
     keys, count = array("Q", growth.keys), growth.most
     given = CGrowth(
         growth.before, growth.root, growth.levels, count, growth.is_chain, growth.temperature,
-        address(keys) if growth.keys else None, address(growth.stands) if growth.stands else None, growth.floor,
+        address(keys) if growth.keys else None, address(growth.stands) if growth.stands else None,
     )  # fmt: skip
-    tokens, parents, sure = array("i", bytes(4 * count)), array("i", bytes(4 * count)), array("b", bytes(count))
+    tokens, parents = array("i", bytes(4 * count)), array("i", bytes(4 * count))
+    sure, chances = array("b", bytes(count)), array("d", bytes(8 * count))
     structs = (CSuccessors * len(tables))(*(table.struct for table in tables))
-    places = address(tokens), address(parents), address(sure)
+    places = address(tokens), address(parents), sure.buffer_info()[0], address(chances)
     found = lib.forerun_branch(structs, len(tables), ctypes.byref(given), *places)
-    return tokens[:found].tolist(), parents[:found].tolist(), sure[:found].tolist()
+    return Branches(tokens[:found].tolist(), parents[:found].tolist(), sure[:found].tolist(), chances[:found].tolist())
 
 
-def branch_twin(tables: Sequence[Successors], growth: Growth) -> tuple[list[int], list[int], list[int]]:
+def branch_twin(tables: Sequence[Successors], growth: Growth) -> Branches:
     """`branch` in plain Python."""
-    nodes, depths, values = [growth.root], [0], [1.0]
-    parents, sure = [NONE], [0]
+    nodes, depths = Branches([growth.root], [NONE], [0], [1.0]), [0]
     candidates: list[tuple[float, int, int, int, int]] = []
     order = 0
     while True:
-        node = len(nodes) - 1
+        node = len(depths) - 1
         if growth.is_chain:
             candidates.clear()
-        before = growth.before if node == 0 else nodes[parents[node]]
-        for token, chance in _successors(tables, before, nodes[node], depths[node], growth):
+        before = growth.before if node == 0 else nodes.tokens[nodes.parents[node]]
+        for token, chance in _successors(tables, before, nodes.tokens[node], depths[node], growth):
             sixteenth = min(int(chance * SURE), SURE - 1)
             worth = chance if growth.stands is None else chance * growth.stands[sixteenth] / ((sixteenth + 0.5) / SURE)
-            heapq.heappush(candidates, (-values[node] * min(worth, 1.0), order, node, token, sixteenth))
+            heapq.heappush(candidates, (-nodes.chances[node] * min(worth, 1.0), order, node, token, sixteenth))
             order += 1
-        if node == growth.most or not candidates or -candidates[0][0] < growth.floor:
-            return nodes[1:], parents[1:], sure[1:]
-        value, _, parent, token, sixteenth = heapq.heappop(candidates)
-        nodes.append(token)
-        parents.append(parent)
-        sure.append(sixteenth)
+        if node == growth.most or not candidates:
+            return Branches(nodes.tokens[1:], nodes.parents[1:], nodes.sure[1:], nodes.chances[1:])
+        chance, _, parent, token, sixteenth = heapq.heappop(candidates)
+        nodes.tokens.append(token)
+        nodes.parents.append(parent)
+        nodes.sure.append(sixteenth)
+        nodes.chances.append(-chance)
         depths.append(depths[parent] + 1)
-        values.append(-value)
 
 
 def _successors(

@@ -8,6 +8,7 @@ accepted. It then takes the depths with the most expected tokens a second. Depth
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Sequence
@@ -105,8 +106,12 @@ class DepthPolicy(Protocol):
         better. `kind` is of their match, `acceptance` what became of such copies for this request; `place` is (tokens
         that are in the pass in any case, requests that may draft in it)."""
 
-    def floor(self, wish: Wish, place: tuple[int, int]) -> float:
-        """The chance to stand below which a token is not worth it; `place` as in `worth`."""
+    def enough(self, chances: Sequence[float], place: tuple[int, int]) -> int:
+        """How many of some nodes to verify, of which each stands with such a chance, the likeliest first; `place` as in
+        `worth`."""
+
+    def floor(self, source: str, acceptance: Acceptance, place: tuple[int, int]) -> float:
+        """The chance that a chain still stands below which no token more is worth it; `place` as in `worth`."""
 
     def survival(self, source: str, greedy: bool) -> Survival:
         """What the drafter's own probabilities are worth."""
@@ -200,14 +205,21 @@ class Auto:
                 return 0
         return best
 
-    def floor(self, wish: Wish, place: tuple[int, int]) -> float:
-        """A level more costs what it takes to draft, and a row of the pass; it brings a token with the chance that it
-        stands. At today's speed a token is worth the time that it takes."""
-        learned, (tokens, requests) = self.learned, place
-        _, speed = self._alone(wish, self.rate(wish.source, wish.acceptance), place)
-        level = learned.of_draft(wish.source, FAR, requests) - learned.of_draft(wish.source, 1, requests)
+    def enough(self, chances: Sequence[float], place: tuple[int, int]) -> int:
+        """As many as give most tokens a second, as if all requests that may draft were alike."""
+        tokens, requests = place
+        expected = itertools.accumulate(chances, initial=1.0)
+        speeds = [gain / self.learned.of_pass(tokens + requests * count) for count, gain in enumerate(expected)]
+        return speeds.index(max(speeds))
+
+    def floor(self, source: str, acceptance: Acceptance, place: tuple[int, int]) -> float:
+        """A level more costs what it takes to draft, and a row of the pass; it brings a token with the chance that all
+        before it stand, and that it does. At today's speed a token is worth the time that it takes."""
+        learned, (tokens, requests), rate = self.learned, place, self.rate(source, acceptance)
+        _, speed = self._alone(Wish(source, FAR, acceptance), rate, place)
+        level = learned.of_draft(source, FAR, requests) - learned.of_draft(source, 1, requests)
         row = learned.of_pass(tokens + FAR * requests) - learned.of_pass(tokens + requests)
-        return min((level + row) / (FAR - 1) * speed, HIGHEST)
+        return min((level + row) / (FAR - 1) * speed / rate, HIGHEST)
 
     def survival(self, source: str, greedy: bool) -> Survival:
         return self.survivals[source, greedy]

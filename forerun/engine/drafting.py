@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from forerun.draft.base import Proposer, Row
 from forerun.engine.blame import blaming, together
-from forerun.engine.depth import DEEPEST, FAR, HIGHEST, DepthPolicy, Wish, kind_of_match
+from forerun.engine.depth import DEEPEST, DepthPolicy, Wish, kind_of_match
 from forerun.engine.request import Request
 from forerun.engine.scheduler import Work
 from forerun.errors import ForerunError
@@ -94,9 +94,11 @@ class Drafting:
         return together(lambda chosen: proposer.propose([rows[i] for i in chosen]), range(len(rows)), requests)
 
     def _worth(self, request: Request, draft: Draft, proposer: Proposer, place: tuple[int, int]) -> Draft:
-        """As much of what was copied as pays. If that is nothing, or another proposer is expected to do better, it is
-        set aside and scored with what the target says. All of this depends on the text alone, so it is exact under
-        every rule."""
+        """As much of a draft as pays: of nodes that were weighed, and of what was copied. If that is nothing of a copy,
+        or another proposer is expected to do better, it is set aside and scored with what the target says. What becomes
+        of copies depends on the text alone, so it is exact under every rule."""
+        if draft.chances:
+            return draft.first(self.policy.enough(draft.chances, place))
         if not draft.match or request.depth != "auto":
             return draft
         kind, parts = kind_of_match(proposer.name, draft.match), self.proposers[request.draft].parts
@@ -110,7 +112,7 @@ class Drafting:
             request.aside = (kind, draft.tokens[1:])
             return Draft.root(draft.tokens[0])
         request.kind = kind
-        return Draft.chain(draft.tokens[0], draft.tokens[1 : count + 1], draft.sources[1], draft.match)
+        return draft.first(count)
 
     def _taken(self, request: Request, draft: Draft, proposer: Proposer) -> Draft:
         """What of a proposer's draft is verified."""
@@ -170,10 +172,8 @@ class Drafting:
         stands, floor = None, 0.0
         if _stops(request, proposer):
             stands = self.policy.survival(proposer.name, request.params.greedy).stands
-            acceptance = request.acceptance[proposer.name]
-            floor = self.policy.floor(Wish(proposer.name, FAR, acceptance, proposer.width), place)
-            if not proposer.sees:  # a token more is drafted before anything is known of it
-                floor = min(floor / self.policy.rate(proposer.name, acceptance), HIGHEST)
+            if proposer.stops:
+                floor = self.policy.floor(proposer.name, request.acceptance[proposer.name], place)
         return Row(
             stands=stands,
             floor=floor,
@@ -188,9 +188,10 @@ class Drafting:
 
 
 def _stops(request: Request, proposer: Proposer) -> bool:
-    """Whether its chains end where the drafter is not sure any more. Not under a ratio rule: that depends on what was
+    """Whether its drafts end where the drafter is not sure any more. Not under a ratio rule: that depends on what was
     drawn. Nor with filters, behind which the drafter draws level by level."""
-    return proposer.stops and request.depth == "auto" and request.rule.coupled and request.params.unfiltered
+    free = request.depth == "auto" and request.rule.coupled and request.params.unfiltered
+    return free and (proposer.stops or proposer.weighs)
 
 
 def _drafted(proposer: Proposer, rows: Sequence[Row], proposed: Sequence[Draft | None]) -> int:

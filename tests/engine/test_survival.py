@@ -8,7 +8,7 @@ import pytest
 
 from forerun import LLM, SamplingParams
 from forerun.draft.eagle_format import save_head
-from forerun.engine.depth import FAR, HIGHEST, Acceptance, Auto, Chance, Wish
+from forerun.engine.depth import HIGHEST, Acceptance, Auto, Chance
 from forerun.engine.survival import Survival
 from forerun.kernels import native
 from forerun.types import Draft, Verdict
@@ -60,9 +60,21 @@ def test_floors_rise_with_what_a_level_costs() -> None:
                 policy.record_pass(tokens, 1 + row * (tokens - 1))
             for depth in range(1, 9):
                 policy.record_draft("eagle3", depth, 0.1 + level * depth)
-        floors.append(policy.floor(Wish("eagle3", FAR, acceptance), (1, 1)))
+        floors.append(policy.floor("eagle3", acceptance, (1, 1)))
     # one token more: level + row, at 2 to 3 tokens a pass of 1.2 to 1.7, with a chance of 0.7
     assert 0.02 < floors[0] < 0.1 < floors[1] < 0.3 < floors[2] <= HIGHEST
+
+
+def test_of_weighed_nodes_as_many_are_verified_as_pay() -> None:
+    """Rows that come in tiles of four: the fourth is as cheap as the third, and a fifth is dear."""
+    policy = Auto()
+    for _ in range(12):
+        for tokens, seconds in ((1, 1.0), (2, 1.2), (3, 1.2), (4, 1.2), (5, 2.0), (6, 2.0)):
+            policy.record_pass(tokens, seconds)
+    assert policy.enough([0.5, 0.1, 0.05, 0.04, 0.04], (1, 1)) == 3
+    assert policy.enough([0.1, 0.05, 0.01], (1, 1)) == 0
+    assert policy.enough([0.9, 0.8, 0.8, 0.7, 0.7], (1, 1)) == 5 - (4.2 / 2.0 < 3.5 / 1.2) * 2
+    assert policy.enough([], (1, 1)) == 0
 
 
 def test_two_bad_rounds_do_not_silence_a_drafter_that_is_known() -> None:
@@ -91,8 +103,7 @@ def test_texts_are_the_same_whatever_a_drafter_is_sure_of(rule: str, temperature
     llm = LLM(tiny.family("llama"), draft=f"eagle3:{tmp_path}/head", kv_tokens=1024, rule=rule)
     params = SamplingParams(max_tokens=40, temperature=temperature, seed=3, ignore_eos=True)
     prompts = [[5, 6, 7], [9] * 6, [3, 1, 4, 1, 5]]
-    policy = llm.engine.policy
-    policy.floor = lambda wish, _: 0.3 * policy.rate(wish.source, wish.acceptance)  # type: ignore[method-assign]
+    llm.engine.policy.floor = lambda *_: 0.3  # type: ignore[method-assign]
     llm.engine.policy.choose = lambda wishes, _: [2] * len(wishes)  # type: ignore[method-assign]
     said = llm.generate(prompts, params)
     drafted = {length for completion in said for length, _ in completion.stats.rounds}

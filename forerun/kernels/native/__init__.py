@@ -86,7 +86,7 @@ class CSuccessors(Structure):
 class CGrowth(Structure):
     _fields_ = [
         ("before", c_int32), ("root", c_int32), ("levels", c_int32), ("most", c_int32), ("chain", c_int32),
-        ("temperature", c_float), ("keys", c_void_p), ("stands", c_void_p), ("floor", c_float),
+        ("temperature", c_float), ("keys", c_void_p), ("stands", c_void_p),
     ]  # fmt: skip
 
 
@@ -125,7 +125,7 @@ def _declare(lib: ctypes.CDLL) -> None:
     lib.forerun_learn.argtypes = [POINTER(CSuccessors), *[c_void_p] * 3, c_int32, c_int32]
     lib.forerun_learn.restype = None
     lib.forerun_fill.argtypes, lib.forerun_fill.restype = [POINTER(CSuccessors), *[c_void_p] * 3, c_int32], None
-    lib.forerun_branch.argtypes = [POINTER(CSuccessors), c_int32, POINTER(CGrowth), *[c_void_p] * 3]
+    lib.forerun_branch.argtypes = [POINTER(CSuccessors), c_int32, POINTER(CGrowth), *[c_void_p] * 4]
     lib.forerun_branch.restype = c_int32
     lib.forerun_sort.argtypes = [c_void_p, c_int64, c_int64, c_int32, c_void_p, c_void_p]
     lib.forerun_sort.restype = None

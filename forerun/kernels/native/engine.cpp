@@ -416,8 +416,9 @@ void forerun_fill(const Successors *table, const uint64_t *keys, const int32_t *
 }
 
 // The likeliest nodes behind a text; returns how many there are.
-int forerun_branch(const Successors *tables, int count, const Growth *growth, int32_t *tokens, int32_t *parents, int8_t *sure) {
-  return branch(tables, count, *growth, tokens, parents, sure);
+int forerun_branch(const Successors *tables, int count, const Growth *growth, int32_t *tokens, int32_t *parents, int8_t *sure,
+                   double *values) {
+  return branch(tables, count, *growth, tokens, parents, sure, values);
 }
 
 void forerun_sort(const uint32_t *tokens, int64_t count, int64_t vocab, int threads, uint32_t *suffixes, int64_t *starts) {

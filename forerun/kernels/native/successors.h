@@ -24,7 +24,6 @@ struct Growth {
   float temperature;            // at 0, or without keys, chances are those of the laws
   const uint64_t *keys;         // [levels] streams of noise that the target draws with behind each level, or null
   const float *stands;          // [SURE] what a chance is worth, by sixteenths, or null: what it says
-  float floor;                  // chance to stand below which a node is not worth its row
 };
 
 namespace {
@@ -77,10 +76,10 @@ struct Candidate {
   bool operator<(const Candidate &o) const { return value < o.value || (value == o.value && order > o.order); }
 };
 
-int branch(const Successors *tables, int count, const Growth &g, int32_t *tokens, int32_t *parents, int8_t *sure) {
+// Nodes in the order of `value`, the chance that each stands.
+int branch(const Successors *tables, int count, const Growth &g, int32_t *tokens, int32_t *parents, int8_t *sure, double *value) {
   std::vector<Candidate> open;
   std::vector<int> depth = {0};
-  std::vector<double> value = {1.0};
   int order = 0;
   for (int node = 0;; node++) {  // node 0 is the root, node i stands at i - 1
     int token = node ? tokens[node - 1] : g.root;
@@ -96,17 +95,16 @@ int branch(const Successors *tables, int count, const Growth &g, int32_t *tokens
         int next = table->tokens[at * NEXT + i], sixteenth = std::min((int)(chance[i] * SURE), SURE - 1);
         if (next < 0 || !(chance[i] > 0)) continue;
         double worth = g.stands ? chance[i] * g.stands[sixteenth] / ((sixteenth + 0.5) / SURE) : chance[i];
-        open.push_back({value[node] * std::min(worth, 1.0), order++, node, next, sixteenth});
+        open.push_back({(node ? value[node - 1] : 1.0) * std::min(worth, 1.0), order++, node, next, sixteenth});
         std::push_heap(open.begin(), open.end());
       }
     }
-    if (node == g.most || open.empty() || open.front().value < g.floor) return node;
+    if (node == g.most || open.empty()) return node;
     std::pop_heap(open.begin(), open.end());
     Candidate c = open.back();
     open.pop_back();
-    tokens[node] = c.token, parents[node] = c.parent, sure[node] = (int8_t)c.sixteenth;
+    tokens[node] = c.token, parents[node] = c.parent, sure[node] = (int8_t)c.sixteenth, value[node] = c.value;
     depth.push_back(depth[c.parent] + 1);
-    value.push_back(c.value);
   }
 }
 
