@@ -73,16 +73,16 @@ def index(
 
 def build(paths: Sequence[Path], out: Path, tokenizer: Tokenizer, vocab: int, tell: Tell) -> Indexed:
     """Add what is new in `paths` to the index `out`. Raises ForerunError where that cannot be; nothing half is left."""
-    from forerun.draft.corpus import LIST, Index, adding
+    from forerun.draft.corpus import LIST, Index, adding, is_left_over
     from forerun.memory import give_back
 
     begun, made = time.monotonic(), Indexed()
     known: set[File] = set()
     if (out / LIST).exists():
         before = Index(out)
-        before.check(tokenizer)
+        before.check(tokenizer, vocab)
         known, made.total = before.files, before.count
-    elif out.exists() and (not out.is_dir() or any(out.iterdir())):
+    elif out.exists() and not (out.is_dir() and is_left_over(out)):
         raise RequestError(f"{out} is there and is no index: give --out another name")
     files = [file for file in _files(paths) if not (file in known and _count(made))]
     size, done = sum(file.size for file in files), 0

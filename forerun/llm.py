@@ -242,7 +242,7 @@ class _Loading:
         if self.tokenizer is None:
             raise RequestError("this model directory has no tokenizer, so no index has its tokens")
         index = Index(Path(where).expanduser())
-        index.check(self.tokenizer)
+        index.check(self.tokenizer, self.target.decoder.config.vocab)
         return index
 
 

@@ -58,6 +58,13 @@ def test_files_that_have_not_changed_are_left_alone(tmp_path: Path, tokenizer: T
     assert (third.files, third.unchanged) == (1, 2) and "Other words" in said(Index(out), tokenizer)
 
 
+def test_what_a_killed_build_has_left_is_no_obstacle(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "0001.tokens").write_bytes(b"1234")
+    assert build([files(tmp_path / "in")], tmp_path / "out", tokenizer, 1 << 16, nothing).files == 3
+    assert Index(tmp_path / "out").count > 10
+
+
 @pytest.mark.parametrize("wrong", ["missing", "json", "no index", "a file"])
 def test_what_cannot_be_is_one_line_and_leaves_nothing(wrong: str, tmp_path: Path, tokenizer: Tokenizer) -> None:
     source, out = files(tmp_path / "in"), tmp_path / "out"

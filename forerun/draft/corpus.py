@@ -6,6 +6,7 @@ what is added becomes a segment of its own, and the list of segments is replaced
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -75,9 +76,9 @@ class Index:
         """Tokens of all texts, those between them included."""
         return sum(len(segment.tokens) for segment in self.segments)
 
-    def check(self, tokenizer: Tokenizer) -> None:
-        """Raise LoadError unless its tokens are those of `tokenizer`."""
-        if self.tokenizer != identity(tokenizer):
+    def check(self, tokenizer: Tokenizer, vocab: int) -> None:
+        """Raise LoadError unless its tokens are those of `tokenizer`, for a model that has `vocab` of them."""
+        if (self.tokenizer, self.vocab) != (identity(tokenizer), vocab):
             raise LoadError(f"{self.directory} was made for another tokenizer: make one with forerun index --model ...")
 
 
@@ -124,21 +125,42 @@ def adding(directory: Path, tokenizer: Tokenizer, vocab: int) -> Iterator[Writer
     """A writer of one more segment of the index in `directory`, which need not be there yet. What it wrote is in the
     index at the end, or gone if anything is raised before."""
     directory.mkdir(parents=True, exist_ok=True)
-    about: dict[str, Any] = {"version": VERSION, "tokenizer": identity(tokenizer), "vocab": vocab, "segments": []}
-    if (directory / LIST).exists():
-        about["segments"] = _read(directory)["segments"]
-    number = 1 + max((int(segment["name"]) for segment in about["segments"]), default=0)
-    writer = Writer(directory, f"{number:04}", vocab)
+    with _alone(directory):
+        about: dict[str, Any] = {"tokenizer": identity(tokenizer), "vocab": vocab, "segments": []}
+        if (directory / LIST).exists():
+            about = _read(directory)
+        number = 1 + max((int(segment["name"]) for segment in about["segments"]), default=0)
+        writer = Writer(directory, f"{number:04}", vocab)
+        try:
+            yield writer
+            if writer.count:
+                about["segments"].append(writer.finish())
+                _replace(directory / LIST, json.dumps({"version": VERSION, **about}))
+            else:
+                writer.remove()
+        except BaseException:
+            writer.remove()
+            raise
+        finally:
+            writer.close()
+
+
+@contextmanager
+def _alone(directory: Path) -> Iterator[None]:
+    """Nobody else writes there meanwhile. Raises RequestError where somebody does."""
+    place = os.open(directory, os.O_RDONLY)
     try:
-        yield writer
-        if writer.files:
-            about["segments"].append(writer.finish())
-            _replace(directory / LIST, json.dumps(about))
-    except BaseException:
-        writer.remove()
-        raise
+        fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise RequestError(f"{directory} is being added to by another process: wait until that has ended") from None
     finally:
-        writer.close()
+        os.close(place)
+
+
+def is_left_over(directory: Path) -> bool:
+    """Whether a directory without a list has nothing but what a build has left that was killed."""
+    return all(path.stem.isdigit() and path.suffix[1:] in PARTS for path in directory.iterdir())
 
 
 def _replace(path: Path, text: str) -> None:
@@ -166,7 +188,7 @@ class Writer:
     def add(self, file: File, texts: Iterable[Sequence[int]]) -> None:
         """The texts of a file, as token ids below `vocab`. Raises RequestError where there are too many."""
         self.files.append(file)
-        for ids in texts:
+        for ids in filter(None, texts):
             if self.count + len(ids) + 1 > MOST:
                 raise RequestError(f"an index takes {MOST:,} tokens at a time: give some files, and others afterwards")
             self._tokens.write(np.array([*ids, BREAK], np.uint32).tobytes())
@@ -177,14 +199,21 @@ class Writer:
         self._tokens.flush()
         os.fsync(self._tokens.fileno())
         tokens = np.memmap(self._path("tokens"), np.uint32, "r", shape=(self.count,))
-        suffixes = np.memmap(self._path("suffixes"), np.uint32, "w+", shape=(self.count - self._breaks(tokens),))
-        starts = np.memmap(self._path("starts"), np.int64, "w+", shape=(self.vocab + 1,))
+        suffixes = self._mapped("suffixes", self.count - self._breaks(tokens))
+        starts = self._mapped("starts", self.vocab + 1)
         sort_suffixes(tokens, suffixes, starts)
         suffixes.flush()
         starts.flush()
         counts = {"tokens": len(tokens), "suffixes": len(suffixes), "starts": len(starts)}
         files = [(file.path, file.size, file.changed) for file in self.files]
         return {"name": self.name, **counts, "files": files}
+
+    def _mapped(self, part: str, count: int) -> np.memmap:
+        """A part to be written. Its room is taken now: a disk that is full later would end the process."""
+        kind = np.dtype(PARTS[part])
+        with self._path(part).open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, count * kind.itemsize)
+        return np.memmap(self._path(part), kind, "r+", shape=(count,))
 
     def _breaks(self, tokens: np.ndarray) -> int:
         step = 1 << 24

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from forerun import LLM, ConfigError, LoadError, SamplingParams
+from forerun import LLM, ConfigError, LoadError, RequestError, SamplingParams
 from forerun.draft import corpus
 from forerun.draft.base import Row
 from forerun.draft.corpus import BREAK, LIST, File, Index, Segment, adding, sort_suffixes, sort_suffixes_twin
@@ -158,6 +158,37 @@ def test_what_ends_an_addition_leaves_the_index_as_it_was(
                 fail()
     assert {path.name: path.read_bytes() for path in (tmp_path / "index").iterdir()} == before
     assert not (tmp_path / "new").exists()
+
+
+def test_two_do_not_add_at_once_and_nothing_new_leaves_no_trace(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    write(tmp_path, tokenizer, texts_of(1))
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with adding(tmp_path, tokenizer, 50) as writer:
+        with pytest.raises(RequestError, match="another process"), adding(tmp_path, tokenizer, 50):
+            pass
+        writer.add(File("empty", 1, 2), [[]])
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_room_is_taken_before_anything_is_mapped(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that gets full under a mapped file ends the process without a word."""
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(corpus.os, "posix_fallocate", full)
+    with pytest.raises(OSError, match="No space left"):
+        write(tmp_path / "new", tokenizer, texts_of(1))
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_model_of_another_size_needs_an_index_of_its_own(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    write(tmp_path, tokenizer, texts_of(1))
+    with pytest.raises(LoadError, match="made for another tokenizer"):
+        Index(tmp_path).check(tokenizer, 51)
+    Index(tmp_path).check(tokenizer, 50)
 
 
 def test_tenants_and_indices_that_come_and_go(tmp_path: Path, tokenizer: Tokenizer) -> None:
