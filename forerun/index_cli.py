@@ -84,7 +84,9 @@ def build(paths: Sequence[Path], out: Path, tokenizer: Tokenizer, vocab: int, te
         known, made.total = before.files, before.count
     elif out.exists() and not (out.is_dir() and is_left_over(out)):
         raise RequestError(f"{out} is there and is no index: give --out another name")
-    files = [file for file in _files(paths) if not (file in known and _count(made))]
+    found = list(_files(paths))
+    files = [file for file in found if file not in known]
+    made.unchanged = len(found) - len(files)
     size, done = sum(file.size for file in files), 0
     try:
         with adding(out, tokenizer, vocab) as writer:
@@ -97,16 +99,12 @@ def build(paths: Sequence[Path], out: Path, tokenizer: Tokenizer, vocab: int, te
             made.files, made.tokens = len(writer.files), writer.count
             made.total += writer.count
             give_back()
-            tell(f"sorting {writer.count:,} tokens")
+            if writer.count:
+                tell(f"sorting {writer.count:,} tokens")
     except OSError as error:
         raise ForerunError(f"{out} cannot be written ({error.strerror}): what was there before is as it was") from None
     made.seconds = time.monotonic() - begun
     return made
-
-
-def _count(made: Indexed) -> bool:
-    made.unchanged += 1
-    return True
 
 
 def _files(paths: Sequence[Path]) -> Iterator[File]:

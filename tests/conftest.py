@@ -2,6 +2,7 @@
 
 import os
 import signal
+from collections.abc import Iterator
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports huggingface_hub
 
@@ -9,12 +10,24 @@ import pytest
 import torch
 import transformers
 
+from forerun.kernels import native
 from forerun.models.hub import default_model
 
 transformers.utils.logging.disable_progress_bar()
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # begun in the background: programs that are tested inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1)  # tiny models: a second thread costs more than it gives
+
+
+@pytest.fixture(params=["avx512", "avx512vnni", "avxvnni", "avx2", "portable"])
+def instructions(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The native kernels in each instruction set that this processor has."""
+    try:
+        native.start(2, request.param)
+    except (ValueError, RuntimeError) as error:
+        pytest.skip(str(error))
+    yield request.param
+    native.start(2)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -3,7 +3,6 @@ else is in the pass, in every format and instruction set. Speculative text equal
 """
 
 import functools
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -23,16 +22,6 @@ pytestmark = pytest.mark.skipif(native.library() is None, reason=native.reason()
 KINDS = tuple(kind for kind, form in FORMS.items() if form not in ("float32", "bfloat16"))
 MODELS = [("llama", kind) for kind in KINDS]
 MODELS += [("qwen2", "q4_k_m"), ("smollm3", "q5_k"), ("gemma3", "gemma"), ("gpt2", KINDS), ("phi3", KINDS)]
-
-
-@pytest.fixture(params=["avx512", "avx512vnni", "avxvnni", "avx2", "portable"])
-def instructions(request: pytest.FixtureRequest) -> Iterator[str]:
-    try:
-        native.start(2, request.param)
-    except ValueError:
-        pytest.skip(f"this processor has no {request.param}")
-    yield request.param
-    native.start(2)
 
 
 @functools.cache

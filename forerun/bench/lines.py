@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from forerun.bench.whole import write_whole
 from forerun.errors import ForerunError
+from forerun.whole import write_whole
 
 RUN = ("kind", "model", "tokens", "repeats", "machine")
 LARGEST = 1e15  # no measurement comes near; beyond it neither JSON nor a plot is exact

@@ -31,7 +31,7 @@ from forerun.bench.summary import (
     unique,
     verdict,
 )
-from forerun.bench.whole import write_whole
+from forerun.whole import write_whole
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,9 +26,9 @@ from forerun import __version__
 from forerun.bench.agreement import Agreement, Judge
 from forerun.bench.corpus import excerpts, library_texts
 from forerun.bench.recipe import SPECIAL, PairRecipe
-from forerun.bench.whole import whole_directory
 from forerun.errors import ConfigError
 from forerun.progress import Tell, nothing
+from forerun.whole import whole_directory
 
 TEXT_A_TOKEN = 732  # characters of text to learn a token from
 JUDGED_TOKENS, JUDGED_PROMPTS = 128, 16  # greedy tokens of each prompt that are compared, and of how many prompts

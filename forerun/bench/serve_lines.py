@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from forerun.bench.lines import NUMBER, NUMBER_OR_NULL, TEXT, WHOLE, Check, check_fields, objects_of, or_null
-from forerun.bench.whole import write_whole
 from forerun.errors import ForerunError
+from forerun.whole import write_whole
 
 SERVE = "serve"
 PERCENTILES = ("p50", "p95", "p99")

@@ -12,7 +12,7 @@ from typing import Any
 from forerun.bench.page import Column, fill, table_of
 from forerun.bench.serve_lines import PERCENTILES, Line
 from forerun.bench.summary import LONGEST_NAME, PLAIN, PLAIN_NAME, TEXTS, condition, number, shorten, shown, unique
-from forerun.bench.whole import write_whole
+from forerun.whole import write_whole
 
 FOOTER = (
     "As a client sees it: speeds are medians of the rounds, of all requests together and with the reading of prompts;"

@@ -11,11 +11,11 @@ from typing import Any
 from forerun.bench.decode import Plan, measure_decoding
 from forerun.bench.report import machine
 from forerun.bench.rounds import Result
-from forerun.bench.whole import write_whole
 from forerun.bench.workloads import Task
 from forerun.engine.drafting import OFF
 from forerun.errors import ConfigError
 from forerun.progress import Part, Tell, nothing
+from forerun.whole import write_whole
 
 AT_HAND = ("suffix", "suffix+recycle", "ngram")  # the drafts that need nothing but the model
 CLOSE = 0.9  # of the best of the short look: worth a long one

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forerun.bench.whole import write_whole
 from forerun.errors import RequestError, shown
+from forerun.whole import write_whole
 
 if TYPE_CHECKING:
     from forerun.llm import LLM

@@ -186,4 +186,4 @@ def all_drafts(llm: LLM, named: str | None) -> tuple[str, ...]:
     known: Sequence[str] = list(llm.engine.proposers)
     if named:
         return (named,)
-    return tuple(name for name in ("ngram", "suffix", "recycle", *LOADED) if name in known)
+    return tuple(name for name in ("ngram", "suffix", "recycle", "retrieval", "self", *LOADED) if name in known)

@@ -22,6 +22,7 @@ from forerun.errors import LoadError, RequestError
 from forerun.kernels import native
 from forerun.kernels.native import CTexts
 from forerun.models.text import Tokenizer
+from forerun.whole import write_whole
 
 LIST = "index.json"
 VERSION = 1
@@ -135,7 +136,7 @@ def adding(directory: Path, tokenizer: Tokenizer, vocab: int) -> Iterator[Writer
             yield writer
             if writer.count:
                 about["segments"].append(writer.finish())
-                _replace(directory / LIST, json.dumps({"version": VERSION, **about}))
+                write_whole(directory / LIST, json.dumps({"version": VERSION, **about}))
             else:
                 writer.remove()
         except BaseException:
@@ -161,19 +162,6 @@ def _alone(directory: Path) -> Iterator[None]:
 def is_left_over(directory: Path) -> bool:
     """Whether a directory without a list has nothing but what a build has left that was killed."""
     return all(path.stem.isdigit() and path.suffix[1:] in PARTS for path in directory.iterdir())
-
-
-def _replace(path: Path, text: str) -> None:
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with beside.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, path)
-    finally:
-        with suppress(OSError):
-            beside.unlink()
 
 
 class Writer:

@@ -26,11 +26,11 @@ from forerun import rng
 from forerun.errors import LoadError
 from forerun.kernels import native
 from forerun.kernels.native import CGrowth, CSuccessors, address
+from forerun.types import SIXTEENTHS
 
 NEXT = 8  # successors that are kept of a law
 WAYS = 4  # entries of a set, the one that was kept last first
 ENTRIES = 1 << 16  # of a table that learns: 4.7 MB
-SURE = 16  # parts of a probability that are told apart
 TABLE = "successors.safetensors"  # in a directory that was made for one
 NONE = -1  # in place of a token that there is not
 
@@ -209,8 +209,12 @@ def branch_twin(tables: Sequence[Successors], growth: Growth) -> Branches:
             candidates.clear()
         before = growth.before if node == 0 else nodes.tokens[nodes.parents[node]]
         for token, chance in _successors(tables, before, nodes.tokens[node], depths[node], growth):
-            sixteenth = min(int(chance * SURE), SURE - 1)
-            worth = chance if growth.stands is None else chance * growth.stands[sixteenth] / ((sixteenth + 0.5) / SURE)
+            sixteenth = min(int(chance * SIXTEENTHS), SIXTEENTHS - 1)
+            worth = (
+                chance
+                if growth.stands is None
+                else chance * growth.stands[sixteenth] / ((sixteenth + 0.5) / SIXTEENTHS)
+            )
             heapq.heappush(candidates, (-nodes.chances[node] * min(worth, 1.0), order, node, token, sixteenth))
             order += 1
         if node == growth.most or not candidates:

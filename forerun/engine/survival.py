@@ -11,9 +11,8 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 
-from forerun.types import Draft, Verdict
+from forerun.types import SIXTEENTHS, Draft, Verdict
 
-SIXTEENTHS = 16
 STRENGTH = 8.0  # tokens that the drafter's own word counts for
 KEEP = 0.998  # of what was counted, at each token of the same sixteenth
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from safetensors import SafetensorError
 from torch import nn
 
-from forerun.bench.whole import whole_directory
 from forerun.errors import ConfigError, ForerunError
 from forerun.models.gguf.export import write_tokenizer
 from forerun.progress import Tell
@@ -26,6 +25,7 @@ from forerun.train.findings import find
 from forerun.train.loop import Record
 from forerun.train.recipes import Recipe
 from forerun.train.report import Facts, Report
+from forerun.whole import whole_directory
 
 TOKENIZER = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "merges.txt", "special_tokens_map.json",

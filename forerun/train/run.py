@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from forerun.bench.whole import write_whole
 from forerun.config import LOADED, parse_draft
 from forerun.draft.registry import kind_of
 from forerun.errors import ConfigError
@@ -34,6 +33,7 @@ from forerun.train.settings import Training
 from forerun.train.stream import Stream
 from forerun.train.synthesis import Written, check_place, write
 from forerun.train.tasks import chosen_tasks, reach_of, task_prompts
+from forerun.whole import write_whole
 
 MAY_DIFFER = ("max_minutes", "tasks", "speed_rounds")  # between a run and its continuation
 

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from torch import Tensor
 
-from forerun.bench.whole import whole_directory
 from forerun.draft.successors import TABLE, Successors
 from forerun.draft.suffix import Suffix
 from forerun.errors import ForerunError
@@ -22,6 +21,7 @@ from forerun.train.export import check_out
 from forerun.train.settings import Training
 from forerun.train.stream import seed_of
 from forerun.train.synthesis import GROUP, SHARE, write
+from forerun.whole import whole_directory
 
 ENTRIES = 1 << 18  # of the table while it is made
 
@@ -67,7 +67,7 @@ def make_table(target: str | None, data: Sequence[str], training: Training, out:
         texts = _go_on(
             Corpus(documents, model.tokenizer, training.tokens, training.prompt_tokens), model, training, tell
         )
-    else:
+    else:  # all the time is for writing: `write` leaves a share of it for training, and here is none
         texts = len(write(model, replace(training, max_minutes=training.max_minutes / SHARE), tell).lines)
     made = Made(len(listening.table), listening.learnt, texts, time.monotonic() - begun)
     try:

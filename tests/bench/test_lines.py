@@ -12,7 +12,7 @@ import pytest
 
 from forerun import ForerunError
 from forerun.bench.lines import check_report, read_lines, write_lines
-from forerun.bench.whole import write_whole
+from forerun.whole import write_whole
 from tests.bench.reports import MACHINE, large, report, result
 
 

@@ -502,7 +502,7 @@ def test_a_file_that_cannot_be_written_keeps_what_it_held(
         raise OSError(28, "No space left on device")
 
     (tmp_path / "x.jsonl").write_text("before")
-    monkeypatch.setattr("forerun.bench.whole.os.replace", full)
+    monkeypatch.setattr("forerun.whole.os.replace", full)
     with faking() as fake:
         flags = ["--requests", "1", "--repeats", "1", "--tokens", "5", "--out", str(tmp_path / "x.jsonl")]
         code, out, err = bench(fake.url, *flags)

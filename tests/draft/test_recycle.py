@@ -14,22 +14,10 @@ from forerun import LLM, LoadError, SamplingParams, rng
 from forerun.draft.base import Row
 from forerun.draft.recycle import TENANTS, Recycle
 from forerun.draft.successors import NEXT, NONE, Growth, Successors, branch, branch_twin, pair_of
-from forerun.kernels import native
 from forerun.verify import Noise
 from tests import tiny
 
 VOCAB = 300
-SETS = ["avx512", "avx512vnni", "avxvnni", "avx2", "portable"]
-
-
-@pytest.fixture(params=SETS)
-def instructions(request):
-    try:
-        native.start(2, request.param)
-    except (ValueError, RuntimeError) as error:
-        pytest.skip(str(error))
-    yield request.param
-    native.start(2)
 
 
 def logits_of(rows: int, seed: int = 1, vocab: int = VOCAB) -> torch.Tensor:

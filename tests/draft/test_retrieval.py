@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from forerun import LLM, ConfigError, LoadError, RequestError, SamplingParams
+from forerun import LLM, ConfigError, ForerunError, LoadError, RequestError, SamplingParams
 from forerun.draft import corpus
 from forerun.draft.base import Row
 from forerun.draft.corpus import BREAK, LIST, File, Index, Segment, adding, sort_suffixes, sort_suffixes_twin
@@ -150,9 +150,9 @@ def test_what_ends_an_addition_leaves_the_index_as_it_was(
     if when == "sorting":
         monkeypatch.setattr(corpus, "sort_suffixes", fail)
     if when == "list":
-        monkeypatch.setattr(corpus.os, "replace", fail)
+        monkeypatch.setattr("forerun.whole.os.replace", fail)
     for directory in (tmp_path / "index", tmp_path / "new"):
-        with pytest.raises(type(what)), adding(directory, tokenizer, 50) as writer:
+        with pytest.raises((type(what), ForerunError)), adding(directory, tokenizer, 50) as writer:
             writer.add(File("b", 1, 2), texts_of(2))
             if when == "tokens":
                 fail()

@@ -11,19 +11,8 @@ from forerun.errors import ForerunError
 from forerun.kernels import native
 from forerun.kernels.draw import gumbel_argmax, say, temper
 
-SETS = ["avx512", "avx512vnni", "avxvnni", "avx2", "portable"]
 # spread of the logits for each vocabulary: from near uniform, where many tokens can win, to peaked
 CASES = [(1, 1.0), (7, 1.0), (16, 0.0), (33, 2.0), (301, 0.3), (5000, 0.01), (5000, 3.0), (5000, 40.0)]
-
-
-@pytest.fixture(params=SETS)
-def instructions(request):
-    try:
-        native.start(2, request.param)
-    except (ValueError, RuntimeError) as error:
-        pytest.skip(str(error))
-    yield request.param
-    native.start(2)
 
 
 def keys_of(rows):

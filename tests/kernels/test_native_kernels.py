@@ -1,7 +1,5 @@
 """Every native kernel against float64 on odd shapes, in each instruction set this processor has."""
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import torch
@@ -9,19 +7,12 @@ import torch
 from forerun.kernels import native
 from forerun.packed import Packed
 
-pytestmark = pytest.mark.skipif(native.library() is None, reason=native.reason() or "compiled")
+pytestmark = [
+    pytest.mark.skipif(native.library() is None, reason=native.reason() or "compiled"),
+    pytest.mark.usefixtures("instructions"),
+]
 
 RMS, LAYER = 1, 2
-
-
-@pytest.fixture(params=["avx512", "avx512vnni", "avxvnni", "avx2", "portable"], autouse=True)
-def instructions(request: pytest.FixtureRequest) -> Iterator[str]:
-    try:
-        native.start(2, request.param)
-    except ValueError:
-        pytest.skip(f"this processor has no {request.param}")
-    yield request.param
-    native.start(2)
 
 
 class Bench:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from forerun.bench.whole import whole_directory
+from forerun.whole import whole_directory
 
 
 def test_a_directory_gets_its_name_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

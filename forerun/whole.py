@@ -41,7 +41,10 @@ def write_whole(path: Path, text: str) -> None:
         if place.exists() and not place.is_file():
             raise ForerunError(f"{path} cannot be written: there is something that is no file; give another name")
         temporary = place.with_name(f".forerun-{os.getpid()}.tmp")
-        temporary.write_text(text, encoding="utf-8", newline="\n")
+        with temporary.open("w", encoding="utf-8", newline="\n") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(temporary, place)
     except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: links that go round in circles
         raise ForerunError(f"{path} cannot be written: {getattr(error, 'strerror', None) or error}") from None
