@@ -69,6 +69,11 @@ class KVCache:
         self.pages.release(slot)
         self.length[slot] = 0
 
+    def rewind(self, slot: int, length: int) -> None:
+        """Take back committed rows past `length`; what is sealed may be another slot's too, and stands."""
+        assert len(self.pages.chain[slot]) * self.pages.size <= length <= self.length[slot]
+        self.length[slot] = length
+
     def commit(self, slot: int, path: Sequence[int]) -> None:
         """Keep the rows at offsets `path` (increasing) past the committed length, in that order, and only them."""
         start, count = self.length[slot], len(path)

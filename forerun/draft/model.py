@@ -74,8 +74,12 @@ class DraftModel(Proposer):
             for segment in segments:
                 cache.commit(segment.slot, range(len(segment.tokens) - len(segment.want)))  # all but the root
         for row in rows:
-            cache.pages.seal(row.slot, row.tokens, cache.length[row.slot])
+            cache.pages.seal(row.slot, row.tokens, self._settled(row.slot))
         return torch.stack([row for _, row in sorted(roots, key=lambda pair: pair[0])])
+
+    def _settled(self, slot: int) -> int:
+        """How many of the tokens that were read will stand, so that other slots may share them."""
+        return self.runner.cache.length[slot]
 
     def _feed(self, trees: Sequence[Tree]) -> Tensor:
         """Run the nodes added last; the logits after each tree's frontier. [F, V]"""

@@ -148,6 +148,14 @@ class Tokenizer:
             return bytes([int(piece[3:5], 16)])
         return bytes(_LEVEL[c] for c in piece) if all(c in _LEVEL for c in piece) else text.encode()
 
+    def spellings(self, count: int) -> list[bytes]:
+        """The bytes of the tokens below `count` as they stand behind other text; none where decoding gives none."""
+        before = self.encode("a", special=False)  # what stands first may lose its space
+        given = self.decode(before)
+        texts = self._backend.decode_batch([[*before, token] for token in range(count)], skip_special_tokens=True)
+        own = [text.removeprefix(given) for text in texts]
+        return [self.spelling(i) if BROKEN in text else text.encode() for i, text in enumerate(own)]
+
     @cached_property
     def special(self) -> frozenset[int]:
         """Tokens that decoding leaves out."""
