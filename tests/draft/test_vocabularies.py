@@ -1,0 +1,203 @@
+"""What two vocabularies share is decided by bytes, however either writes its tokens; a text is the same in both.
+
+Protects: the map between byte-level tokens, SentencePiece's and single bytes; special tokens; that a text read piece
+by piece, in whatever pieces, is in the tokens that it has when it is read at once, and that what is settled stays.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from forerun.draft.retold import Retold, behind, continued
+from forerun.draft.vocabularies import Shared, same_tokens
+from tests import other_words
+from tests.other_words import KINDS, shared, tokenizer, words
+
+TEXT = 'the name  is {"name": 12}\n\n    and  the\tété 数字 👩‍👩‍👧 colour  green, ' * 4
+UNBROKEN = "数字" * 200 + "x" * 700 + " " * 300 + "end"
+
+
+def ids(text: str) -> list[int]:
+    return tokenizer("target").encode(text)
+
+
+def read_at_once(kind: str, tokens: list[int]) -> Retold:
+    text = Retold(shared(kind))
+    text.read(tokens)
+    return text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_shared_tokens_mean_the_same_bytes(kind: str) -> None:
+    found = shared(kind)
+    assert len(found) > 200
+    for token, own in enumerate(found.to_target):
+        if own >= 0:
+            assert found.to_draft[own] == token
+            assert words("target").meanings[own] == words(kind).meanings[token]
+            assert words("target").special.get(own) == words(kind).special.get(token)
+
+
+@pytest.mark.parametrize(
+    "text, target, drafter",
+    [(" null", "Ġnull", "▁null"), ("\t", "ĉ", "<0x09>"), ("\x9f", "Ł", "<0x9F>"), ("e", "e", "e")],
+)
+def test_tokens_meet_however_they_are_written(text: str, target: str, drafter: str) -> None:
+    found, ours, theirs = shared("pieces"), words("target"), words("pieces")
+    own, other = ours.tokenizer.vocabulary()[target], theirs.tokenizer.vocabulary()[drafter]
+    assert ours.meanings[own] == theirs.meanings[other] == text.encode("latin-1")
+    assert found.to_target[other] == own and found.to_draft[own] == other
+
+
+def test_a_token_of_several_spaces_keeps_all_of_them() -> None:
+    theirs = words("pieces")
+    assert theirs.meanings[theirs.tokenizer.vocabulary()["▁▁"]] == b"  "
+
+
+def test_special_tokens_are_shared_by_their_text_alone() -> None:
+    ours, theirs, found = words("target"), words("bytes"), shared("bytes")
+    own, other = ours.tokenizer.vocabulary(), theirs.tokenizer.vocabulary()
+    assert found.to_draft[own["</s>"]] == other["</s>"]
+    assert found.to_draft[own["<pad>"]] == -1 and found.to_target[other["<end>"]] == -1
+    assert words("pieces").opening == [words("pieces").tokenizer.vocabulary()["<s>"]]
+
+
+def test_share_and_what_is_told_of_it() -> None:
+    found = shared("bytes")
+    own, other = len(words("target").by_meaning()), len(words("bytes").by_meaning())
+    assert found.share == (len(found) / own, len(found) / other)
+    told = f"the draft model has another vocabulary: {len(found)} of its {other} tokens ({len(found) / other:.0%}"
+    assert found.told.replace(" %", "%") == told + ") are the target's too"
+
+
+def test_same_vocabularies_are_known_by_their_ids() -> None:
+    assert same_tokens(tokenizer("target"), tokenizer("target"), 328)
+    assert not same_tokens(tokenizer("target"), tokenizer("shuffled"), 328)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_scores_go_across_to_the_tokens_that_mean_the_same(kind: str) -> None:
+    found = shared(kind)
+    scores = torch.randn(2, len(found.to_target))
+    across, others = found.across(scores), found.others(scores)
+    for token, own in enumerate(found.to_target):
+        if own >= 0:
+            assert across[:, own].tolist() == scores[:, token].tolist()
+            assert torch.isneginf(others[:, token]).all()
+        else:
+            assert others[:, token].tolist() == scores[:, token].tolist()
+    missing = [own for own, token in enumerate(found.to_draft) if token < 0]
+    assert torch.isneginf(across[:, missing]).all()
+
+
+# ---------------------------------------------------------------- texts
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_text_is_in_the_tokens_that_the_drafter_would_give_it(kind: str) -> None:
+    text = read_at_once(kind, ids(TEXT))
+    assert text.tokens == tokenizer(kind).encode(TEXT)
+    assert 0 < text.settled < len(text.tokens)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("text", [TEXT, UNBROKEN], ids=["words", "unbroken"])
+def test_tokens_do_not_depend_on_how_the_text_came(kind: str, text: str) -> None:
+    """What stands is what was said to stand, and what was settled is never touched."""
+    chance, tokens, whole = random.Random(1), ids(text), Retold(shared(kind))
+    tokens[40:40] = [words("target").tokenizer.vocabulary()[special] for special in ("<pad>", "</s>", "<s>")]
+    at = 0
+    while at < len(tokens):
+        at += chance.choice((0, 1, 1, 2, 3, 9, 40))
+        before, settled = list(whole.tokens), whole.settled
+        stands = whole.read(tokens[:at])
+        assert settled <= stands <= min(len(before), len(whole.tokens)) and settled <= whole.settled
+        assert before[:stands] == whole.tokens[:stands]
+        twin = read_at_once(kind, tokens[:at])
+        assert (whole.tokens, whole.settled, whole.pending) == (twin.tokens, twin.settled, twin.pending)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_unbroken_text_is_settled_too(kind: str) -> None:
+    """Else a long one would be read from its beginning in each round."""
+    text = read_at_once(kind, ids(UNBROKEN))
+    assert len(text.tokens) - text.settled < 300
+    assert tokenizer(kind).decode(text.tokens) == UNBROKEN
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bytes_of_an_unfinished_character_are_held_back(kind: str) -> None:
+    tokens, text = [*ids("so "), *ids("👍")], Retold(shared(kind))
+    for end in range(len(ids("so ")), len(tokens)):
+        text.read(tokens[:end])
+        assert text.pending == "👍".encode()[: end - len(ids("so "))]
+        assert "\ufffd" not in tokenizer(kind).decode(text.tokens)
+    text.read(tokens)
+    assert not text.pending and tokenizer(kind).decode(text.tokens) == "so 👍"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bytes_that_are_no_text_do_no_harm(kind: str) -> None:
+    byte = words("target").tokenizer.vocabulary()["ÿ"]
+    text = read_at_once(kind, [*ids("so"), byte, byte, *ids(" it is")])
+    assert tokenizer(kind).decode(text.tokens) == "so\ufffd\ufffd it is"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_special_tokens_without_a_counterpart_are_nothing(kind: str) -> None:
+    own = words("target").tokenizer.vocabulary()
+    text = read_at_once(kind, [own["<pad>"], *ids("true"), own["</s>"], *ids(" null")])
+    end = tokenizer(kind).vocabulary()["</s>"]
+    pad = [t for t in [shared(kind).to_draft[own["<pad>"]]] if t >= 0]
+    alone = tokenizer(kind).encode("true")
+    assert text.tokens[: len(alone) + len(pad) + 1] == [*pad, *alone, end] if pad else [*alone, end]
+
+
+def test_an_opening_that_the_text_brings_along_is_not_doubled() -> None:
+    begin = words("target").tokenizer.vocabulary()["<s>"]
+    assert read_at_once("pieces", [begin, *ids("the name")]).tokens == tokenizer("pieces").encode("the name")
+
+
+# ---------------------------------------------------------------- and back
+
+
+@pytest.mark.parametrize("text, follows", [("the name", " is green"), ('{"na', 'me":'), ("x 👍", " and"), ("1", "2 3")])
+def test_what_follows_is_spelled_as_it_stands(text: str, follows: str) -> None:
+    target = words("target")
+    before = behind(target, ids(text))
+    tokens = continued(target, before, before + follows.encode())
+    assert b"".join(target.meanings[token] for token in tokens) == follows.encode()
+
+
+def test_a_token_that_reaches_back_is_spelled_by_itself() -> None:
+    """The text ends within a word: its rest is proposed, not the word."""
+    target = words("target")
+    assert len(ids('"name"')) < len(ids('"na')) + len(ids('me"'))
+    tokens = continued(target, b'"na', b'"name"')
+    assert tokens == target.encode(['me"'])[0]
+
+
+def test_half_a_character_goes_on_with_its_other_half() -> None:
+    target, whole = words("target"), ids("so 👍!")
+    before = behind(target, whole[:-3])
+    assert continued(target, before, "so 👍!".encode()) == whole[-3:]
+    assert continued(target, before, "so 数!".encode()) == []
+    assert continued(target, before, before[:-2]) == []
+
+
+def test_an_unfinished_character_is_not_proposed() -> None:
+    target = words("target")
+    assert continued(target, b"so", b"so it \xf0\x9f") == target.encode([" it "])[0]
+
+
+def test_only_tokens_that_the_model_has_are_proposed() -> None:
+    less = other_words.Words(tokenizer("target"), max(ids("the")))
+    assert continued(less, b"", b"the") == ids("the")[: ids("the").index(max(ids("the")))]
+
+
+def test_no_shared_token() -> None:
+    found = Shared(words("target"), other_words.Words(tokenizer("bytes"), 0))
+    assert len(found) == 0 and found.share == (0, 0)

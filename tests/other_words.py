@@ -1,0 +1,125 @@
+"""Tiny models of other vocabularies than `tiny.spoken`, which often say the same text as it does."""
+
+from __future__ import annotations
+
+import functools
+import json
+import tempfile
+from pathlib import Path
+
+import tokenizers
+import torch
+import transformers as hf
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+
+from forerun.draft.vocabularies import Shared, Words
+from forerun.models.config import load_config
+from forerun.models.text import Tokenizer
+from tests import tiny
+
+_KEPT = tempfile.TemporaryDirectory(prefix="forerun-words-")  # goes when the run ends
+KINDS = ("pieces", "bytes", "shuffled")
+TEXTS = [
+    "the name of the colour is green, and the sizes of the alphabet are next to it",
+    'def name(self):\n    return {"colour": true, "next": null}\n' * 2,
+    "été grün 数字 übermut",
+]
+
+
+def pieces() -> tokenizers.Tokenizer:
+    """As SentencePiece makes them: spaces as a letter, bytes where there is no token, one space before a text."""
+    learned = tokenizers.Tokenizer(models.BPE())
+    learned.normalizer = normalizers.Replace(" ", "▁")
+    learned.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")
+    learned.train_from_iterator(TEXTS * 20, trainers.BpeTrainer(vocab_size=150, show_progress=False))
+    made = json.loads(learned.to_str())["model"]
+    ids = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), "▁▁"]
+    ids += sorted(set(made["vocab"]) - set(ids), key=lambda text: (len(text), text))
+    merges = [("▁", "▁"), *(tuple(merge) for merge in made["merges"])]
+    tokenizer = tokenizers.Tokenizer(
+        models.BPE({text: i for i, text in enumerate(ids)}, merges, unk_token="<unk>", byte_fallback=True)
+    )
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(steps)
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return tokenizer
+
+
+def in_bytes() -> tokenizers.Tokenizer:
+    """Byte-level, learned from other text than the target's, with other special tokens but one."""
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet, special = pre_tokenizers.ByteLevel.alphabet(), ["<end>", "</s>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=340, initial_alphabet=alphabet, special_tokens=special, show_progress=False
+    )
+    tokenizer.train_from_iterator(TEXTS * 20, trainer)
+    return tokenizer
+
+
+def shuffled() -> tokenizers.Tokenizer:
+    """The target's own tokens with other ids."""
+    raw = json.loads((tiny.spoken() / "tokenizer.json").read_text())
+    vocabulary = raw["model"]["vocab"]
+    raw["model"]["vocab"] = {text: (7 * i + 5) % len(vocabulary) for text, i in vocabulary.items()}
+    for token in raw["added_tokens"]:
+        token["id"] = raw["model"]["vocab"][token["content"]]
+    return tokenizers.Tokenizer.from_str(json.dumps(raw))
+
+
+MAKERS = {"pieces": pieces, "bytes": in_bytes, "shuffled": shuffled}
+
+
+@functools.cache
+def tokenizer(kind: str) -> Tokenizer:
+    """A drafter's tokenizer; "target" is that of `tiny.spoken`."""
+    if kind == "target":
+        return Tokenizer(tiny.spoken())
+    directory = Path(tempfile.mkdtemp(prefix=f"{kind}-", dir=_KEPT.name))
+    MAKERS[kind]().save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    return Tokenizer(directory)
+
+
+def size(kind: str) -> int:
+    """How many tokens its model has."""
+    return tiny.WORDED if kind in ("target", "shuffled") else len(tokenizer(kind).vocabulary())
+
+
+@functools.cache
+def words(kind: str) -> Words:
+    return Words(tokenizer(kind), size(kind))
+
+
+@functools.cache
+def shared(kind: str) -> Shared:
+    return Shared(words("target"), words(kind))
+
+
+@functools.cache
+def drafter(kind: str, noise: float = 0.15) -> Path:
+    """`tiny.spoken(noise)` in other tokens: shared ones are what they are there, others are said now and then where
+    the target says the token that they begin with."""
+    model = hf.LlamaForCausalLM.from_pretrained(tiny.spoken(noise))
+    embedding, head = model.model.embed_tokens.weight.detach(), model.lm_head.weight.detach()
+    torch.manual_seed(3)
+    new, said = torch.randn(size(kind), embedding.shape[1]), torch.zeros(size(kind), head.shape[1])
+    said[:, 0] = -30.0
+    for token, own in enumerate(shared(kind).to_target):
+        meaning = words(kind).meanings[token]
+        if own >= 0:
+            new[token], said[token] = embedding[own], head[own]
+        elif meaning.isascii() and meaning:
+            begins = words("target").encode([meaning.decode()])[0][0]
+            new[token], said[token] = embedding[begins], head[begins] * 0.97
+    model.resize_token_embeddings(size(kind))
+    with torch.no_grad():
+        model.model.embed_tokens.weight.copy_(new)
+        model.lm_head.weight.copy_(said)
+    directory = Path(tempfile.mkdtemp(prefix=f"{kind}-model-", dir=_KEPT.name))
+    model.save_pretrained(directory)
+    assert load_config(directory).vocab == size(kind)
+    return directory
