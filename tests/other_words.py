@@ -100,7 +100,7 @@ def shared(kind: str) -> Shared:
 
 
 @functools.cache
-def drafter(kind: str, noise: float = 0.15) -> Path:
+def drafter(kind: str, noise: float = 0.05) -> Path:
     """`tiny.spoken(noise)` in other tokens: shared ones are what they are there, others are said now and then where
     the target says the token that they begin with."""
     model = hf.LlamaForCausalLM.from_pretrained(tiny.spoken(noise))
@@ -114,8 +114,8 @@ def drafter(kind: str, noise: float = 0.15) -> Path:
             new[token], said[token] = embedding[own], head[own]
         elif meaning.isascii() and meaning:
             begins = words("target").encode([meaning.decode()])[0][0]
-            new[token], said[token] = embedding[begins], head[begins] * 0.97
-    model.resize_token_embeddings(size(kind))
+            new[token], said[token] = embedding[begins], head[begins] * (0.98 - token / 5000)  # no ties
+    model.resize_token_embeddings(size(kind), mean_resizing=False)
     with torch.no_grad():
         model.model.embed_tokens.weight.copy_(new)
         model.lm_head.weight.copy_(said)
