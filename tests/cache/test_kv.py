@@ -147,6 +147,22 @@ def test_open_takes_a_known_prefix_and_close_gives_it_back(cache: KVCache) -> No
     assert naive.kv.open(2, [7, 7, 7, 7, 7]) == 0
 
 
+def test_rewind_leaves_the_rows_before_and_never_what_is_sealed(cache: KVCache) -> None:
+    """Pages that another slot may share stand; what comes next is written behind what is left."""
+    naive, text = Naive(cache, 5), list(range(11))
+    naive.commit(0, naive.write(0, 11), list(range(11)))
+    naive.kv.pages.seal(0, text, 8)
+    naive.kv.rewind(0, 9)
+    del naive.lists[0][9:]
+    naive.check()
+    naive.commit(0, naive.write(0, 3), [0, 1, 2])
+    naive.check()
+    for length in (7, 13):
+        with pytest.raises(AssertionError):
+            naive.kv.rewind(0, length)
+    assert naive.kv.open(1, [*text[:8], 50]) == 8
+
+
 def test_room_is_at_least_what_was_asked_for() -> None:
     kv = new(tokens=10, page=4)
     assert kv.pages.count == 3

@@ -176,6 +176,16 @@ def test_stream_of_single_bytes(text: str, either: Tokenizer) -> None:
     assert seen == text
 
 
+def test_spellings_are_the_bytes_behind_other_text(either: Tokenizer) -> None:
+    """Spaces that begin a token are kept, however many; special tokens have none."""
+    size = len(either.vocabulary())
+    spellings = either.spellings(size + 3)
+    text = "a  the  grün 😀 text"
+    assert b"".join(spellings[token] for token in either.encode(text, special=False)).strip() == text.encode()
+    assert [spellings[token] for token in byte_ids(either, bytes(range(256)))] == [bytes([i]) for i in range(256)]
+    assert not any(spellings[token] for token in either.special) and spellings[size:] == [b""] * 3
+
+
 def test_half_a_character_is_never_shown(tokenizer: Tokenizer) -> None:
     stream = TextStream(tokenizer, [], ())
     for token in byte_ids(tokenizer, "a😀".encode()[:-1]):
