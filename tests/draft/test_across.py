@@ -106,7 +106,7 @@ def test_going_back_is_reading_afresh(kind: str, coupled: bool, params: Sampling
     texts = [prompt(i) for i in range(len(PROMPTS))]
     for slot, text in enumerate(texts):
         drafter.open(slot, text)
-    for _ in range(8):
+    for _ in range(5):
         asked = [i for i in range(len(texts)) if i == 0 or chance.random() < 0.7]
         rows = [row(list(texts[i]), params, 4, i, coupled=coupled) for i in asked]
         for r, draft in zip(rows, drafter.propose(rows), strict=True):
@@ -199,14 +199,14 @@ def test_draws_follow_the_law_of_shared_tokens(kind: str, params: SamplingParams
     """Over many seeds, how often each token is drawn is what `probs` says; others than shared ones have no chance."""
     drafter, text, drawn = proposer(kind), prompt(1), Counter[int]()
     drafter.open(0, text)
-    for seed in range(400):
+    for seed in range(120):
         (draft,) = drafter.propose([Row(0, text, params, Noise(seed, 9), 1, coupled=False)])
         assert draft.laws == [Law.GIVEN, Law.SAMPLED] and draft.probs is not None
         drawn[draft.tokens[1]] += 1
     law = draft.probs[0]
     assert law.shape == (tiny.WORDED,) and abs(law.sum() - 1) < 1e-9
     assert not law[[own for own, other in enumerate(shared(kind).to_draft) if other < 0]].any()
-    expected = law * 400
+    expected = law * 120
     assert all(abs(drawn[t] - expected[t]) < 5 * np.sqrt(expected[t] + 1) for t in range(tiny.WORDED))
 
 
@@ -262,11 +262,11 @@ def engine(kind: str, rule: str = "match", tokens: int = 2048, chunk: int = 64) 
 def run(engine: Engine, draft: str, temperature: float) -> list[Request]:
     requests = []
     for i in range(len(PROMPTS)):
-        requests.append(engine.add(prompt(i), build.params(i, temperature, 30), draft=draft, depth=4))
+        requests.append(engine.add(prompt(i), build.params(i, temperature, 22), draft=draft, depth=4))
         engine.step_or_raise()
     build.finish(engine)
     accepted = sum(r.stats.accepted for r in requests)
-    assert accepted > 20 or draft == "off", "drafts that are never accepted prove nothing"
+    assert accepted > 12 or draft == "off", "drafts that are never accepted prove nothing"
     return requests
 
 
@@ -285,13 +285,13 @@ def test_the_same_tokens_as_plain_decoding(kind: str, temperature: float) -> Non
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_tokens_with_preemption(kind: str, temperature: float) -> None:
-    requests = run(engine(kind, tokens=112, chunk=3), "model", temperature)
+    requests = run(engine(kind, tokens=80, chunk=3), "model", temperature)
     assert [list(r.output) for r in requests] == plain(temperature)
     assert sum(r.stats.preemptions for r in requests) > 0
 
 
 @pytest.mark.parametrize("rule", ["token", "block", "tree"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["pieces", "bytes"])
 def test_ratio_rules_are_greedy_at_temperature_zero(kind: str, rule: str) -> None:
     requests = run(engine(kind, rule), "model", 0.0)
     assert [list(r.output) for r in requests] == plain(0.0)
