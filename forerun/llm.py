@@ -12,7 +12,8 @@ import torch
 
 from forerun import rng
 from forerun.config import Config, draft_name, parse_draft
-from forerun.draft.base import Reference
+from forerun.draft.across import make_draft_model
+from forerun.draft.base import Proposer, Reference
 from forerun.draft.corpus import Index
 from forerun.draft.registry import automatic, make_proposers, with_references
 from forerun.draft.view import view_of
@@ -229,10 +230,13 @@ class _Loading:
     tokenizer: Tokenizer | None
     target: Runner
 
-    def model(self, where: str) -> Runner:
-        drafter = find_model(where)
-        check_vocabulary(self.tokenizer, drafter, self.target.decoder.config.vocab)
-        return make_runner(self.config, drafter, self.target.decoder.device, self.target)
+    def model(self, where: str, width: int) -> Proposer:
+        drafter, vocab = find_model(where), self.target.decoder.config.vocab
+        theirs = load_tokenizer(drafter)
+        if self.tokenizer is None or theirs is None:
+            check_vocabulary(self.tokenizer, drafter, vocab)  # what ids mean is not known, but how many there are
+        runner = make_runner(self.config, drafter, self.target.decoder.device, self.target)
+        return make_draft_model(runner, self.tokenizer, theirs, vocab, width)
 
     def rounded(self, form: str) -> Runner:
         config = replace(self.config, draft_quantization=form)

@@ -142,7 +142,7 @@ def _tokenizer(directory: Path) -> Tokenizer | None:
     return Tokenizer(directory) if any((directory / name).is_file() for name in names) else None
 
 
-def _said(tokenizer: Tokenizer, vocab: int) -> dict[int, str]:
+def named(tokenizer: Tokenizer, vocab: int) -> dict[int, str]:
     """Tokens by their ids, as far as a model has rows for them, without the padding in GGUF files: sizes of one family
     differ in it."""
     return {i: text for text, i in tokenizer.vocabulary().items() if i < vocab and not PADDING.fullmatch(text)}
@@ -158,7 +158,7 @@ def check_vocabulary(tokenizer: Tokenizer | None, drafter: Path, vocab: int) -> 
                 f"the draft model in {drafter} has {size} tokens, the target {vocab}: they must be the same"
             )
         return
-    said, drafted = _said(tokenizer, vocab), _said(theirs, vocab)
+    said, drafted = named(tokenizer, vocab), named(theirs, vocab)
     apart = [i for i in said.keys() | drafted.keys() if said.get(i) != drafted.get(i)]
     if apart:
         first = min(apart)

@@ -79,9 +79,13 @@ def tokenizer(kind: str) -> Tokenizer:
     if kind == "target":
         return Tokenizer(tiny.spoken())
     directory = Path(tempfile.mkdtemp(prefix=f"{kind}-", dir=_KEPT.name))
+    _write(kind, directory)
+    return Tokenizer(directory)
+
+
+def _write(kind: str, directory: Path) -> None:
     MAKERS[kind]().save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
-    return Tokenizer(directory)
 
 
 def size(kind: str) -> int:
@@ -121,5 +125,6 @@ def drafter(kind: str, noise: float = 0.05) -> Path:
         model.lm_head.weight.copy_(said)
     directory = Path(tempfile.mkdtemp(prefix=f"{kind}-model-", dir=_KEPT.name))
     model.save_pretrained(directory)
+    _write(kind, directory)
     assert load_config(directory).vocab == size(kind)
     return directory

@@ -9,9 +9,11 @@ import torch
 
 from forerun import LLM, ConfigError, RequestError, SamplingParams
 from forerun.draft.automaton import SuffixAutomaton
+from forerun.kernels import native
 from forerun.llm import derive_seed
 from forerun.load import pick_device
-from tests import tiny
+from forerun.models.config import note
+from tests import other_words, tiny
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +34,25 @@ def test_same_tokens_with_every_draft(llm: LLM) -> None:
                 (other,) = llm.generate(PROMPT, params, draft=draft, depth=depth)
                 assert (other.token_ids, other.text) == (plain.token_ids, plain.text)
         assert plain.stats.accepted_length == 1.0
+
+
+@pytest.mark.parametrize("draft", ["model", "suffix+model"])
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+def test_a_draft_model_of_another_vocabulary(
+    kernels: str, draft: str, llm: LLM, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is told that it has one, is heard all the same, and changes nothing."""
+    if kernels == "native" and native.library() is None:
+        pytest.skip(native.reason())
+    note.cache_clear()
+    options = {"dtype": "float32" if kernels == "native" else "float64", "kernels": kernels, "kv_tokens": 2048}
+    across = LLM(tiny.spoken(), draft=f"{draft}:{other_words.drafter('pieces')}", **options)
+    assert "another vocabulary" in capsys.readouterr().err
+    for temperature in (0.0, 0.8):
+        params = SamplingParams(max_tokens=40, temperature=temperature, seed=4)
+        (plain,), (other,) = across.generate(PROMPT, params, draft="off"), across.generate(PROMPT, params, depth=4)
+        assert (other.token_ids, other.text) == (plain.token_ids, plain.text)
+        assert other.stats.by_source["model"].accepted > 0
 
 
 def test_prompts_of_every_kind(llm: LLM) -> None:

@@ -64,8 +64,8 @@ def kind_of(directory: Path) -> str:
 class Loading(Protocol):
     """Reads what a draft option names, for the target of an engine."""
 
-    def model(self, where: str) -> Runner:
-        """A draft model of the target's vocabulary."""
+    def model(self, where: str, width: int) -> Proposer:
+        """A draft model, with drafts of `width` where its vocabulary is the target's."""
         ...
 
     def rounded(self, form: str) -> Runner:
@@ -97,7 +97,7 @@ def make_proposers(
         if name == "retrieval":
             proposers[name] = Retrieval({place: load.index(place) for place in argument.split(",")})
         if name == "model":
-            proposers[name] = DraftModel(load.model(argument), target.vocab, width)
+            proposers[name] = load.model(argument, width)
         if name == "self":
             proposers[name] = DraftModel(load.rounded(argument), target.vocab, width, name)
         if name == "medusa":

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from forerun.load import PADDING
+from forerun.load import named
 from forerun.models.text import Tokenizer
 
 BEFORE = "\n"  # text that nothing joins: what is encoded behind it is spelled as in the middle of a text
@@ -102,9 +102,4 @@ class Shared:
 
 def same_tokens(one: Tokenizer, other: Tokenizer, vocab: int) -> bool:
     """Whether the ids below `vocab` mean the same in both, the padding in GGUF files aside."""
-
-    def written(tokenizer: Tokenizer) -> dict[int, str]:
-        vocabulary = tokenizer.vocabulary()
-        return {i: text for text, i in vocabulary.items() if i < vocab and not PADDING.fullmatch(text)}
-
-    return written(one) == written(other)
+    return named(one, vocab) == named(other, vocab)
