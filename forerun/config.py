@@ -13,7 +13,9 @@ RULE_NAMES = ("match", "token", "block", "tree", "typical")  # verify.RULES, nam
 COPYING = ("ngram", "suffix", "retrieval")  # drafts that copy: others may be asked behind them
 SIMPLE = ("off", "auto", "ngram", "suffix", "recycle")  # which need nothing
 LOADED = ("model", "medusa", "eagle3", "mtp", "block")  # drafts with weights
-SELF = ("int8", "int4")  # what a target can be rounded to, to draft for itself
+SELF = re.compile(  # how a target drafts for itself
+    r"int8|int4|layers=\d{1,6}(?:-\d{1,6})?(?:,\d{1,6}(?:-\d{1,6})?)*|window=[1-9]\d{0,7}"
+)
 JOINT = re.compile(rf"\+(?=(?:{'|'.join((*SIMPLE, *COPYING, *LOADED, 'self'))})(?:[:+]|$))")
 CHOICES: dict[str, tuple[str, ...]] = {
     "rule": RULE_NAMES,
@@ -32,9 +34,9 @@ class Config:
         model: a GGUF file, a Hugging Face directory, ollama:NAME, lmstudio:NAME, or a Hub id (ORG/REPO:QUANT for GGUF);
             None is the default model, SmolLM2-135M-Instruct.
         draft: off, ngram, suffix, recycle (or recycle:TABLE), retrieval:INDEX (or several, by commas), self:int4 (the
-            model itself, rounded), model:, medusa:, eagle3:, mtp: or block:DIR_OR_HUB_ID; suffix+model:.. copies what
-            repeats and drafts the rest with weights; auto is suffix, and for the default model the drafter that comes
-            with it behind that.
+            model itself, rounded), self:layers=N or self:window=N (with fewer layers or keys), model:, medusa:,
+            eagle3:, mtp: or block:DIR_OR_HUB_ID; suffix+model:.. copies what repeats and drafts the rest with weights;
+            auto is suffix, and for the default model the drafter that comes with it behind that.
         depth: most tokens drafted ahead: a number, or auto to choose by measured cost and acceptance, zero included.
         width: nodes a level of the trees of a draft with weights; 1 drafts chains.
         draft_threshold: a block drafter with a confidence head goes no further along a path whose chance to stand, as
@@ -148,8 +150,11 @@ def _check_part(name: str, argument: str, spec: str) -> None:
         raise ConfigError(f"draft {name!r} needs to be told where it is: write {name}:DIRECTORY or {name}:HUB_ID")
     if name == "retrieval" and not argument:
         raise ConfigError("draft 'retrieval' needs an index: write retrieval:INDEX, which forerun index makes")
-    if name == "self" and argument not in SELF:
-        raise ConfigError(f"a model cannot draft for itself as {argument!r}: write self:{' or self:'.join(SELF)}")
+    if name == "self" and not SELF.fullmatch(argument):
+        raise ConfigError(
+            f"a model cannot draft for itself as {argument!r}: write self:int8 or self:int4 (rounded), self:layers=12"
+            " (its first layers) or self:layers=0-9,20-29 (these), or self:window=1024 (of its keys)"
+        )
     if name not in (*LOADED, *SIMPLE, *COPYING, "self"):
         known = [*SIMPLE, *(f"{n}:..." for n in ("retrieval", "self", *LOADED))]
         raise ConfigError(f"there is no draft {spec!r}: {nearest(name, known)}")

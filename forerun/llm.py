@@ -15,6 +15,8 @@ from forerun.config import Config, draft_name, parse_draft
 from forerun.draft.across import make_draft_model
 from forerun.draft.base import Proposer, Reference
 from forerun.draft.corpus import Index
+from forerun.draft.itself import Abridged, kept_layers
+from forerun.draft.model import DraftModel
 from forerun.draft.registry import automatic, make_proposers, with_references
 from forerun.draft.view import view_of
 from forerun.engine.engine import Engine
@@ -238,9 +240,15 @@ class _Loading:
         runner = make_runner(self.config, drafter, self.target.decoder.device, self.target)
         return make_draft_model(runner, self.tokenizer, theirs, vocab, width)
 
-    def rounded(self, form: str) -> Runner:
-        config = replace(self.config, draft_quantization=form)
-        return make_runner(config, self.directory, self.target.decoder.device, self.target)
+    def itself(self, how: str, width: int) -> Proposer:
+        shape, (kind, _, said) = self.target.decoder.config, how.partition("=")
+        if kind == "layers":
+            return Abridged(self.target, kept_layers(said, shape.layers), width=width)
+        if kind == "window":
+            return Abridged(self.target, range(shape.layers), int(said), width)
+        config = replace(self.config, draft_quantization=kind)
+        runner = make_runner(config, self.directory, self.target.decoder.device, self.target)
+        return DraftModel(runner, shape.vocab, width, "self")
 
     def index(self, where: str) -> Index:
         if self.tokenizer is None:

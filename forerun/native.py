@@ -6,6 +6,7 @@ float32 between operations; a product reads them as its format asks (float32, bf
 
 from __future__ import annotations
 
+import copy
 import ctypes
 from array import array
 from collections.abc import Mapping, Sequence
@@ -80,6 +81,14 @@ class NativeDecoder:
         self.ropes = [(cos.contiguous(), sin.contiguous()) for cos, sin in rotations]
         self._keep: list[Any] = []  # what the program points to
         self._recorded: dict[tuple[int, ...], Recorded] = {}
+        self.kept: Sequence[int] = range(config.layers)
+
+    def abridged(self, kept: Sequence[int], window: int | None) -> NativeDecoder:
+        """The same model with only these of its layers, and a window of so many keys (None: its own), which share
+        weights and cache with it."""
+        part = copy.copy(self)
+        part.config, part.kept, part._keep, part._recorded = self.config.abridged(window), kept, [], {}
+        return part
 
     @property
     def weight_bytes(self) -> int:
@@ -94,7 +103,8 @@ class NativeDecoder:
     @property
     def _matrices(self) -> list[Packed]:
         w = self.weights
-        layers = [m for layer in w.layers for m in (layer.qkv, layer.out, layer.up, layer.down)]
+        own = [w.layers[i] for i in self.kept]
+        layers = [m for layer in own for m in (layer.qkv, layer.out, layer.up, layer.down)]
         return all_packed([*layers, w.head])  # type: ignore[list-item]
 
     def forward(self, segments: Sequence[Segment], cache: KVCache, boundaries: Sequence[int] = ()) -> Forward:
@@ -131,14 +141,15 @@ class NativeDecoder:
         self._keep.append(table)
         positions = self._own(w.positions.float()) if w.positions is not None else None
         ops = [embed_op(table, X, c.embed_scale, positions)]
-        for i, layer in enumerate(w.layers):
+        for i in self.kept:
+            layer = w.layers[i]
             ops += [saves[i]] if i in saves else []
             ops += [
                 *self._linear(layer.qkv, X, QKV, layer.attention_norm),
                 self._rotate(i, layer),
                 COp(
                     kind=native.ATTEND, input=QKV, output=ATTENDED, layer=i, scale=c.attention_scale,
-                    softcap=c.attention_softcap or 0, window=c.windows[i] or 0,
+                    softcap=c.attention_softcap or 0, window=c.windows[i] or 0, sinks=c.sight(i)[1],
                 ),
                 *self._branch(layer.out, ATTENDED, layer.attention_out_norm),
                 *self._linear(

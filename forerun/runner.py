@@ -31,6 +31,11 @@ class Runner:
             native=isinstance(decoder, NativeDecoder),
         )  # fmt: skip
 
+    def abridged(self, kept: Sequence[int], window: int | None = None) -> Runner:
+        """Part of the model on the same cache, whose committed rows it only reads: these of its layers, and a window of
+        so many keys."""
+        return _Part(self, self.decoder.abridged(kept, window))
+
     def chain(self, links: Sequence[Link], vocab: int) -> list[list[int]] | None:
         """Say token after token below `vocab` behind each link; None where passes are not native."""
         if isinstance(self.decoder, NativeDecoder):
@@ -55,3 +60,13 @@ class Runner:
             start += len(segment.tokens)
         chosen = torch.tensor(want, dtype=torch.int64, device=device)
         return decoder.forward(ids, attention.positions, attention, chosen, boundaries)
+
+
+class _Part(Runner):
+    """Shares the cache of another runner, which starts over first."""
+
+    def __init__(self, whole: Runner, decoder: Decoder | NativeDecoder) -> None:
+        self.whole, self.decoder, self.cache = whole, decoder, whole.cache
+
+    def reset(self) -> None:
+        self.cache = self.whole.cache

@@ -16,6 +16,7 @@ import json
 import random
 import sys
 import time
+from itertools import cycle, islice
 from pathlib import Path
 
 import tokenizers
@@ -44,7 +45,8 @@ def questions(count: int) -> list[list[dict[str, str]]]:
     pairs = [(topic, asked) for asked in ASKED for topic in TOPICS if topic]
     random.Random(1).shuffle(pairs)
     roles = "system", "user"
-    return [[{"role": r, "content": text} for r, text in zip(roles, pair, strict=True)] for pair in pairs[:count]]
+    pairs = pairs[:HELD_OUT] + list(islice(cycle(pairs[HELD_OUT:]), count - HELD_OUT))
+    return [[{"role": r, "content": text} for r, text in zip(roles, pair, strict=True)] for pair in pairs]
 
 
 def written(count: int, place: Path, spelled: tokenizers.Tokenizer) -> list[str]:

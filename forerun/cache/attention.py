@@ -18,6 +18,7 @@ from forerun.cache.kv import KVCache
 from forerun.kernels import reference as kernels
 from forerun.models.config import ModelConfig
 
+Sight = tuple[int | None, int]  # (last keys, first keys) that a layer sees, see `ModelConfig.sight`
 TOGETHER = 16  # segments up to this long are padded to one batch; longer ones (prefill) go alone
 
 
@@ -51,7 +52,7 @@ class _Group:
 
     queries: slice | Tensor  # T slice, or [R, N]
     keys: slice | Tensor  # row slice, or [R, K]
-    masks: dict[int | None, Tensor | None]  # window -> [R, N, K], None when all is seen
+    masks: dict[Sight, Tensor | None]  # [R, N, K], None when all is seen
     filled: Tensor | None  # [R, N] bool: which of `queries` is not padding; None when all are
 
 
@@ -84,12 +85,12 @@ class Attention:
         """Store k, v [T, Hkv, D] of this layer, attend with q [T, Hq, D] -> [T, Hq, D]."""
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         keys[self.rows], values[self.rows] = k, v
-        window, c = self.config.windows[layer], self.config
+        sight, c = self.config.sight(layer), self.config
         if len(self.groups) == 1 and isinstance(self.groups[0].queries, slice):
-            return self._attend(self.groups[0], q, keys, values, window, c)[0]
+            return self._attend(self.groups[0], q, keys, values, sight, c)[0]
         out = torch.empty_like(q)
         for group in self.groups:
-            attended = self._attend(group, q, keys, values, window, c)
+            attended = self._attend(group, q, keys, values, sight, c)
             if group.filled is None:
                 out[group.queries] = attended[0] if isinstance(group.queries, slice) else attended
             else:
@@ -98,13 +99,13 @@ class Attention:
         return out
 
     @staticmethod
-    def _attend(group: _Group, q: Tensor, keys: Tensor, values: Tensor, window: int | None, c: ModelConfig) -> Tensor:
+    def _attend(group: _Group, q: Tensor, keys: Tensor, values: Tensor, sight: Sight, c: ModelConfig) -> Tensor:
         q, keys, values = q[group.queries], keys[group.keys], values[group.keys]
         if isinstance(group.queries, slice):
             q = q[None]
         if isinstance(group.keys, slice):
             keys, values = keys[None], values[None]
-        return kernels.attention(q, keys, values, group.masks[window], c.attention_scale, c.attention_softcap)
+        return kernels.attention(q, keys, values, group.masks[sight], c.attention_scale, c.attention_softcap)
 
     def _group(self, segments: list[Segment], depths: list[np.ndarray], starts: np.ndarray) -> _Group:
         lengths = [self.cache.length[s.slot] for s in segments]
@@ -130,7 +131,7 @@ class Attention:
 
     def _masks(
         self, segments: list[Segment], depths: list[np.ndarray], queries: int, width: int
-    ) -> dict[int | None, Tensor | None]:
+    ) -> dict[Sight, Tensor | None]:
         """What each query sees, for each of the model's windows."""
         seen = np.zeros((len(segments), queries, width), dtype=bool)
         for r, segment in enumerate(segments):
@@ -139,12 +140,13 @@ class Attention:
             own = _ancestors(segment.parents)[segment.offset :] if self.causal else True
             seen[r, :count, at : at + len(segment.parents)] = own
             seen[r, count:, 0] = True  # a padding query must see something, or it is NaN
-        masks: dict[int | None, np.ndarray] = {None: seen}
-        windows = set(self.config.windows) - {None}
-        if windows:
-            distance = self._distances(segments, depths, seen.shape)
-            masks |= {w: seen & (distance < w) for w in windows}
-        return {w: None if mask.all() else self._tensor(mask) for w, mask in masks.items()}
+        masks: dict[Sight, np.ndarray] = {}
+        for window, sinks in set(map(self.config.sight, range(self.config.layers))):
+            mask = seen
+            if window is not None:
+                mask = seen & ((self._distances(segments, depths, seen.shape) < window) | (np.arange(width) < sinks))
+            masks[window, sinks] = mask
+        return {sight: None if mask.all() else self._tensor(mask) for sight, mask in masks.items()}
 
     def _distances(self, segments: list[Segment], depths: list[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
         """How many positions each key lies before each query; 0 for padding. int32 [R, N, K]"""

@@ -18,7 +18,6 @@ from forerun.draft.compose import Cascade
 from forerun.draft.corpus import Index
 from forerun.draft.eagle_format import load_head
 from forerun.draft.medusa import Medusa, load_heads
-from forerun.draft.model import DraftModel
 from forerun.draft.mtp import load_module
 from forerun.draft.ngram import NGram
 from forerun.draft.pair_head import PairHead
@@ -30,7 +29,6 @@ from forerun.draft.successors import Successors
 from forerun.draft.suffix import Suffix
 from forerun.draft.view import TargetView
 from forerun.models.hub import find_model
-from forerun.runner import Runner
 
 PAIRS: dict[str, Callable[[Path, TargetView], PairHead]] = {"eagle3": load_head, "mtp": load_module}
 
@@ -68,8 +66,8 @@ class Loading(Protocol):
         """A draft model, with drafts of `width` where its vocabulary is the target's."""
         ...
 
-    def rounded(self, form: str) -> Runner:
-        """The target once more, its weights rounded to int8 or int4."""
+    def itself(self, how: str, width: int) -> Proposer:
+        """The target as its own drafter, as the argument of `self` says."""
         ...
 
     def index(self, where: str) -> Index:
@@ -99,7 +97,7 @@ def make_proposers(
         if name == "model":
             proposers[name] = load.model(argument, width)
         if name == "self":
-            proposers[name] = DraftModel(load.rounded(argument), target.vocab, width, name)
+            proposers[name] = load.itself(argument, width)
         if name == "medusa":
             proposers[name] = Medusa(load_heads(find_model(argument)), target, width)
         if name in PAIRS:

@@ -16,6 +16,7 @@ MOST_LAYERS, MOST_CONTEXT, MOST_FACTOR, MOST_ENDS = 1 << 12, 1 << 24, 1e6, 1 << 
 SIZES = dict.fromkeys(("vocab", "hidden", "heads", "kv_heads", "head_dim", "intermediate"), 1 << 31)
 SIZES |= {"layers": MOST_LAYERS, "context": MOST_CONTEXT}  # tables are made for positions
 FACTORS = dict.fromkeys(("attention_scale", "embed_scale", "attention_softcap", "logit_softcap"), (1e-6, 1e6))
+SINKS = 64  # first keys that a model sees whose window is cut: those that native passes visit together
 FACTORS |= {"norm_eps": (1e-20, 1.0)}  # what float32 can take the root of
 
 
@@ -23,9 +24,10 @@ FACTORS |= {"norm_eps": (1e-20, 1.0)}  # what float32 can take the root of
 class ModelConfig:
     """The decoder's fields; families differ in these and in nothing else.
 
-    `windows[i]` is how many keys layer i sees (None: all); `rope_of[i]` is the index in `ropes` of its rotary
-    embedding (None: none). `norm` is rms, rms_plus_one (Gemma's 1 + w) or layer; `sandwich` norms each branch's
-    output too. `layout` names the checkpoint's tensor names: llama, phi3, gpt2 or gguf.
+    `windows[i]` is how many keys layer i sees (None: all), and `sinks[i]` how many of the first ones it sees beside
+    them (none, where there is no `sinks`; SINKS or none on the native kernels); `rope_of[i]` is the index in `ropes` of
+    its rotary embedding (None: none). `norm` is rms, rms_plus_one (Gemma's 1 + w) or layer; `sandwich` norms each
+    branch's output too. `layout` names the checkpoint's tensor names: llama, phi3, gpt2 or gguf.
     """
 
     family: str
@@ -58,6 +60,19 @@ class ModelConfig:
     learned_positions: bool = False
     tied: bool = False
     end_ids: tuple[int, ...] = ()
+    sinks: tuple[int, ...] = ()
+
+    def sight(self, layer: int) -> tuple[int | None, int]:
+        """Of which keys a layer sees the last ones, and how many of the first beside them."""
+        return self.windows[layer], self.sinks[layer] if self.sinks else 0
+
+    def abridged(self, window: int | None) -> ModelConfig:
+        """With at most `window` keys, and the first ones, where all are seen: without those that everything attends to
+        a text falls apart (StreamingLLM, Xiao et al., 2309.17453)."""
+        if window is None:
+            return self
+        sinks = tuple(SINKS if own is None else sinks for own, sinks in map(self.sight, range(self.layers)))
+        return replace(self, windows=tuple(own or window for own in self.windows), sinks=sinks)
 
 
 def load_config(directory: Path) -> ModelConfig:

@@ -6,6 +6,7 @@ values and knows who sees whom. The decoder never sees pages, requests or drafts
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -31,12 +32,21 @@ class Decoder:
         self.weights = load_weights(config, directory, dtype, device)
         tables = [rope_tables(config, rope, context, dtype) for rope in config.ropes]
         self.ropes = [(cos.to(device), sin.to(device)) for cos, sin in tables]
+        self.kept: Sequence[int] = range(config.layers)
+
+    def abridged(self, kept: Sequence[int], window: int | None) -> Decoder:
+        """The same model with only these of its layers, and a window of so many keys (None: its own), which share
+        weights and cache with it."""
+        part = copy.copy(self)
+        part.config, part.kept = self.config.abridged(window), kept
+        return part
 
     @property
     def weight_bytes(self) -> int:
         """Bytes one pass reads: every weight once, the embedding only where it is the head too."""
         w = self.weights
-        matrices = [m.weight for layer in w.layers for m in (layer.qkv, layer.out, layer.up, layer.down)]
+        layers = [w.layers[i] for i in self.kept]
+        matrices = [m.weight for layer in layers for m in (layer.qkv, layer.out, layer.up, layer.down)]
         return sum(m.numel() * m.element_size() for m in [*matrices, w.head.weight])
 
     @property
@@ -65,7 +75,8 @@ class Decoder:
             x = x + w.positions[positions]
         rotations = [(cos[positions], sin[positions]) for cos, sin in self.ropes]
         features = {}
-        for i, layer in enumerate(w.layers):
+        for i in self.kept:
+            layer = w.layers[i]
             if i in boundaries:
                 features[i] = x
             rope = c.rope_of[i]

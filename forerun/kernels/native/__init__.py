@@ -48,7 +48,7 @@ class COp(Structure):
         ("activation", c_int32), ("gated", c_int32), ("combine", c_int32), ("wanted", c_int32),
         ("cosine", c_void_p), ("sine", c_void_p), ("rotary", c_int32), ("window", c_int32),
         ("scale", c_float), ("softcap", c_float), ("table", c_void_p), ("positions", c_void_p),
-        ("column", c_int32), ("pad", c_int32),
+        ("column", c_int32), ("sinks", c_int32),
     ]  # fmt: skip
 
 

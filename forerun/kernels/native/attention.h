@@ -246,6 +246,7 @@ template <typename T> void attend_tile(const Program *p, const Op *op, const Bat
     int count = 0;
     for (int t = first; t < last; t++) {
       int n = seen[t - first], begin = op->window > 0 && n > op->window ? n - op->window : 0;
+      if (start < op->sinks) begin = start;  // a group is seen from where it begins
       int from = begin > start ? begin - start : 0, to = n - start < KEYS ? n - start : KEYS;
       if (from >= to) continue;
       int64_t mixed[KEYS];

@@ -45,7 +45,8 @@ struct Op {
   float scale, softcap;          // ATTEND; LINEAR uses softcap on its result (logits)
   const void *table;             // EMBED: [vocab][hidden] in `format`, or null: rows of `matrix`, which is packed
   const float *positions;        // EMBED: learned positions or null
-  int32_t column, pad;           // LINEAR: where in a row of `out` the outputs begin
+  int32_t column, sinks;         // LINEAR: where in a row of `out` the outputs begin. ATTEND: 64, if the first keys are seen
+                                 // whatever the window, or 0
 };
 
 struct Program {

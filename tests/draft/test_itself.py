@@ -1,0 +1,136 @@
+"""A model that drafts for itself with part of its layers or keys: on its own cache, and without a trace in it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from forerun import LLM, ConfigError, SamplingParams
+from forerun.cache.attention import Segment
+from forerun.draft.base import Row
+from forerun.draft.itself import Abridged, kept_layers
+from forerun.kernels import native
+from forerun.models.config import SINKS, load_config
+from forerun.models.decoder import load_decoder
+from forerun.native import NativeDecoder
+from forerun.runner import Runner
+from forerun.sampling.params import SamplingParams as Params
+from forerun.verify import Noise
+from tests import tiny
+
+KERNELS = [
+    pytest.param("native", marks=pytest.mark.skipif(native.library() is None, reason=native.reason() or "compiled")),
+    "torch",
+]
+PROMPTS = [[5, 6, 7], [9] * 6, [3, 1, 4, 1, 5] * 30]
+
+
+def runner(kernels: str = "torch", family: str = "llama") -> Runner:
+    path = tiny.family(family)
+    if kernels == "torch":
+        return Runner(load_decoder(path, torch.float64, torch.device("cpu"), 512), tokens=1024, page=16, slots=4)
+    native.start(2)
+    return Runner(NativeDecoder(load_config(path), path, "float32", 512), tokens=1024, page=16, slots=4)
+
+
+def read(model: Runner, tokens: list[int], slot: int = 0) -> None:
+    """Commit all but the last."""
+    model.cache.pages.grow(slot, len(tokens) + 8)
+    model.forward([Segment(slot, tokens[:-1], list(range(-1, len(tokens) - 2)), [])])
+    model.cache.commit(slot, range(len(tokens) - 1))
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("draft", ["self:layers=1", "self:layers=1-2", "self:window=4", "suffix+self:layers=0,2"])
+@pytest.mark.parametrize(("rule", "width"), [("match", 1), ("match", 3), ("token", 1), ("block", 1), ("tree", 2)])
+def test_it_says_what_it_says_alone(kernels: str, draft: str, rule: str, width: int) -> None:
+    """In batches, with a pool so small that requests are preempted."""
+    llm = LLM(
+        tiny.family("llama"), draft=draft, kernels=kernels, dtype="float32" if kernels == "native" else "float64",
+        kv_tokens=256, depth=4, rule=rule, width=width, max_rows=3,
+    )  # fmt: skip
+    for temperature in (0.0, 0.8):
+        params = SamplingParams(max_tokens=40, temperature=temperature, seed=3, ignore_eos=True)
+        said = llm.generate(PROMPTS, params)
+        if rule == "match" or temperature == 0:
+            assert [c.token_ids for c in said] == [c.token_ids for c in llm.generate(PROMPTS, params, draft="off")]
+        assert sum(c.stats.by_source["self"].drafted for c in said) > 20
+    llm.engine.target.cache.pages.check()
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_with_all_layers_and_keys_it_is_the_model(kernels: str, family: str) -> None:
+    """What it drafts is then what the target says, token for token."""
+    whole = runner(kernels, family)
+    layers, tokens = whole.decoder.config.layers, [5, 6, 7] * 20
+    read(whole, tokens)
+    for window in (None, 512):
+        (draft,) = Abridged(whole, range(layers), window).propose([Row(0, tokens, Params(), Noise(1, 59), 5)])
+        text = [*tokens]
+        for token in draft.tokens[1:]:
+            chain = Segment(1, text, list(range(-1, len(text) - 1)), [len(text) - 1])
+            whole.cache.pages.grow(1, len(text))
+            assert int(whole.forward([chain]).logits.argmax()) == token
+            text.append(token)
+        assert len(draft) == 6
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_what_it_writes_is_scratch(kernels: str) -> None:
+    whole, tokens = runner(kernels), [5, 6, 7] * 20
+    read(whole, tokens)
+    before, length = whole.cache.data.clone(), list(whole.cache.length)
+    rows = whole.cache.pages.rows[0, :59].tolist()
+    drafter = Abridged(whole, (0, 2), 8)
+    for depth in (4, 1):
+        assert len(drafter.propose([Row(0, tokens, Params(), Noise(1, 59), depth)])[0]) == depth + 1
+    assert whole.cache.length == length
+    if kernels == "torch":
+        assert torch.equal(whole.cache.data[:, :, rows], before[:, :, rows])
+    else:
+        whole.cache.pages.grow(0, 64)
+        again = Segment(0, tokens[-1:], [-1], [0])
+        fresh = runner(kernels)
+        read(fresh, tokens)
+        assert torch.equal(whole.forward([again]).logits, fresh.forward([again]).logits)
+    assert len(drafter.propose([Row(0, [*tokens, 1], Params(), Noise(1, 60), 4)])[0]) == 1  # the target is behind
+    whole.reset()
+    drafter.reset()
+    assert drafter.runner.cache is whole.cache
+
+
+@pytest.mark.skipif(native.library() is None, reason=native.reason() or "compiled")
+@pytest.mark.parametrize("window", [1, 5, 64, 100])
+def test_first_keys_and_last_ones_are_seen_natively_as_on_torch(instructions: str, window: int) -> None:
+    """Chunks, branches and single tokens, with texts shorter and longer than both together."""
+    path = tiny.family("gemma3")
+    shape = load_config(path)
+    one = Runner(load_decoder(path, torch.float32, torch.device("cpu"), 512), tokens=1024, page=16, slots=4)
+    other = Runner(NativeDecoder(shape, path, "float32", 512), tokens=1024, page=16, slots=4)
+    texts = {0: [1 + i % 60 for i in range(250)], 1: [3, 9] * 40, 2: [7, 8]}
+    found = []
+    for whole in (one, other):
+        part = whole.abridged(range(shape.layers), window)
+        for slot, text in texts.items():
+            read(whole, text, slot)
+        segments = [Segment(slot, [text[-1], 4, 5, 6], [-1, 0, 0, 2], [0, 1, 2, 3]) for slot, text in texts.items()]
+        found.append(part.forward(segments).logits.float())
+    np.testing.assert_allclose(*found, atol=2e-4)
+    assert SINKS == 64
+
+
+def test_which_layers_are_kept() -> None:
+    assert (
+        kept_layers("2", 4) == (0, 1) and kept_layers("0-1,3", 4) == (0, 1, 3) and kept_layers("4", 4) == (0, 1, 2, 3)
+    )
+    for said in ("0", "5", "1-9", "2,1", "1,1", "4-2", "999999", "0-2,999999"):
+        with pytest.raises(ConfigError, match="is no part of this model's 4 layers"):
+            kept_layers(said, 4)
+
+
+@pytest.mark.parametrize("spec", ["self:layers=", "self:layers=a", "self:window=0", "self:window=-1", "self:layers"])
+def test_ways_that_are_none_are_one_line(spec: str) -> None:
+    with pytest.raises(ConfigError, match=r"cannot draft for itself as .*self:layers=12"):
+        LLM(tiny.family("llama"), draft=spec)
