@@ -16,7 +16,11 @@ LOADED = ("model", "medusa", "eagle3", "mtp", "block")  # drafts with weights
 SELF = re.compile(  # how a target drafts for itself
     r"int8|int4|layers=\d{1,6}(?:-\d{1,6})?(?:,\d{1,6}(?:-\d{1,6})?)*|window=[1-9]\d{0,7}"
 )
-JOINT = re.compile(rf"\+(?=(?:{'|'.join((*SIMPLE, *COPYING, *LOADED, 'self'))})(?:[:+]|$))")
+NAME = rf"(?:{'|'.join((*SIMPLE, *COPYING, *LOADED, 'self'))})(?:[:+]|$)"  # of a draft, where one begins
+JOINT = re.compile(rf"\+(?={NAME})")
+LIST = re.compile(
+    r"(?:^|\+)(?:retrieval:|self:layers=)[^+]*$"
+)  # a draft whose argument may be several things, by commas
 CHOICES: dict[str, tuple[str, ...]] = {
     "rule": RULE_NAMES,
     "dtype": DTYPES,
@@ -143,6 +147,17 @@ def parse_draft(spec: str) -> tuple[tuple[str, str], ...]:
     if (names[-1] in ("off", "auto") and len(names) > 1) or len(set(names)) < len(names):
         raise ConfigError(f"{names[-1]!r} cannot be the last of {spec!r}: name another draft there")
     return tuple(parts)
+
+
+def drafts_in(text: str) -> list[str]:
+    """Draft options by commas, which stand within some of them, too."""
+    found: list[str] = []
+    for part in filter(None, map(str.strip, text.split(","))):
+        if found and LIST.search(found[-1]) and not re.match(NAME, part):
+            found[-1] += f",{part}"
+        else:
+            found.append(part)
+    return found
 
 
 def _check_part(name: str, argument: str, spec: str) -> None:

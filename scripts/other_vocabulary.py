@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import sys
 import time
@@ -92,6 +93,7 @@ def in_other_tokens(model: nn.Module, own: Tokenizer, other: tokenizers.Tokenize
 
 
 def teach(model: nn.Module, texts: list[list[int]], steps: int) -> None:
+    torch.set_num_threads(os.cpu_count() or 1)  # native kernels leave torch one
     optimiser = torch.optim.AdamW(model.parameters(), lr=6e-4, betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, 6e-4, total_steps=steps)
     chance, begun = random.Random(2), time.monotonic()
@@ -132,7 +134,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--texts", type=int, default=600)
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--vocab", type=int, default=8000)
     args = parser.parse_args()
     args.out.mkdir(exist_ok=True)

@@ -10,7 +10,7 @@ import typer
 
 from forerun.bench.choice import PASSAGE
 from forerun.bench.lists import listed, number, plural, whole
-from forerun.config import Config, parse_depth
+from forerun.config import Config, drafts_in, parse_depth
 from forerun.errors import ConfigError
 from forerun.flags import ENGINE, SAMPLING, with_flags
 from forerun.sampling.params import SamplingParams
@@ -126,7 +126,7 @@ def energy(
     sampling: dict[str, Any],
 ) -> None:
     """Count joules a token (NVML, RAPL or zeus) of plain decoding and of every draft. Never an estimate."""
-    names = plural(drafts, config.pop("draft", None), "draft", "auto")
+    names = plural(drafts, config.pop("draft", None), "draft", "auto", drafts_in)
     numbers = [parse_depth(d) for d in plural(depths, config.pop("depth", None), "depth", "auto")]
     weights, rule = config.pop("quantization", None), config.pop("rule", "match")
     params = SamplingParams.of(**{"seed": 0} | sampling, max_tokens=tokens, ignore_eos=True)
@@ -210,7 +210,7 @@ def _measure(
 ) -> None:
     """Check what was asked before anything heavy is imported, measure, show. `draft` and `depths` are what is measured
     where nothing is said of them."""
-    drafts = plural(asked.drafts, config.pop("draft", None), "draft", draft)
+    drafts = plural(asked.drafts, config.pop("draft", None), "draft", draft, drafts_in)
     numbers = [parse_depth(depth) for depth in plural(asked.depths, config.pop("depth", None), "depth", depths)]
     rules = plural(asked.rules, config.pop("rule", None), "rule", "match")
     degrees = plural(asked.temperatures, sampling.get("temperature"), "temperature", "0")

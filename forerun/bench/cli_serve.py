@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from forerun.bench.lists import listed, whole
-from forerun.config import parse_depth
+from forerun.config import drafts_in, parse_depth
 from forerun.errors import ConfigError, ForerunError, Interrupted
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def serve(
 
     plan = Plan(
         endpoint=Endpoint(url, model, chat, key, timeout),
-        drafts=listed(drafts or ""),
+        drafts=drafts_in(drafts or ""),
         depth=None if depth is None else parse_depth(depth),
         requests=counts,
         tokens=tokens,

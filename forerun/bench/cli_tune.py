@@ -9,7 +9,7 @@ import typer
 
 from forerun.bench.cli_decode import DECODED, Categories, Prompts
 from forerun.bench.lists import plural
-from forerun.config import Config, parse_depth
+from forerun.config import Config, drafts_in, parse_depth
 from forerun.errors import ConfigError
 from forerun.flags import ENGINE, with_flags
 from forerun.sampling.params import SamplingParams
@@ -53,7 +53,7 @@ def tune(
     from forerun.bench.tune import tune as measure
     from forerun.progress import progress
 
-    names = plural(drafts, named, "draft", ",".join(AT_HAND))
+    names = plural(drafts, named, "draft", ",".join(AT_HAND), drafts_in)
     plan = Plan(
         params, names, [parse_depth(depth) for depth in tried], temperatures=[sampling.get("temperature", 0.0)],
         requests=[requests], quantizations=[weights or "none"], repeats=ROUNDS, batches=BATCHES, settle=seconds,

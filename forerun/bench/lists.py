@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from forerun.errors import ConfigError
@@ -12,11 +13,13 @@ def listed(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
-def plural(many: str | None, one: Any, name: str, default: str, names: str = "") -> list[str]:
+def plural(
+    many: str | None, one: Any, name: str, default: str, split: Callable[[str], list[str]] = listed
+) -> list[str]:
     """The values of `--drafts`, or the one of `--draft`, or those of the default; both are an error."""
     if many is not None and one is not None:
-        raise ConfigError(f"--{name} and --{names or name + 's'} were both given: give one of them")
-    return [str(one)] if one is not None else listed(default if many is None else many)
+        raise ConfigError(f"--{name} and --{name}s were both given: give one of them")
+    return [str(one)] if one is not None else split(default if many is None else many)
 
 
 def whole(text: str, name: str) -> int:

@@ -3,7 +3,7 @@
 import pytest
 
 from forerun import LLM, ConfigError, SamplingParams
-from forerun.config import draft_name, parse_draft
+from forerun.config import draft_name, drafts_in, parse_draft
 from tests import tiny
 
 
@@ -55,3 +55,12 @@ def test_both_draft_where_each_can_and_the_text_is_the_same() -> None:
     assert {"suffix", "model"} <= drafted.stats.by_source.keys()
     assert drafted.token_ids == llm.generate(prompt, params, draft="off")[0].token_ids
     assert drafted.token_ids == llm.generate(prompt, params, draft="model")[0].token_ids
+
+
+def test_commas_within_a_draft_do_not_end_it() -> None:
+    text = "suffix, retrieval:a,b+suffix,self:layers=0-3,9,28-29,self:int4,retrieval:one,two,nonsense,auto,none"
+    assert drafts_in(text) == [
+        "suffix", "retrieval:a,b+suffix", "self:layers=0-3,9,28-29", "self:int4", "retrieval:one,two,nonsense", "auto",
+        "none",
+    ]  # fmt: skip
+    assert drafts_in(" , ") == []
