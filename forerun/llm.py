@@ -88,6 +88,10 @@ class LLM:
         pages = self.engine.target.cache.pages
         return min(self.decoder.context, pages.count * pages.size)
 
+    def index(self, directory: Path) -> Index:
+        """An index that `forerun index` made for this model. Raises LoadError, RequestError."""
+        return _index(directory, self.tokenizer, self.decoder.config.vocab)
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -251,11 +255,15 @@ class _Loading:
         return DraftModel(runner, shape.vocab, width, "self")
 
     def index(self, where: str) -> Index:
-        if self.tokenizer is None:
-            raise RequestError("this model directory has no tokenizer, so no index has its tokens")
-        index = Index(Path(where).expanduser())
-        index.check(self.tokenizer, self.target.decoder.config.vocab)
-        return index
+        return _index(Path(where).expanduser(), self.tokenizer, self.target.decoder.config.vocab)
+
+
+def _index(directory: Path, tokenizer: Tokenizer | None, vocab: int) -> Index:
+    if tokenizer is None:
+        raise RequestError("this model directory has no tokenizer, so no index has its tokens")
+    index = Index(directory)
+    index.check(tokenizer, vocab)
+    return index
 
 
 class Stream:

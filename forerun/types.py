@@ -22,6 +22,7 @@ MEMORY = "memory"  # the source of drafts that come from other requests than the
 RECYCLE = "recycle"  # and of those that may: from what the target has thought,
 RETRIEVAL = "retrieval"  # or from documents that the operator has
 OTHERS = (MEMORY, RECYCLE, RETRIEVAL)  # what is not told of where it does not stand
+SALT = "\n"  # stands in a tenant between a client and whatever it tells its requests apart by
 SIXTEENTHS = 16  # parts of a probability that are told apart (SURE in the native kernels)
 
 

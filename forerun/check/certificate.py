@@ -14,7 +14,6 @@ from forerun.check.law import check_law
 from forerun.check.passes import check_passes
 from forerun.check.subject import Ask, Subject, random_prompts
 from forerun.check.texts import check_texts
-from forerun.config import LOADED
 from forerun.errors import ConfigError, nearest
 from forerun.llm import LLM
 from forerun.models.hub import DEFAULT
@@ -186,4 +185,5 @@ def all_drafts(llm: LLM, named: str | None) -> tuple[str, ...]:
     known: Sequence[str] = list(llm.engine.proposers)
     if named:
         return (named,)
-    return tuple(name for name in ("ngram", "suffix", "recycle", "retrieval", "self", *LOADED) if name in known)
+    asked = [name for name in llm.draft.split("+") if name in known]
+    return tuple(dict.fromkeys(["ngram", "suffix", "recycle", *asked]))

@@ -29,6 +29,7 @@ from forerun.draft.successors import Successors
 from forerun.draft.suffix import Suffix
 from forerun.draft.view import TargetView
 from forerun.models.hub import find_model
+from forerun.types import RETRIEVAL
 
 PAIRS: dict[str, Callable[[Path, TargetView], PairHead]] = {"eagle3": load_head, "mtp": load_module}
 
@@ -86,7 +87,12 @@ def make_proposers(
     """The proposers of an engine: those that need no weights, and those that are asked for, `parts` as `parse_draft`
     gives them. One with a cache of its own gets as much room as the target's `cache` has; `threshold` is that of a
     block drafter."""
-    proposers: dict[str, Proposer] = {"ngram": NGram(), "suffix": Suffix(), "recycle": Recycle(width=max(width, 2))}
+    proposers: dict[str, Proposer] = {
+        "ngram": NGram(),
+        "suffix": Suffix(),
+        "recycle": Recycle(width=max(width, 2)),
+        RETRIEVAL: Retrieval(),
+    }
     pages = cache.pages
     room = {"tokens": pages.count * pages.size, "page": pages.size, "slots": len(cache.length)}
     for name, argument in parts:
@@ -107,7 +113,8 @@ def make_proposers(
             block = load_block(find_model(argument, pickled=True), target)
             proposers[name] = Block(block, target, **room, width=width, threshold=threshold)
     asked = [name for name, _ in parts if name not in ("off", "auto")]
-    for names in (asked, ["suffix", "recycle"]):
+    shelved = [] if RETRIEVAL in asked else [RETRIEVAL, *(asked or ["suffix"])]  # for indices that come later
+    for names in (asked, ["suffix", "recycle"], shelved):
         if len(names) > 1:
             proposers["+".join(names)] = Cascade([proposers[name] for name in names])
     proposers["auto"] = proposers["+".join(asked) or "suffix"]

@@ -11,7 +11,7 @@ from forerun.draft.base import Proposer, Reference, Row
 from forerun.draft.corpus import BREAK, SORTED, Index, Segment
 from forerun.kernels import native
 from forerun.kernels.native import CTexts, address
-from forerun.types import RETRIEVAL, Draft
+from forerun.types import RETRIEVAL, SALT, Draft
 
 SHORTEST = 3  # tokens of a match
 JUDGES = 64  # occurrences, at most, that say what follows
@@ -22,7 +22,7 @@ class Retrieval(Proposer):
     several indices the one with the longest match.
 
     Attributes:
-        indices: by name, each with the tenant whose requests it serves; "" serves all.
+        indices: by name, each with the client whose requests it serves; "" serves all.
     """
 
     name = RETRIEVAL
@@ -33,9 +33,9 @@ class Retrieval(Proposer):
         self.slots: dict[int, str] = {}
         self._shelves: dict[str, _Shelf] = {}
 
-    def add(self, name: str, index: Index, tenant: str = "") -> None:
-        """Draft from this one too, from the next step on."""
-        self.indices[name] = (index, tenant)
+    def add(self, name: str, index: Index, client: str = "") -> None:
+        """Draft from this one too, from the next step on; instead of one of the same name."""
+        self.indices[name] = (index, client)
         self._shelves.clear()
 
     def remove(self, name: str) -> None:
@@ -61,10 +61,14 @@ class Retrieval(Proposer):
         return Draft.chain(row.tokens[-1], tokens, self.name, match)
 
     def _shelf(self, tenant: str) -> _Shelf:
-        if tenant not in self._shelves:
-            mine = [index for index, whose in self.indices.values() if whose in ("", tenant)]
-            self._shelves[tenant] = _Shelf([segment for index in mine for segment in index.segments])
-        return self._shelves[tenant]
+        """What this tenant drafts from; within a client's requests there may be many tenants."""
+        known = {whose for _, whose in self.indices.values()}
+        client = tenant.partition(SALT)[0]
+        client = client if client in known else ""  # so that there are no more shelves than clients with indices
+        if client not in self._shelves:
+            mine = [index for index, whose in self.indices.values() if whose in ("", client)]
+            self._shelves[client] = _Shelf([segment for index in mine for segment in index.segments])
+        return self._shelves[client]
 
 
 class _Shelf:

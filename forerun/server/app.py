@@ -29,6 +29,7 @@ from forerun.server.errors import ApiError
 from forerun.server.gate import Gate
 from forerun.server.grammars import Grammars
 from forerun.server.hosts import Hosts
+from forerun.server.indices import Indices, load_all, mount
 from forerun.server.journal import Journal
 from forerun.server.kitchen import Kitchen
 from forerun.server.metrics import Metrics
@@ -46,6 +47,7 @@ from forerun.server.routes import BoundedRoute
 from forerun.server.service import Service
 from forerun.server.settings import Settings
 from forerun.server.tenants import CALLER, Callers
+from forerun.types import RETRIEVAL
 from forerun.verify import RULES
 
 POLICY = "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'"
@@ -100,6 +102,12 @@ def make_app(llm: LLM, settings: Settings) -> FastAPI:
     _operation(app, kitchen, metrics, root)
     _playground(app)
     callers = Callers.of(settings)
+    if settings.indices:
+        folder = Path(settings.indices).expanduser()
+        load_all(llm, folder)
+        if f"{RETRIEVAL}+{llm.draft}" in llm.engine.proposers:
+            llm.draft = f"{RETRIEVAL}+{llm.draft}"
+        mount(app, Indices(service, folder, callers.clients))
     add_page(app, name, bool(callers))
     app.add_middleware(Gate, callers=callers, hosts=Hosts(settings), bodies=Bodies(settings), turn=kitchen.turn)
     if settings.allowed_origins:  # outside the gate: a preflight carries no key, and a page may read why it is refused

@@ -36,6 +36,8 @@ class Settings:
         body_timeout: seconds that a request's body may take; 0 for no limit.
         write_timeout: seconds that a client may take nothing of its answer; 0 for no limit.
         shutdown_timeout: seconds that running requests are given to end after SIGTERM.
+        indices: a folder of indices (forerun index --out FOLDER/NAME): all clients draft from those that lie in it, and
+            the operator loads and unloads more of it at /v1/indices.
         metrics_compat: vllm adds its names for our counters.
     """
 
@@ -57,6 +59,7 @@ class Settings:
     body_timeout: float = 30.0
     write_timeout: float = 60.0
     shutdown_timeout: float = 30.0
+    indices: str = ""
     metrics_compat: str = "none"
 
     def __post_init__(self) -> None:
@@ -89,8 +92,10 @@ class Settings:
             if not isinstance(values, (list, tuple)) or not all(isinstance(v, str) and v for v in values):
                 raise ConfigError(f"{name} must be texts that are not empty")
             object.__setattr__(self, name, tuple(map(clean_key, values)) if name == "api_key" else tuple(values))
-        if not isinstance(self.api_keys, str) or not isinstance(self.share_memory, bool):
-            raise ConfigError("api_keys must be the name of a file, share_memory true or false")
+        if not all(isinstance(name, str) for name in (self.api_keys, self.indices)) or not isinstance(
+            self.share_memory, bool
+        ):
+            raise ConfigError("api_keys must be the name of a file, indices of a folder, share_memory true or false")
 
 
 def read_file(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:

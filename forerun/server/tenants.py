@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from forerun.errors import ConfigError
 from forerun.server.addresses import is_loopback
+from forerun.types import SALT
 
 if TYPE_CHECKING:
     from forerun.server.settings import Settings
@@ -46,8 +47,8 @@ def tenant_of(salt: str | None) -> str:
     """The tenant of the request that is worked on, which gave this `cache_salt`."""
     tenant = CALLER.get().tenant
     if salt:
-        return f"{tenant or ''}\n{salt}"  # no name of a key has a line end
-    return f"\n\n{secrets.token_hex(16)}" if tenant is None else tenant
+        return f"{tenant or ''}{SALT}{salt}"  # no name of a key has a line end
+    return f"{SALT}{SALT}{secrets.token_hex(16)}" if tenant is None else tenant
 
 
 class Callers:
@@ -77,6 +78,15 @@ class Callers:
 
     def __len__(self) -> int:
         return len(self._known)
+
+    @property
+    def clients(self) -> set[str]:
+        """The names of clients with keys in the file."""
+        return (
+            set()
+            if self._shared
+            else {caller.tenant for caller in self._known.values() if caller.tenant and not caller.operator}
+        )
 
     def find(self, authorization: str) -> Caller | None:
         """Who sends this header; None is nobody. All keys are compared, so that the time says nothing."""

@@ -197,7 +197,7 @@ def test_tenants_and_indices_that_come_and_go(tmp_path: Path, tokenizer: Tokeniz
     retrieval = Retrieval({"all": Index(tmp_path / "all")})
     retrieval.open(0, [], tenant="a")
     retrieval.open(1, [], tenant="b")
-    retrieval.add("one", Index(tmp_path / "one"), tenant="a")
+    retrieval.add("one", Index(tmp_path / "one"), client="a")
     longer = [9, 1, 2, 3]
 
     def said() -> list[list[int]]:
