@@ -18,7 +18,7 @@ FLOORS = [
     {"native", "packed", "passes", "runner", "linear", "load"},
     {"draft"},
     {"engine"},
-    {"completion", "flags", "job", "llm", "terminal"},
+    {"completion", "flags", "job", "llm", "probe", "terminal"},
     {"bench", "check", "doctor", "generate_cli", "index_cli", "models_cli", "server", "train"},
     {"chat", "cli", "__main__", "__init__"},
 ]

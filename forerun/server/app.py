@@ -20,7 +20,6 @@ from forerun import __version__
 from forerun.llm import LLM
 from forerun.models.hub import DEFAULT
 from forerun.models.names import title
-from forerun.sampling.params import SamplingParams
 from forerun.server import api, errors, fields, ollama, translate
 from forerun.server.answers import started
 from forerun.server.bodies import Bodies
@@ -257,13 +256,6 @@ def _page(name: str) -> FileResponse:
     if path.parent != PAGES or not path.is_file():
         raise ApiError(404, "there is no such page")
     return FileResponse(path, headers={"Content-Security-Policy": POLICY, "X-Content-Type-Options": "nosniff"})
-
-
-def warm(llm: LLM) -> None:
-    """One short generation, so that the first client does not pay for first calls."""
-    vocab = llm.decoder.config.vocab
-    llm.generate([[min(3, vocab - 1)] * 4], SamplingParams(max_tokens=4, ignore_eos=True))
-    llm.forget()
 
 
 def describe(llm: LLM, settings: Settings) -> dict[str, Any]:

@@ -17,9 +17,10 @@ import uvicorn
 from fastapi import FastAPI
 
 from forerun.llm import LLM
+from forerun.probe import probe
 from forerun.sandbox import stop_all
 from forerun.server.addresses import is_loopback
-from forerun.server.app import describe, make_app, warm
+from forerun.server.app import describe, make_app
 from forerun.server.connections import connections
 from forerun.server.service import Service
 from forerun.server.settings import Settings
@@ -33,7 +34,7 @@ def run(options: dict[str, Any], settings: Settings, listener: socket.socket, ve
     _log(verbose, sys.stderr.isatty())
     try:
         llm = LLM(**options)
-        warm(llm)
+        fault = probe(llm)  # and the first client does not pay for first calls
         app = make_app(llm, settings)
         gc.collect()
         gc.freeze()  # what is loaded stays: looking through it for cycles would hold up everybody
@@ -41,6 +42,8 @@ def run(options: dict[str, Any], settings: Settings, listener: socket.socket, ve
         listener.close()
         raise
     host, port = listener.getsockname()[:2]
+    if fault:
+        log.warning("%s", fault)
     if not is_loopback(settings.host) and not Callers.of(settings):
         log.warning("everybody who reaches %s may use this server: give --api-key or --api-keys", settings.host)
     listener.listen(2048)

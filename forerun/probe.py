@@ -1,0 +1,43 @@
+"""A few tokens that tell whether a drafter with weights is one for its target at all."""
+
+from __future__ import annotations
+
+from forerun.config import LOADED
+from forerun.errors import RequestError
+from forerun.llm import LLM, Prompt
+from forerun.sampling.params import SamplingParams
+
+ASKED = "Explain in a few sentences why the sea is salty."
+TOKENS, DEPTH = 24, 2
+LEAST = 0.06  # accepted tokens a round; drafters that are for their target reach 0.5 and more
+MODEL = "it says something else than this target: best is a smaller model of the same family, fine-tuned alike"
+HEAD = "it was trained for another target, or for this one before it was fine-tuned"
+READS_LAYERS = ("eagle3", "block")  # of the target, whose numbers mean another one in each of their dialects
+
+
+def probe(llm: LLM) -> str:
+    """Let it say a few tokens at temperature 0, drafted with weights if it has a drafter with any; what is likely wrong
+    with that where next to nothing of it is accepted, and empty otherwise. Nothing of it is remembered."""
+    name = next((part for part in llm.draft.split("+") if part in LOADED), None)
+    params = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
+    (said,) = llm.generate(_prompt(llm), params, draft=name or "off", depth=DEPTH if name else None)
+    llm.forget()
+    counts = said.stats.by_source[name] if name else None
+    if name is None or counts is None or counts.accepted >= LEAST * said.stats.steps:
+        return ""
+    what = f"of {counts.drafted} tokens that it drafted {counts.accepted} were accepted"
+    if not counts.drafted:
+        what = "it drafted nothing"
+    cause = MODEL if name == "model" else HEAD
+    cause += ", or the layers it reads are counted otherwise in its config.json" if name in READS_LAYERS else ""
+    return f"the draft {name} does not pay with this target: {what} of a probe. Most likely {cause}"
+
+
+def _prompt(llm: LLM) -> Prompt:
+    """A question, as its template has it; whatever tokens there are without a tokenizer, or one of these words."""
+    if llm.tokenizer is None:
+        return [i % llm.decoder.config.vocab for i in range(8)]
+    try:
+        return llm.tokens([{"role": "user", "content": ASKED}] if llm.tokenizer.has_chat_template else ASKED)
+    except RequestError:  # a template that does not take it
+        return llm.tokens(ASKED)
