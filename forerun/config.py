@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, fields
 from typing import Any
 
+from forerun.drafts import parse_draft
 from forerun.errors import ConfigError, brief, nearest
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 RULE_NAMES = ("match", "token", "block", "tree", "typical")  # verify.RULES, named here so that --help needs no torch
-COPYING = ("ngram", "suffix", "retrieval")  # drafts that copy: others may be asked behind them
-SIMPLE = ("off", "auto", "ngram", "suffix", "recycle")  # which need nothing
-LOADED = ("model", "medusa", "eagle3", "mtp", "block")  # drafts with weights
-SELF = re.compile(  # how a target drafts for itself
-    r"int8|int4|layers=\d{1,6}(?:-\d{1,6})?(?:,\d{1,6}(?:-\d{1,6})?)*|window=[1-9]\d{0,7}"
-)
-NAME = rf"(?:{'|'.join((*SIMPLE, *COPYING, *LOADED, 'self'))})(?:[:+]|$)"  # of a draft, where one begins
-JOINT = re.compile(rf"\+(?={NAME})")
-LIST = re.compile(
-    r"(?:^|\+)(?:retrieval:|self:layers=)[^+]*$"
-)  # a draft whose argument may be several things, by commas
 CHOICES: dict[str, tuple[str, ...]] = {
     "rule": RULE_NAMES,
     "dtype": DTYPES,
@@ -127,59 +116,6 @@ class Config:
             if name not in known:
                 raise ConfigError(f"there is no option {name!r}: {nearest(name, known)}")
         return cls(**options)
-
-
-def parse_draft(spec: str) -> tuple[tuple[str, str], ...]:
-    """A draft option as (name of the proposer, argument) of each that is asked, in order. Raises ConfigError."""
-    parts, rest = [], [spec]
-    while rest:
-        part, *behind = JOINT.split(rest[0], maxsplit=1)
-        if part.partition(":")[0] in LOADED:  # the last of all: a directory may be called so
-            part, behind = rest[0], []
-        name, _, argument = part.partition(":")
-        _check_part(name, argument, spec)
-        parts.append((name, argument))
-        rest = behind
-    names = [name for name, _ in parts]
-    for name in names[:-1]:
-        if name not in COPYING:
-            raise ConfigError(f"nothing is asked behind {name!r}: put it last, behind {' or '.join(COPYING)}")
-    if (names[-1] in ("off", "auto") and len(names) > 1) or len(set(names)) < len(names):
-        raise ConfigError(f"{names[-1]!r} cannot be the last of {spec!r}: name another draft there")
-    return tuple(parts)
-
-
-def drafts_in(text: str) -> list[str]:
-    """Draft options by commas, which stand within some of them, too."""
-    found: list[str] = []
-    for part in filter(None, map(str.strip, text.split(","))):
-        if found and LIST.search(found[-1]) and not re.match(NAME, part):
-            found[-1] += f",{part}"
-        else:
-            found.append(part)
-    return found
-
-
-def _check_part(name: str, argument: str, spec: str) -> None:
-    if name in LOADED and not argument:
-        raise ConfigError(f"draft {name!r} needs to be told where it is: write {name}:DIRECTORY or {name}:HUB_ID")
-    if name == "retrieval" and not argument:
-        raise ConfigError("draft 'retrieval' needs an index: write retrieval:INDEX, which forerun index makes")
-    if name == "self" and not SELF.fullmatch(argument):
-        raise ConfigError(
-            f"a model cannot draft for itself as {argument!r}: write self:int8 or self:int4 (rounded), self:layers=12"
-            " (its first layers) or self:layers=0-9,20-29 (these), or self:window=1024 (of its keys)"
-        )
-    if name not in (*LOADED, *SIMPLE, *COPYING, "self"):
-        known = [*SIMPLE, *(f"{n}:..." for n in ("retrieval", "self", *LOADED))]
-        raise ConfigError(f"there is no draft {spec!r}: {nearest(name, known)}")
-    if name in ("off", "auto", "ngram", "suffix") and argument:
-        raise ConfigError(f"draft {name!r} takes no argument, but was given {argument!r}")
-
-
-def draft_name(spec: str) -> str:
-    """What the engine calls the proposer of a draft option. Raises ConfigError."""
-    return "+".join(name for name, _ in parse_draft(spec))
 
 
 def parse_depth(depth: int | str) -> int | str:

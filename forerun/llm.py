@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from forerun import rng
-from forerun.config import Config, draft_name, parse_draft
+from forerun.config import Config
 from forerun.draft.across import make_draft_model
 from forerun.draft.base import Proposer, Reference
 from forerun.draft.corpus import Index
@@ -19,6 +19,7 @@ from forerun.draft.itself import Abridged, kept_layers
 from forerun.draft.model import DraftModel
 from forerun.draft.registry import automatic, make_proposers, with_references
 from forerun.draft.view import view_of
+from forerun.drafts import draft_name, read_draft
 from forerun.engine.engine import Engine
 from forerun.errors import RequestError
 from forerun.job import Completion, Job
@@ -61,7 +62,6 @@ class LLM:
         if self.config.threads:
             torch.set_num_threads(self.config.threads)
         device = pick_device(self.config.device)
-        parse_draft(self.config.draft)  # what is wrong with it is said before anything is loaded
         directory = find_model(self.config.model)
         self.tokenizer = load_tokenizer(directory, check=True)
         self.recommended = recommended(directory)
@@ -70,7 +70,7 @@ class LLM:
         spec = automatic(self.config.draft, directory, native.instructions() if view.form else "")
         width, threshold = self.config.width, self.config.draft_threshold
         load = _Loading(self.config, directory, self.tokenizer, target)
-        proposers = make_proposers(parse_draft(spec), load, view, target.cache, width, threshold)
+        proposers = make_proposers(read_draft(spec), load, view, target.cache, width, threshold)
         self.draft = draft_name(spec)
         self.engine = Engine(
             target, proposers, rule=self.config.rule, chunk=self.config.chunk, tokenizer=self.tokenizer

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from forerun.config import LOADED
-from forerun.errors import RequestError
+from forerun.drafts import LOADED, names_in
 from forerun.llm import LLM, Prompt
 from forerun.sampling.params import SamplingParams
 
-ASKED = "Explain in a few sentences why the sea is salty."
+ASKED = "The sea is salty because rivers carry"
 TOKENS, DEPTH = 24, 2
 LEAST = 0.06  # accepted tokens a round; drafters that are for their target reach 0.5 and more
 MODEL = "it says something else than this target: best is a smaller model of the same family, fine-tuned alike"
@@ -18,7 +17,7 @@ READS_LAYERS = ("eagle3", "block")  # of the target, whose numbers mean another 
 def probe(llm: LLM) -> str:
     """Let it say a few tokens at temperature 0, drafted with weights if it has a drafter with any; what is likely wrong
     with that where next to nothing of it is accepted, and empty otherwise. Nothing of it is remembered."""
-    name = next((part for part in llm.draft.split("+") if part in LOADED), None)
+    name = next((part for part in names_in(llm.draft) if part in LOADED), None)
     params = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
     (said,) = llm.generate(_prompt(llm), params, draft=name or "off", depth=DEPTH if name else None)
     llm.forget()
@@ -34,10 +33,5 @@ def probe(llm: LLM) -> str:
 
 
 def _prompt(llm: LLM) -> Prompt:
-    """A question, as its template has it; whatever tokens there are without a tokenizer, or one of these words."""
-    if llm.tokenizer is None:
-        return [i % llm.decoder.config.vocab for i in range(8)]
-    try:
-        return llm.tokens([{"role": "user", "content": ASKED}] if llm.tokenizer.has_chat_template else ASKED)
-    except RequestError:  # a template that does not take it
-        return llm.tokens(ASKED)
+    """A sentence without a template, which may be anybody's; whatever tokens there are, where there is no tokenizer."""
+    return ASKED if llm.tokenizer else [i % llm.decoder.config.vocab for i in range(8)]

@@ -12,6 +12,8 @@ from enum import IntEnum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy as np
     from torch import Tensor
 
@@ -95,6 +97,16 @@ class Draft:
         for node, parent in enumerate(self.parents[1:], start=1):
             children[parent].append(node)
         return children
+
+    def followed(self, tokens: Sequence[int]) -> list[int]:
+        """The nodes that say these tokens one by one, from the root on, as far as there are any."""
+        children, path = self.children(), [0]
+        for token in tokens:
+            nodes = [child for child in children[path[-1]] if self.tokens[child] == token]
+            if not nodes:
+                break
+            path.append(nodes[0])
+        return path
 
     def path_to(self, node: int) -> list[int]:
         """Nodes from the root to `node`, both included."""

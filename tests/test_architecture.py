@@ -11,7 +11,7 @@ PACKAGE = Path(forerun.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 # Each floor may import from itself and from those below it.
 FLOORS = [
-    {"errors", "types", "rng", "config", "memory", "progress", "sandbox", "sandbox_worker", "whole"},
+    {"errors", "types", "rng", "config", "drafts", "memory", "progress", "sandbox", "sandbox_worker", "whole"},
     {"kernels", "sampling", "verify"},
     {"models"},
     {"cache"},

@@ -10,7 +10,8 @@ import typer
 
 from forerun.bench.choice import PASSAGE
 from forerun.bench.lists import listed, number, plural, whole
-from forerun.config import Config, drafts_in, parse_depth
+from forerun.config import Config, parse_depth
+from forerun.drafts import drafts_in
 from forerun.errors import ConfigError
 from forerun.flags import ENGINE, SAMPLING, with_flags
 from forerun.sampling.params import SamplingParams

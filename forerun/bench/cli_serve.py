@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from forerun.bench.lists import listed, whole
-from forerun.config import drafts_in, parse_depth
+from forerun.config import parse_depth
+from forerun.drafts import drafts_in
 from forerun.errors import ConfigError, ForerunError, Interrupted
 
 if TYPE_CHECKING:

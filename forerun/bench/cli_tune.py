@@ -9,7 +9,8 @@ import typer
 
 from forerun.bench.cli_decode import DECODED, Categories, Prompts
 from forerun.bench.lists import plural
-from forerun.config import Config, drafts_in, parse_depth
+from forerun.config import Config, parse_depth
+from forerun.drafts import drafts_in
 from forerun.errors import ConfigError
 from forerun.flags import ENGINE, with_flags
 from forerun.sampling.params import SamplingParams

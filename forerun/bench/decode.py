@@ -12,7 +12,8 @@ from forerun.bench.report import machine
 from forerun.bench.rounds import Batch, Limit, Result, Rounds, Setting
 from forerun.bench.run import PLAIN, Arm, Work
 from forerun.bench.workloads import Task
-from forerun.config import RULE_NAMES, Config, parse_depth, parse_draft
+from forerun.config import RULE_NAMES, Config, parse_depth
+from forerun.drafts import parse_draft
 from forerun.engine.drafting import OFF
 from forerun.errors import ConfigError, RequestError, nearest
 from forerun.llm import LLM

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from forerun.bench.peer_process import Prompts
-from forerun.config import parse_depth, parse_draft
+from forerun.config import parse_depth
+from forerun.drafts import parse_draft
 from forerun.engine.drafting import OFF
 from forerun.errors import ConfigError, nearest
 from forerun.models.hub import find_model

@@ -13,9 +13,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from forerun.config import draft_name
 from forerun.draft.base import Reference
 from forerun.draft.registry import with_references
+from forerun.drafts import draft_name
 from forerun.engine.drafting import OFF
 from forerun.engine.engine import Engine
 from forerun.engine.stats import RequestStats

@@ -14,6 +14,7 @@ from forerun.check.law import check_law
 from forerun.check.passes import check_passes
 from forerun.check.subject import Ask, Subject, random_prompts
 from forerun.check.texts import check_texts
+from forerun.drafts import names_in
 from forerun.errors import ConfigError, nearest
 from forerun.llm import LLM
 from forerun.models.hub import DEFAULT
@@ -185,5 +186,5 @@ def all_drafts(llm: LLM, named: str | None) -> tuple[str, ...]:
     known: Sequence[str] = list(llm.engine.proposers)
     if named:
         return (named,)
-    asked = [name for name in llm.draft.split("+") if name in known]
+    asked = [name for name in names_in(llm.draft) if name in known]
     return tuple(dict.fromkeys(["ngram", "suffix", "recycle", *asked]))

@@ -95,6 +95,7 @@ class Proposer:
         weighs: it says of each node how likely it is to stand (`Draft.chances`), by `Row.stands`; as many of them are
             verified as pay.
         learns: it wants the target's laws, too.
+        merges: it may make one draft of what several say.
     """
 
     name = ""
@@ -102,6 +103,7 @@ class Proposer:
     stops = False
     weighs = False
     learns = False
+    merges = False
     boundaries: tuple[int, ...] = ()
 
     @property

@@ -1,31 +1,69 @@
-"""Proposers made of proposers."""
+"""Proposers made of proposers: one after the other, or all in one tree.
+
+The engine asks the parts itself (`Drafting`), so that it learns what each costs and is worth. What a composition does
+is to say who is asked next, and to make one draft of what they say: `ask` is a generator that yields a part, is sent
+what that offered, and returns the draft. Otherwise it only passes on what happens to a request.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import heapq
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
 
+import numpy as np
 from torch import Tensor
 
 from forerun.draft.base import Proposer, Reference
+from forerun.types import Draft, Law
 
 
-class Cascade(Proposer):
-    """Asks its parts in order: whoever has a draft for a request first drafts it alone.
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What a part has for a request: its whole `draft`, and what of it pays alone (`taken`, a root where nothing).
+    `settles`: nobody else is expected to do better."""
 
-    The engine asks the parts itself (`Drafting`), so that it learns what each costs and is worth: a cascade only passes
-    on what happens to a request.
-    """
+    draft: Draft
+    taken: Draft
+    settles: bool = False
+
+
+Asking = Generator[Proposer, Offer, Draft]
+
+
+def ask(proposer: Proposer, branching: bool) -> Asking:
+    """Who is asked for a draft of a proposer, one after the other. Without `branching` it has to be a chain."""
+    if isinstance(proposer, Composition):
+        return proposer.ask(branching)
+    return _alone(proposer)
+
+
+def _alone(proposer: Proposer) -> Asking:
+    return (yield proposer).taken
+
+
+class Composition(Proposer):
+    """Base of those made of others."""
+
+    sign = ""
 
     def __init__(self, parts: Sequence[Proposer]) -> None:
-        self._parts = tuple(own for part in parts for own in part.parts)
-        self.name = "+".join(part.name for part in parts)
-        self.width = max(part.width for part in parts)
+        self.inner = tuple(parts)
+        self._leaves = tuple(own for part in parts for own in part.parts)
+        self.name = self.sign.join(
+            f"({part.name})" if isinstance(part, Composition) and self.sign == "&" else part.name for part in parts
+        )
         self.boundaries = tuple(sorted({b for part in parts for b in part.boundaries}))
         self.learns = any(part.learns for part in parts)
+        self.merges = self.sign == "&" or any(part.merges for part in parts)
 
     @property
     def parts(self) -> Sequence[Proposer]:
-        return self._parts
+        return self._leaves
+
+    def ask(self, branching: bool) -> Asking:
+        """See `ask`."""
+        raise NotImplementedError
 
     def open(self, slot: int, tokens: Sequence[int], references: Sequence[Reference] = (), tenant: str = "") -> None:
         for part in self.parts:
@@ -52,3 +90,111 @@ class Cascade(Proposer):
     def reset(self) -> None:
         for part in self.parts:
             part.reset()
+
+
+class Either(Composition):
+    """Asks its parts in order: whoever has a draft for a request first drafts it alone."""
+
+    sign = "+"
+
+    def __init__(self, parts: Sequence[Proposer]) -> None:
+        super().__init__(parts)
+        self.width = max(part.width for part in parts)
+
+    def ask(self, branching: bool) -> Asking:
+        for part in self.inner:
+            draft = yield from ask(part, branching)
+            if len(draft) > 1:
+                break
+        return draft
+
+
+class Both(Composition):
+    """Asks its parts in order until one settles it, and makes one tree of what they said."""
+
+    sign = "&"
+
+    def __init__(self, parts: Sequence[Proposer]) -> None:
+        super().__init__(parts)
+        self.width = sum(part.width for part in parts)
+
+    def ask(self, branching: bool) -> Asking:
+        if not branching:
+            return (yield from Either(self.inner).ask(branching))
+        drafts = []
+        for part in self.inner:
+            if isinstance(part, Composition):
+                drafts.append((yield from part.ask(branching)))
+                continue
+            offer = yield part
+            if offer.settles:
+                return offer.taken
+            drafts.append(offer.draft)
+        return merged(drafts)
+
+
+def merged(drafts: Sequence[Draft]) -> Draft:
+    """One tree of what all say: nodes of the same text are one, whose sources are all that said it.
+
+    Where chances are known of all nodes, the likeliest come first, and of a node that several said the best counts.
+    Otherwise children that were sampled come before given ones, as `tree` wants them, and those of one law alone: of
+    others that were sampled in the same place nothing is kept.
+    """
+    found = [draft for draft in drafts if len(draft) > 1]
+    if len(found) < 2:
+        return found[0] if found else drafts[0]
+    tree, chances, laws = Draft.root(found[0].tokens[0]), [1.0], dict[int, np.ndarray]()
+    places: dict[tuple[int, int], int] = {}
+    for draft in found:
+        at, own = {0: 0}, dict[int, bool]()  # nodes of the draft in the tree; whether the sampled children are its own
+        for node in range(1, len(draft)):
+            parent, token = at.get(draft.parents[node], -1), draft.tokens[node]
+            if parent < 0:
+                continue
+            chance = draft.chances[node - 1] if draft.chances else 0.0
+            place = places.get((parent, token))
+            if draft.laws[node] is not Law.GIVEN:
+                if not own.setdefault(parent, parent not in laws):
+                    continue
+                assert draft.probs is not None
+                laws[parent] = draft.probs[draft.parents[node]]
+            if place is None:
+                place = places[parent, token] = tree.add(token, parent, draft.sources[node], draft.laws[node])
+                chances.append(chance)
+            else:
+                tree.sources[place] = _together(tree.sources[place], draft.sources[node])
+                tree.laws[place] = max(tree.laws[place], draft.laws[node])
+                chances[place] = max(chances[place], chance)
+            at[node] = place
+    weighed = all(draft.chances for draft in found)
+    return _ordered(tree, chances if weighed else None, laws)
+
+
+def _together(sources: str, source: str) -> str:
+    return sources if source in sources.split("&") else f"{sources}&{source}"
+
+
+def _ordered(tree: Draft, chances: Sequence[float] | None, laws: Mapping[int, np.ndarray]) -> Draft:
+    """The same tree, by chance if there are any, parents before their children; sampled siblings before given ones."""
+    children, made, at = tree.children(), Draft.root(tree.tokens[0]), {0: 0}
+    heap: list[tuple[float, int, int, float]] = []
+
+    def push(node: int, chance: float) -> None:
+        for child in children[node]:
+            own = min(chance, chances[child]) if chances else 0.0
+            heapq.heappush(heap, (-own, -int(tree.laws[child]), child, own))
+
+    push(0, 1.0)
+    if chances:
+        made.chances = []
+    while heap:
+        _, _, node, chance = heapq.heappop(heap)
+        at[node] = made.add(tree.tokens[node], at[tree.parents[node]], tree.sources[node], tree.laws[node])
+        if chances:
+            made.chances.append(chance)
+        push(node, chance)
+    if laws:
+        made.probs = np.zeros((len(made), next(iter(laws.values())).shape[-1]))
+        for node, law in laws.items():
+            made.probs[at[node]] = law
+    return made

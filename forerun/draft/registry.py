@@ -4,17 +4,16 @@ suffix+KIND:DIR_OR_HUB_ID for both: what the text repeats is copied, the rest is
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
 from forerun.cache.kv import KVCache
-from forerun.config import LOADED
 from forerun.draft.base import Proposer
 from forerun.draft.block import Block
 from forerun.draft.block_format import KINDS, load_block
 from forerun.draft.bundled import bundled_for
-from forerun.draft.compose import Cascade
+from forerun.draft.compose import Both, Either
 from forerun.draft.corpus import Index
 from forerun.draft.eagle_format import load_head
 from forerun.draft.medusa import Medusa, load_heads
@@ -28,6 +27,7 @@ from forerun.draft.retrieval import Retrieval
 from forerun.draft.successors import Successors
 from forerun.draft.suffix import Suffix
 from forerun.draft.view import TargetView
+from forerun.drafts import LOADED, Leaf, Several
 from forerun.models.hub import find_model
 from forerun.types import RETRIEVAL
 
@@ -77,16 +77,15 @@ class Loading(Protocol):
 
 
 def make_proposers(
-    parts: Sequence[tuple[str, str]],
+    said: Leaf | Several,
     load: Loading,
     target: TargetView,
     cache: KVCache,
     width: int,
     threshold: float,
 ) -> dict[str, Proposer]:
-    """The proposers of an engine: those that need no weights, and those that are asked for, `parts` as `parse_draft`
-    gives them. One with a cache of its own gets as much room as the target's `cache` has; `threshold` is that of a
-    block drafter."""
+    """The proposers of an engine: those that need no weights, and what is asked for, as `read_draft` gives it. One with
+    a cache of its own gets as much room as the target's `cache` has; `threshold` is that of a block drafter."""
     proposers: dict[str, Proposer] = {
         "ngram": NGram(),
         "suffix": Suffix(),
@@ -95,7 +94,8 @@ def make_proposers(
     }
     pages = cache.pages
     room = {"tokens": pages.count * pages.size, "page": pages.size, "slots": len(cache.length)}
-    for name, argument in parts:
+    for leaf in said.leaves():
+        name, argument = leaf.name, leaf.argument
         if name == "recycle" and argument:
             proposers[name] = Recycle(Successors.load(Path(argument).expanduser(), target.vocab), max(width, 2))
         if name == "retrieval":
@@ -112,15 +112,27 @@ def make_proposers(
         if name == "block":
             block = load_block(find_model(argument, pickled=True), target)
             proposers[name] = Block(block, target, **room, width=width, threshold=threshold)
-    asked = [name for name, _ in parts if name not in ("off", "auto")]
-    shelved = [] if RETRIEVAL in asked else [RETRIEVAL, *(asked or ["suffix"])]  # for indices that come later
-    for names in (asked, ["suffix", "recycle"], shelved):
-        if len(names) > 1:
-            proposers["+".join(names)] = Cascade([proposers[name] for name in names])
-    proposers["auto"] = proposers["+".join(asked) or "suffix"]
+    plain = said if str(said) not in ("off", "auto") else Leaf("suffix")
+    for several in (plain, Several("+", (Leaf("suffix"), Leaf("recycle"))), _behind(RETRIEVAL, plain)):
+        proposers[str(several)] = composed(several, proposers)
+    proposers["auto"] = proposers[str(plain)]
     references = References()
     found: dict[str, Proposer] = {references.name: references}
-    return proposers | found | {with_references(n): Cascade((references, p)) for n, p in proposers.items()}
+    return proposers | found | {with_references(n): Either((references, p)) for n, p in proposers.items()}
+
+
+def composed(said: Leaf | Several, proposers: Mapping[str, Proposer]) -> Proposer:
+    """What drafts as an option says, of these proposers."""
+    if isinstance(said, Leaf):
+        return proposers[said.name]
+    return (Both if said.how == "&" else Either)([composed(part, proposers) for part in said.parts])
+
+
+def _behind(name: str, said: Leaf | Several) -> Leaf | Several:
+    """The same with another draft before it, for documents that come later."""
+    if name in (leaf.name for leaf in said.leaves()):
+        return said
+    return Several("+", (Leaf(name), *(said.parts if isinstance(said, Several) and said.how == "+" else (said,))))
 
 
 def with_references(name: str) -> str:

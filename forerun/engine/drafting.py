@@ -6,9 +6,10 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
 from forerun.draft.base import Proposer, Row
+from forerun.draft.compose import Offer, ask
 from forerun.engine.blame import blaming, together
 from forerun.engine.depth import DEEPEST, DepthPolicy, Wish, kind_of_match
-from forerun.engine.request import Request
+from forerun.engine.request import Offered, Request
 from forerun.engine.scheduler import Work
 from forerun.errors import ForerunError
 from forerun.runner import Runner
@@ -34,45 +35,48 @@ class Drafting:
         """One draft for each request that draws, roots where it does not pay, there is no room, or what drafts for it
         failed: that is the request's error."""
         drafts = {w.request.id: Draft.root(w.request.tokens[-1]) for w in drawing}
+        plans = []
         for work in drawing:
-            with blaming(work.request):
-                drafts[work.request.id] = self._forced(work)
-        known = sum(w.count for w in works)
-        turns = max((len(self.proposers[w.request.draft].parts) for w in drawing if w.request.draft != OFF), default=0)
-        for turn in range(turns):
-            if waiting := self._waiting(drawing, drafts, turn):
-                self._ask(waiting, drafts, known + sum(len(d) - 1 for d in drafts.values()))
+            request = work.request
+            with blaming(request):
+                drafts[request.id] = self._forced(work)
+            if len(drafts[request.id]) == 1 and request.draft != OFF and not request.error:
+                plans.append(Plan(work, self.proposers[request.draft]))
+        known, asking = sum(w.count for w in works) + sum(len(d) - 1 for d in drafts.values()), plans
+        while asking := [plan for plan in asking if self._goes_on(plan)]:
+            self._ask(asking, known + sum(len(plan.draft) - 1 for plan in plans if plan.draft))
+        for plan in plans:
+            if plan.draft and not plan.work.request.error:
+                with blaming(plan.work.request):
+                    drafts[plan.work.request.id] = self._taken(plan, plan.draft, (known, len(plans)))
         return drafts
 
-    def _waiting(self, drawing: Sequence[Work], drafts: Mapping[int, Draft], turn: int) -> list[tuple[Work, Proposer]]:
-        """Who has no draft yet, each with the proposer whose turn it is, unless that rests."""
-        found = []
-        for work in drawing:
-            request = work.request
-            if len(drafts[request.id]) == 1 and request.draft != OFF and not request.error:
-                parts = self.proposers[request.draft].parts
-                if turn < len(parts) and not self._rests(request, parts[turn]):
-                    found.append((work, parts[turn]))
-        return found
+    def _goes_on(self, plan: Plan) -> bool:
+        """Whether there is somebody to ask, who does not rest."""
+        request = plan.work.request
+        while plan.wanted and not request.error:
+            if request.depth != "auto" or not self.policy.rests(request.acceptance[plan.wanted.name]):
+                return True
+            plan.give(None)
+        return False
 
-    def _rests(self, request: Request, proposer: Proposer) -> bool:
-        return request.depth == "auto" and self.policy.rests(request.acceptance[proposer.name])
-
-    def _ask(self, waiting: Sequence[tuple[Work, Proposer]], drafts: dict[int, Draft], tokens: int) -> None:
+    def _ask(self, plans: Sequence[Plan], tokens: int) -> None:
         """Let each proposer draft for all its requests. `tokens` are in the pass in any case."""
         start = self.clock()  # to choose a depth is a part of what drafting costs
-        groups: dict[Proposer, list[Request]] = defaultdict(list)
-        for (work, proposer), depth in zip(waiting, self._depths(waiting, tokens), strict=True):
-            request = work.request
+        groups: dict[Proposer, list[Plan]] = defaultdict(list)
+        for plan, depth in zip(plans, self._depths(plans, tokens), strict=True):
+            request, proposer = plan.work.request, plan.asked
             if depth and _stops(request, proposer):
-                depth = max(depth, min(self._limit(work), STOPPED))
+                depth = max(depth, min(self._limit(plan.work), STOPPED))
             # room for the largest draft there could be: what is verified must not depend on what was drawn
-            if depth and self.target.cache.pages.grow(request.slot, len(request.tokens) + depth * proposer.width):
+            if depth and self.target.cache.pages.grow(request.slot, len(request.tokens) + depth * plan.whole.width):
                 request.allowed = depth
-                groups[proposer].append(request)
-        place = tokens, len(waiting)
-        for proposer, requests in groups.items():
-            name = proposer.name
+                groups[proposer].append(plan)
+            else:
+                plan.give(None)
+        place = tokens, len(plans)
+        for proposer, asking in groups.items():
+            name, requests = proposer.name, [plan.work.request for plan in asking]
             rows = [self._row(request, proposer, place) for request in requests]
             proposed = self._proposed(proposer, rows, requests)
             end, lag = self.clock(), max(len(r.tokens) - r.asked.get(name, 0) for r in requests)
@@ -81,50 +85,67 @@ class Drafting:
                 self.policy.record_draft(name, _drafted(proposer, rows, proposed), seconds, len(rows))
             else:
                 self.policy.record_lag(name, seconds)
-            for request, draft in zip(requests, proposed, strict=True):
+            for plan, draft in zip(asking, proposed, strict=True):
+                request = plan.work.request
                 request.asked[name] = len(request.tokens)
-                if draft is not None and len(draft) > 1:
-                    with blaming(request):
-                        worth = self._worth(request, draft, proposer, place)
-                        drafts[request.id] = self._taken(request, worth, proposer)
-                elif draft is not None:
-                    self.policy.record_verdict(name, request.acceptance[name], 0, 0)
+                with blaming(request):
+                    offer = self._offer(plan, draft, place) if draft is not None and len(draft) > 1 else None
+                    if draft is not None and offer is None:
+                        self.policy.record_verdict(name, request.acceptance[name], 0, 0)
+                    plan.give(offer)
 
     def _proposed(self, proposer: Proposer, rows: Sequence[Row], requests: Sequence[Request]) -> Sequence[Draft | None]:
         return together(lambda chosen: proposer.propose([rows[i] for i in chosen]), range(len(rows)), requests)
 
-    def _worth(self, request: Request, draft: Draft, proposer: Proposer, place: tuple[int, int]) -> Draft:
-        """As much of a draft as pays: of nodes that were weighed, and of what was copied. If that is nothing of a copy,
-        or another proposer is expected to do better, it is set aside and scored with what the target says. What becomes
-        of copies depends on the text alone, so it is exact under every rule."""
+    def _offer(self, plan: Plan, draft: Draft, place: tuple[int, int]) -> Offer:
+        """A draft, and as much of it as pays alone: of nodes that were weighed, and of what was copied. What becomes of
+        copies depends on the text alone, so it is exact under every rule. Raises ForerunError for one that was not
+        asked for."""
+        request, proposer, taken = plan.work.request, plan.asked, draft
+        self._check(draft, request.allowed, proposer)
+        kind = kind_of_match(proposer.name, draft.match) if draft.match else ""
+        request.offered.append(Offered(proposer.name, kind, draft))
+        copied = bool(kind) and request.depth == "auto"
         if draft.chances:
-            return draft.first(self.policy.enough(draft.chances, place))
-        if not draft.match or request.depth != "auto":
-            return draft
-        kind, parts = kind_of_match(proposer.name, draft.match), self.proposers[request.draft].parts
+            taken = draft.first(self.policy.enough(draft.chances, place))
+        elif copied:
+            taken = draft.first(self._worth(plan, kind, len(draft) - 1, place))
+        if plan.whole.merges and request.rule.coupled and not draft.chances:
+            draft.chances = self._chances(request, draft, kind or proposer.name, proposer.name)
+            taken.chances = draft.chances[: len(taken) - 1]
+        return Offer(draft, taken, settles=copied and len(taken) > 1)
+
+    def _worth(self, plan: Plan, kind: str, copied: int, place: tuple[int, int]) -> int:
+        """How much of what was copied to verify: nothing where a proposer that is asked later is expected to do better,
+        and then it is scored with what the target says."""
+        request, parts = plan.work.request, plan.whole.parts
         others = [
             Wish(part.name, request.limit - request.produced - 1, request.acceptance[part.name], part.width)
-            for part in parts[parts.index(proposer) + 1 :]
+            for part in parts[parts.index(plan.asked) + 1 :]
             if request.acceptance[part.name].rest is None
         ]
-        count = self.policy.worth(kind, request.acceptance[kind], len(draft) - 1, others, place)
-        if not count:
-            request.aside = (kind, draft.tokens[1:])
-            return Draft.root(draft.tokens[0])
-        request.kind = kind
-        return draft.first(count)
+        return self.policy.worth(kind, request.acceptance[kind], copied, others, place)
 
-    def _taken(self, request: Request, draft: Draft, proposer: Proposer) -> Draft:
-        """What of a proposer's draft is verified."""
-        if len(draft) == 1:
-            return draft
-        request.drafter, request.reach = proposer.name, self._reach(draft, request.allowed, proposer)
+    def _chances(self, request: Request, draft: Draft, known: str, name: str) -> list[float]:
+        """How likely each node is to stand with all before it, by what became of such ones."""
+        chances, rate = [1.0], self.policy.rate(known, request.acceptance[known])
+        stands = self.policy.survival(name, request.params.greedy).stands
+        for node in range(1, len(draft)):
+            own = stands[draft.sure[node - 1]] if draft.sure else rate
+            chances.append(chances[draft.parents[node]] * min(own, 1.0))
+        return chances[1:]
+
+    def _taken(self, plan: Plan, draft: Draft, place: tuple[int, int]) -> Draft:
+        """What of a draft is verified."""
+        request = plan.work.request
+        if plan.whole.merges and draft.chances and request.depth == "auto":
+            draft = draft.first(self.policy.enough(draft.chances, place))
         grammar = request.state.grammar
-        return grammar.prune(draft) if grammar else draft
+        return grammar.prune(draft) if grammar and len(draft) > 1 else draft
 
-    def _reach(self, draft: Draft, depth: int, proposer: Proposer) -> int:
-        """How deep it is. Raises ForerunError for a draft that was not asked for: there is no room for it, and what it
-        overwrote might belong to others."""
+    def _check(self, draft: Draft, depth: int, proposer: Proposer) -> None:
+        """Raise ForerunError for a draft that was not asked for: there is no room for it, and what it overwrote might
+        belong to others."""
         reach, most, vocab = max(draft.depths()), depth * proposer.width, self.target.decoder.config.vocab
         if reach > depth or len(draft) - 1 > most:
             raise ForerunError(
@@ -133,7 +154,6 @@ class Drafting:
             )
         if not 0 <= min(draft.tokens) <= max(draft.tokens) < vocab:
             raise ForerunError(f"the drafter {proposer.name!r} gave a token that is not in the vocabulary of {vocab}")
-        return reach
 
     def _forced(self, work: Work) -> Draft:
         """What the request's grammar leaves no choice about, a root where it does or there is no room.
@@ -141,7 +161,7 @@ class Drafting:
         It costs nothing to draft and is always accepted: neither the proposer nor the depth policy is asked.
         """
         request = work.request
-        request.drafter, request.reach, request.allowed, request.kind, request.aside = "", 0, 0, "", None
+        request.allowed, request.offered = 0, []
         deepest = DEEPEST if request.depth == "auto" else int(request.depth)
         grammar, limit = request.state.grammar, min(deepest, self._limit(work))
         tokens = grammar.forced(limit) if grammar and limit else []
@@ -155,11 +175,11 @@ class Drafting:
         request = work.request
         return request.limit - request.produced - 1 if request.draft != OFF and work.count == 1 else 0
 
-    def _depths(self, waiting: Sequence[tuple[Work, Proposer]], tokens: int) -> list[int]:
+    def _depths(self, plans: Sequence[Plan], tokens: int) -> list[int]:
         """The depth of each: what it asked for, or what the policy says."""
         depths, wishes, free = [], [], []
-        for i, (work, proposer) in enumerate(waiting):
-            request, limit = work.request, self._limit(work)
+        for i, plan in enumerate(plans):
+            request, proposer, limit = plan.work.request, plan.asked, self._limit(plan.work)
             depths.append(0 if request.depth == "auto" else min(int(request.depth), limit))
             if request.depth == "auto" and limit:
                 wishes.append(Wish(proposer.name, limit, request.acceptance[proposer.name], proposer.width))
@@ -185,6 +205,30 @@ class Drafting:
             coupled=request.rule.coupled,
             branching=request.rule.branching,
         )
+
+
+class Plan:
+    """One request while it is drafted for: `wanted` is asked next, and `draft` is there once nobody is."""
+
+    def __init__(self, work: Work, whole: Proposer) -> None:
+        self.work, self.whole = work, whole
+        self.draft: Draft | None = None
+        self._asking = ask(whole, work.request.rule.branching)
+        self.wanted: Proposer | None = next(self._asking)
+
+    @property
+    def asked(self) -> Proposer:
+        """The one that is asked."""
+        assert self.wanted is not None
+        return self.wanted
+
+    def give(self, offer: Offer | None) -> None:
+        """What the one that is asked has; None is nothing."""
+        root = Draft.root(self.work.request.tokens[-1])
+        try:
+            self.wanted = self._asking.send(offer or Offer(root, root))
+        except StopIteration as end:
+            self.wanted, self.draft = None, end.value
 
 
 def _stops(request: Request, proposer: Proposer) -> bool:

@@ -11,7 +11,6 @@ import itertools
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from itertools import takewhile
 
 from torch import Tensor
 
@@ -260,26 +259,28 @@ class Engine:
         """Statistics of one verdict, and what the depth policy learns from it."""
         kept = set(verdict.path)
         for node in range(1, len(draft)):
-            source = request.stats.by_source[draft.sources[node]]
-            source.drafted += 1
-            source.accepted += node in kept
+            for name in draft.sources[node].split("&"):
+                source = request.stats.by_source[name]
+                source.drafted += 1
+                source.accepted += node in kept
         request.stats.rounds.append((len(draft) - 1, len(verdict.path) - 1))
         request.stats.depths.append(max(draft.depths()))
         request.stats.drafted += len(draft) - 1
         request.stats.accepted += len(verdict.path) - 1
-        self._learn(request, draft, verdict)
+        self._learn(request, verdict)
 
-    def _learn(self, request: Request, draft: Draft, verdict: Verdict) -> None:
-        """What the depth policy learns from a verdict; of copies set aside, as far as the target has spoken."""
-        for source in filter(None, (request.drafter, request.kind)):
-            self.policy.record_verdict(source, request.acceptance[source], request.reach, len(verdict.path) - 1)
-        if draft.sure:
-            self.policy.survival(request.drafter, request.params.greedy).add(draft, verdict)
-        if request.aside:
-            source, copied = request.aside
-            right = len(list(takewhile(bool, map(int.__eq__, copied, verdict.tokens))))
-            seen = right if right == len(verdict.tokens) else len(copied)
-            self.policy.record_verdict(source, request.acceptance[source], seen, right)
+    def _learn(self, request: Request, verdict: Verdict) -> None:
+        """What the depth policy learns from a verdict, of all that was drafted: what the target says tells of each
+        draft, as far as it has spoken, whether it was verified or not."""
+        for offered in request.offered:
+            draft = offered.draft
+            path = draft.followed(verdict.tokens)
+            accepted, is_open = len(path) - 1, len(path) > len(verdict.tokens)
+            reach = accepted if is_open else max(draft.depths())
+            for source in filter(None, (offered.name, offered.kind)):
+                self.policy.record_verdict(source, request.acceptance[source], reach, accepted)
+            if draft.sure:
+                self.policy.survival(offered.name, request.params.greedy).add(draft, path, is_open)
 
     def _teach(self, request: Request, draft: Draft, logits: Tensor) -> None:
         """Show the target's laws to the proposer that wants them."""
@@ -294,7 +295,7 @@ class Engine:
     ) -> Round | None:
         if not request.trace:
             return None
-        name = request.drafter or request.draft
+        name = request.offered[-1].name if request.offered else request.draft
         rate = self.policy.rate(name, request.acceptance[name])
         return round_of(request, draft, verdict, logits, rate, seconds)
 

@@ -14,9 +14,20 @@ from forerun.errors import ForerunError
 from forerun.models.text import TextStream
 from forerun.sampling.filters import SamplingState
 from forerun.sampling.params import SamplingParams
+from forerun.types import Draft
 from forerun.verify import Rule
 
 WAITING = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Offered:
+    """What one proposer drafted in a step, verified or not; `kind` is of what was copied, as the policy knows it
+    (`kind_of_match`), or empty."""
+
+    name: str
+    kind: str
+    draft: Draft
 
 
 @dataclass(slots=True, eq=False)
@@ -47,11 +58,8 @@ class Request:
     stats: RequestStats = field(default_factory=RequestStats)
     acceptance: defaultdict[str, Acceptance] = field(default_factory=lambda: defaultdict(Acceptance))  # by proposer
     asked: dict[str, int] = field(default_factory=dict)  # tokens when a proposer was last asked: what it lags behind
-    drafter: str = ""  # who drafted for this step; a cascade is several
     allowed: int = 0  # depth its draft may have in this step
-    reach: int = 0  # depth of what was drafted for this step, before a grammar cut it
-    kind: str = ""  # of what was copied for this step, as the policy knows it (`kind_of_match`)
-    aside: tuple[str, list[int]] | None = None  # tokens that were copied and are not verified, and their kind
+    offered: list[Offered] = field(default_factory=list)  # what was drafted for this step, verified or not
     finish_reason: str | None = None
     error: ForerunError | None = None  # what ends it, of its own
     arrived: float = field(default_factory=time.perf_counter)

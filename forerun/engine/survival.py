@@ -9,9 +9,10 @@ the counts stand in for its trained head).
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from forerun.types import SIXTEENTHS, Draft, Verdict
+from forerun.types import SIXTEENTHS, Draft
 
 STRENGTH = 8.0  # tokens that the drafter's own word counts for
 KEEP = 0.998  # of what was counted, at each token of the same sixteenth
@@ -25,11 +26,13 @@ class Survival:
     seen: list[float] = field(default_factory=lambda: [0.0] * SIXTEENTHS)
     stands: array[float] = field(default_factory=lambda: array("f", map(_own_word, range(SIXTEENTHS))))
 
-    def add(self, draft: Draft, verdict: Verdict) -> None:
-        """What became of a draft's tokens. Those behind one that does not stand say nothing."""
-        kept = set(verdict.path)
+    def add(self, draft: Draft, path: Sequence[int], is_open: bool = False) -> None:
+        """What became of a draft's tokens, of which the target said those of `path`, and no more yet if that `is_open`.
+        Those behind one that does not stand say nothing."""
+        kept = set(path)
+        told = kept - {path[-1]} if is_open else kept
         for node, sixteenth in zip(range(1, len(draft)), draft.sure, strict=False):
-            if draft.parents[node] not in kept:
+            if draft.parents[node] not in told:
                 continue
             self.yes[sixteenth] = KEEP * self.yes[sixteenth] + (node in kept)
             self.seen[sixteenth] = KEEP * self.seen[sixteenth] + 1

@@ -173,10 +173,10 @@ def trace(round_: Round, event: Event, tokenizer: Tokenizer | None) -> dict[str,
         }
 
     nodes = [
-        one(draft.tokens[node], node - 1, told=node in kept or draft.sources[node] not in OTHERS)
+        one(draft.tokens[node], node - 1, told=node in kept or not _is_hidden(draft.sources[node]))
         | {
             "parent": draft.parents[node],
-            "source": draft.sources[node],
+            "source": _told_sources(draft.sources[node], node in kept),
             "q": _q(round_, node),
             "accepted": node in kept,
         }
@@ -193,6 +193,18 @@ def trace(round_: Round, event: Event, tokenizer: Tokenizer | None) -> dict[str,
         "t_draft_ms": round(1e3 * round_.draft_seconds, 4),
         "t_verify_ms": round(1e3 * round_.verify_seconds, 4),
     }
+
+
+def _is_hidden(sources: str) -> bool:
+    """Whether nobody drafted a token who only knows this request."""
+    return all(source in OTHERS for source in sources.split("&"))
+
+
+def _told_sources(sources: str, accepted: bool) -> str:
+    """Who drafted a token, as far as that tells nothing of other requests."""
+    if accepted or _is_hidden(sources):
+        return sources
+    return "&".join(source for source in sources.split("&") if source not in OTHERS)
 
 
 def _q(round_: Round, node: int) -> float | None:

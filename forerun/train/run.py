@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from forerun.config import LOADED, parse_draft
 from forerun.draft.registry import kind_of
+from forerun.drafts import LOADED, parse_draft
 from forerun.errors import ConfigError
 from forerun.models.hub import find_model
 from forerun.progress import Tell

@@ -10,7 +10,8 @@ from forerun.bench.decode import Plan
 from forerun.bench.pair import Pair
 from forerun.bench.rounds import Result
 from forerun.bench.tune import AT_HAND, choose, ranked, tune
-from forerun.config import Config, parse_draft
+from forerun.config import Config
+from forerun.drafts import parse_draft
 from forerun.server.settings import read_file
 from tests.test_cli import MODEL, run
 

@@ -1,9 +1,11 @@
 """Names of drafts: what they stand for, and what is said of those that stand for nothing."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from forerun import LLM, ConfigError, SamplingParams
-from forerun.config import draft_name, drafts_in, parse_draft
+from forerun.drafts import draft_name, drafts_in, names_in, parse_draft
 from tests import tiny
 
 
@@ -20,6 +22,7 @@ from tests import tiny
         ("suffix+eagle3:a+b", (("suffix", ""), ("eagle3", "a+b"))),
         ("ngram+suffix+block:x", (("ngram", ""), ("suffix", ""), ("block", "x"))),
         ("model:x+suffix", (("model", "x+suffix"),)),  # a directory may be called so
+        ("model:a (b)&c", (("model", "a (b)&c"),)),
     ],
 )
 def test_names(spec: str, found: tuple[tuple[str, str], ...]) -> None:
@@ -28,17 +31,53 @@ def test_names(spec: str, found: tuple[tuple[str, str], ...]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("spec", "name", "arguments"),
+    [
+        ("suffix|recycle", "suffix+recycle", ["", ""]),
+        ("suffix&eagle3:a/b", "suffix&eagle3", ["", "a/b"]),
+        ("suffix|ngram&model:x", "suffix+ngram&model", ["", "", "x"]),
+        ("(suffix|ngram)&model:x", "(suffix+ngram)&model", ["", "", "x"]),
+        ("(suffix|model:a(1))&recycle", "(suffix+model)&recycle", ["", "a(1)", ""]),
+        ("((suffix))", "suffix", [""]),
+        ("suffix&(ngram&recycle)", "suffix&ngram&recycle", ["", "", ""]),
+        ("retrieval:a,b&self:layers=0-3,9|eagle3:x", "retrieval&self+eagle3", ["a,b", "layers=0-3,9", "x"]),
+        ("model:some&eagle3:thing|suffix", "model&eagle3+suffix", ["some", "thing", ""]),
+    ],
+)
+def test_how_several_draft(spec: str, name: str, arguments: list[str]) -> None:
+    assert draft_name(spec) == name
+    assert [argument for _, argument in parse_draft(spec)] == arguments
+    assert names_in(name) == [leaf for leaf, _ in parse_draft(spec)]
+
+
+@given(st.text(alphabet="+|&():,suffixngrammodel0=-", max_size=60))
+def test_whatever_is_written_is_read_or_refused(text: str) -> None:
+    """A name that is made of an option stands for the same order of drafts."""
+    try:
+        name = draft_name(text)
+    except ConfigError:
+        return
+    assert names_in(name) == [leaf for leaf, _ in parse_draft(text)]
+
+
+@pytest.mark.parametrize(
     ("spec", "said"),
     [
         ("sufix", "did you mean 'suffix'"),
         ("model", "write model:DIRECTORY"),
         ("suffix:x", "takes no argument"),
-        ("suffix+suffix", "cannot be the last"),
-        ("suffix+auto", "cannot be the last"),
-        ("suffix+off", "cannot be the last"),
-        ("recycle+suffix", "nothing is asked behind 'recycle'"),
-        ("suffix+sufix", "there is no draft 'suffix.sufix'"),
-        ("suffix+", "there is no draft"),
+        ("suffix+suffix", "'suffix' stands twice"),
+        ("suffix&(ngram|suffix)", "'suffix' stands twice"),
+        ("suffix+auto", "'auto' cannot go with others"),
+        ("off&suffix", "'off' cannot go with others"),
+        ("suffix+sufix", r"there is no draft 'sufix' \(at character 8 of 'suffix.sufix'\): did you mean 'suffix'"),
+        ("suffix+", r"there is no draft '' \(at character 8"),
+        ("", "there is no draft ''"),
+        ("(suffix", r"no \) for each of its \("),
+        ("suffix)", "is one . too many"),
+        ("((suffix)&ngram))", "is one . too many"),
+        ("(" * 9 + "suffix" + ")" * 9, "too deep"),
+        ("suffix|(ngram&model)", r"write model:DIRECTORY .*\(at character 15"),
     ],
 )
 def test_names_that_stand_for_nothing(spec: str, said: str) -> None:

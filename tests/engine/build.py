@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from forerun.draft.block import Block
-from forerun.draft.compose import Cascade
+from forerun.draft.compose import Either
 from forerun.draft.medusa import Medusa
 from forerun.draft.model import DraftModel
 from forerun.draft.ngram import NGram
@@ -59,7 +59,7 @@ def engine(
         "mtp": Pairs("mtp", tiny.mtp(family), view, **room, width=2 if wide else 1),
         "block": Block(block, view, **room, width=2 if wide else 1),
     }
-    proposers["both"] = Cascade((NGram(longest=3, shortest=1), Pairs("eagle3", head, view, **room)))
+    proposers["both"] = Either((NGram(longest=3, shortest=1), Pairs("eagle3", head, view, **room)))
     return Engine(runner(target), proposers, rule=rule, chunk=chunk)
 
 
@@ -88,7 +88,7 @@ def finish(engine: Engine) -> None:
 
 def check_idle(engine: Engine) -> None:
     """Every page and slot is back, in the target's pool and in the drafters'."""
-    parts = [part for p in engine.proposers.values() for part in (p.parts if isinstance(p, Cascade) else (p,))]
+    parts = [part for p in engine.proposers.values() for part in (p.parts if isinstance(p, Either) else (p,))]
     caches = [engine.target.cache, *(p.runner.cache for p in parts if isinstance(p, DraftModel))]
     caches += [p.cache for p in parts if isinstance(p, (Pairs, Block))]
     for cache in caches:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from forerun.draft.base import Proposer, Row
-from forerun.draft.compose import Cascade
+from forerun.draft.compose import Either
 from forerun.engine.depth import Acceptance, Wish, kind_of_match
 from forerun.engine.engine import Engine
 from forerun.errors import ForerunError
@@ -34,7 +34,7 @@ class Sometimes(Proposer):
 
 def engine_of(*parts: Proposer) -> Engine:
     runner = Runner(tiny.decoder(tiny.family("llama")), tokens=512, page=4, slots=4)
-    return Engine(runner, {"both": Cascade(parts)})
+    return Engine(runner, {"both": Either(parts)})
 
 
 def test_the_next_part_is_asked_where_the_first_has_nothing() -> None:
@@ -96,7 +96,7 @@ def test_a_draft_that_was_not_asked_for_is_refused(parents: list[int], token: in
 
 def test_a_cascade_of_cascades_is_flat() -> None:
     parts = [Sometimes(name, 1) for name in "abc"]
-    cascade = Cascade((parts[0], Cascade(parts[1:])))
+    cascade = Either((parts[0], Either(parts[1:])))
     assert list(cascade.parts) == parts and cascade.name == "a+b+c"
 
 
@@ -125,7 +125,7 @@ def test_copies_that_are_set_aside_are_scored_with_what_the_target_says(right: b
     text = plain.tokens if right else [token ^ 1 for token in plain.tokens]
     engine = Engine(
         Runner(tiny.decoder(tiny.family("llama")), tokens=512, page=4, slots=4),
-        {"both": Cascade([Copies(text, 5), Sometimes("second", 1)])}, rule=rule,
+        {"both": Either([Copies(text, 5), Sometimes("second", 1)])}, rule=rule,
     )  # fmt: skip
     kind = kind_of_match("copies", 5)
     asked: list[tuple[str, list[str]]] = []

@@ -9,7 +9,7 @@ import torch
 from forerun.cache.attention import Segment
 from forerun.cache.kv import KVCache
 from forerun.draft.base import Proposer
-from forerun.draft.compose import Cascade
+from forerun.draft.compose import Either
 from forerun.draft.model import DraftModel
 from forerun.draft.ngram import NGram
 from forerun.engine.engine import Engine
@@ -53,7 +53,7 @@ class Watcher(DraftModel):
 
 def watching(decoder: object, drafter: object, wrap: bool, **options: int) -> tuple[Engine, Watcher]:
     watcher = Watcher(Runner(drafter, tokens=1024, page=4, slots=8), width=3)
-    proposer: Proposer = Cascade((NGram(longest=3, shortest=1), watcher)) if wrap else watcher
+    proposer: Proposer = Either((NGram(longest=3, shortest=1), watcher)) if wrap else watcher
     shape = {"tokens": 1024, "page": 4, "slots": 8, "chunk": 7} | options
     chunk = shape.pop("chunk")
     return Engine(Runner(decoder, **shape), {"watch": proposer}, chunk=chunk), watcher

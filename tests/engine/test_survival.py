@@ -11,15 +11,15 @@ from forerun.draft.eagle_format import save_head
 from forerun.engine.depth import HIGHEST, Acceptance, Auto, Chance
 from forerun.engine.survival import Survival
 from forerun.kernels import native
-from forerun.types import Draft, Verdict
+from forerun.types import Draft
 from tests import tiny
 
 
-def chain(sure: list[int], stood: int) -> tuple[Draft, Verdict]:
+def chain(sure: list[int], stood: int) -> tuple[Draft, list[int]]:
     """A chain that was so sure of its tokens, of which the first ones stood."""
     draft = Draft.chain(1, [2] * len(sure), "head")
     draft.sure = sure
-    return draft, Verdict([2] * stood + [3], list(range(stood + 1)))
+    return draft, list(range(stood + 1))
 
 
 def test_chances_begin_as_the_drafters_own_word_and_become_what_was_seen() -> None:
@@ -46,9 +46,16 @@ def test_of_a_tree_only_what_was_asked_counts() -> None:
     for token, parent in ((5, 0), (6, 0), (7, 1), (8, 2), (9, 2)):
         draft.add(token, parent, "tree")
     draft.sure = [9, 5, 4, 3, 2]
-    survival.add(draft, Verdict([6, 9, 1], [0, 2, 5]))
+    survival.add(draft, [0, 2, 5])
     assert [survival.seen[i] for i in draft.sure] == [1, 1, 0, 1, 1]
     assert [survival.yes[i] for i in draft.sure] == [0, 1, 0, 0, 1]
+
+
+def test_behind_the_last_token_that_was_said_nothing_is_known() -> None:
+    """A draft that was not verified to its end tells as much as the target has said."""
+    survival, (draft, path) = Survival(), chain([15, 8, 2], 2)
+    survival.add(draft, path, is_open=True)
+    assert [survival.seen[i] for i in (15, 8, 2)] == [1, 1, 0] and survival.yes[8] == 1
 
 
 def test_floors_rise_with_what_a_level_costs() -> None:

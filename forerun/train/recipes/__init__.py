@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from forerun.config import LOADED
+from forerun.drafts import LOADED
 from forerun.errors import ConfigError
 from forerun.train.options import OPTIONS
 from forerun.train.recipes.base import Outlook, Recipe

@@ -1,0 +1,182 @@
+"""What a draft option says: the names of drafts, and how several of them draft for one request.
+
+`a|b` asks b where a has nothing (`a+b` is the same), `a&b` makes one tree of what both say, and parentheses nest.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from forerun.errors import ConfigError, nearest, shown
+
+COPYING = ("ngram", "suffix", "retrieval")  # drafts that copy
+SIMPLE = ("off", "auto", "ngram", "suffix", "recycle")  # which need nothing
+LOADED = ("model", "medusa", "eagle3", "mtp", "block")  # drafts with weights
+ITSELF = re.compile(  # how a target drafts for itself
+    r"int8|int4|layers=\d{1,6}(?:-\d{1,6})?(?:,\d{1,6}(?:-\d{1,6})?)*|window=[1-9]\d{0,7}"
+)
+NAME = rf"(?:{'|'.join((*SIMPLE, *COPYING, *LOADED, 'self'))})(?:[:+|&)]|$)"  # of a draft, where one begins
+WORD = re.compile(r"[^:+|&()]*")
+NEXT = re.compile(rf"[+|&](?=\(*{NAME})")  # where an argument ends
+NEXT_OF_LOADED = re.compile(rf"[|&](?=\(*{NAME})")  # a directory may be called "a+suffix"
+LIST = re.compile(r"(?:^|[+|&(])(?:retrieval:|self:layers=)[^+|&]*$")  # whose argument may be several, by commas
+DEEP = 8  # parentheses within one another
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """One draft: its name, and what it needs to be told."""
+
+    name: str
+    argument: str = ""
+
+    def __str__(self) -> str:
+        return self.name
+
+    def leaves(self) -> Iterator[Leaf]:
+        """All drafts that are named, in order."""
+        yield self
+
+
+@dataclass(frozen=True, slots=True)
+class Several:
+    """Drafts that draft for one request: by turns (+), or all of them in one tree (&)."""
+
+    how: str
+    parts: tuple[Leaf | Several, ...]
+
+    def __str__(self) -> str:
+        inner = [f"({part})" if isinstance(part, Several) and self.how == "&" else str(part) for part in self.parts]
+        return self.how.join(inner)
+
+    def leaves(self) -> Iterator[Leaf]:
+        """All drafts that are named, in order."""
+        for part in self.parts:
+            yield from part.leaves()
+
+
+def read_draft(spec: str) -> Leaf | Several:
+    """A draft option. Raises ConfigError, which says where it stops making sense."""
+    found = _Reader(spec).whole()
+    names = [leaf.name for leaf in found.leaves()]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"{name!r} stands twice in {shown(spec)}: name each draft once")
+        if name in ("off", "auto") and len(names) > 1:
+            raise ConfigError(f"{name!r} cannot go with others in {shown(spec)}: give it alone")
+    return found
+
+
+def parse_draft(spec: str) -> tuple[tuple[str, str], ...]:
+    """The drafts of an option as (name, argument), in order. Raises ConfigError."""
+    return tuple((leaf.name, leaf.argument) for leaf in read_draft(spec).leaves())
+
+
+def draft_name(spec: str) -> str:
+    """What the engine calls the proposer of a draft option. Raises ConfigError."""
+    return str(read_draft(spec))
+
+
+def names_in(name: str) -> list[str]:
+    """The drafts in what the engine calls a proposer."""
+    return [part for part in re.split(r"[+|&()]", name) if part]
+
+
+def drafts_in(text: str) -> list[str]:
+    """Draft options by commas, which stand within some of them, too."""
+    found: list[str] = []
+    for part in filter(None, map(str.strip, text.split(","))):
+        if found and LIST.search(found[-1]) and not re.match(rf"\(*{NAME}", part):
+            found[-1] += f",{part}"
+        else:
+            found.append(part)
+    return found
+
+
+class _Reader:
+    """Reads an option from left to right."""
+
+    def __init__(self, spec: str) -> None:
+        self.spec, self.at, self.open = spec, 0, 0
+
+    def whole(self) -> Leaf | Several:
+        found = self._either()
+        if self.at < len(self.spec):
+            raise ConfigError(f"{self._here()} is one ) too many, or a + | or & is missing before it")
+        return found
+
+    def _either(self) -> Leaf | Several:
+        return self._several("+|", self._both)
+
+    def _both(self) -> Leaf | Several:
+        return self._several("&", self._one)
+
+    def _several(self, signs: str, read: Callable[[], Leaf | Several]) -> Leaf | Several:
+        parts = [read()]
+        while self.spec[self.at : self.at + 1] and self.spec[self.at] in signs:
+            self.at += 1
+            parts.append(read())
+        how = signs[0]
+        flat = [own for p in parts for own in (p.parts if isinstance(p, Several) and p.how == how else (p,))]
+        return Several(how, tuple(flat)) if len(flat) > 1 else flat[0]
+
+    def _one(self) -> Leaf | Several:
+        if self.spec[self.at : self.at + 1] != "(":
+            return self._leaf()
+        if self.open == DEEP:
+            raise ConfigError(f"{self._here()} is one parenthesis too deep: nest at most {DEEP}")
+        self.at, self.open = self.at + 1, self.open + 1
+        found = self._either()
+        if self.spec[self.at : self.at + 1] != ")":
+            raise ConfigError(f"{shown(self.spec)} has no ) for each of its (: add what is missing")
+        self.at, self.open = self.at + 1, self.open - 1
+        return found
+
+    def _leaf(self) -> Leaf:
+        word = WORD.match(self.spec, self.at)
+        assert word is not None
+        name, start = word.group(), self.at
+        self.at, argument = word.end(), ""
+        if self.spec[self.at : self.at + 1] == ":":
+            begin = self.at + 1
+            self.at = self._end(name, begin)
+            argument = self.spec[begin : self.at]
+        _check(name, argument, self._place(start))
+        return Leaf(name, argument)
+
+    def _end(self, name: str, begin: int) -> int:
+        """Where an argument ends: before what goes on with another draft, or closes a parenthesis around it."""
+        found = (NEXT_OF_LOADED if name in LOADED else NEXT).search(self.spec, begin)
+        end = found.start() if found else len(self.spec)
+        opened = 0
+        for at in range(begin, end):
+            opened += (self.spec[at] == "(") - (self.spec[at] == ")")
+            if opened < 0 and self.open:
+                return at
+        return end
+
+    def _here(self) -> str:
+        return f"{shown(self.spec[self.at :])} in {shown(self.spec)}"
+
+    def _place(self, start: int) -> str:
+        return f" (at character {start + 1} of {shown(self.spec)})" if start or self.at < len(self.spec) else ""
+
+
+def _check(name: str, argument: str, place: str) -> None:
+    if name in LOADED and not argument:
+        where = f"write {name}:DIRECTORY or {name}:HUB_ID{place}"
+        raise ConfigError(f"draft {name!r} needs to be told where it is: {where}")
+    if name == "retrieval" and not argument:
+        raise ConfigError(f"draft 'retrieval' needs an index: write retrieval:INDEX, which forerun index makes{place}")
+    if name == "self" and not ITSELF.fullmatch(argument):
+        raise ConfigError(
+            f"a model cannot draft for itself as {argument!r}: write self:int8 or self:int4 (rounded), self:layers=12"
+            f" (its first layers) or self:layers=0-9,20-29 (these), or self:window=1024 (of its keys){place}"
+        )
+    if name not in (*LOADED, *SIMPLE, *COPYING, "self"):
+        known = [*SIMPLE, *(f"{n}:..." for n in ("retrieval", "self", *LOADED))]
+        raise ConfigError(f"there is no draft {shown(name)}{place}: {nearest(name, known)}")
+    if name in ("off", "auto", "ngram", "suffix") and argument:
+        raise ConfigError(f"draft {name!r} takes no argument, but was given {argument!r}{place}")

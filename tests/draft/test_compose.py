@@ -1,0 +1,179 @@
+"""Drafts made of drafts: who is asked, one tree of what several say, and exactness of that under every rule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+
+from forerun import LLM, SamplingParams
+from forerun.check import oracle
+from forerun.draft.base import Proposer, Row
+from forerun.draft.compose import Both, Either, Offer, ask, merged
+from forerun.drafts import read_draft
+from forerun.kernels import native
+from forerun.types import Draft, Law
+from forerun.verify import tree
+from tests import tiny
+
+
+class Named(Proposer):
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def propose(self, rows: Sequence[Row]) -> list[Draft]:
+        raise NotImplementedError
+
+
+def answered(
+    proposer: Proposer, has: dict[str, Draft], settles: str = "", branching: bool = True
+) -> tuple[list[str], Draft]:
+    """Who was asked, and what came of it, where some have drafts."""
+    asking, asked, root = ask(proposer, branching), list[str](), Draft.root(1)
+    wanted = next(asking)
+    try:
+        while True:
+            asked.append(wanted.name)
+            draft = has.get(wanted.name, root)
+            wanted = asking.send(Offer(draft, draft, wanted.name == settles))
+    except StopIteration as end:
+        return asked, end.value
+
+
+a, b, c = (Named(name) for name in "abc")
+A, B, C = (Draft.chain(1, tokens, name) for name, tokens in (("a", [2, 3]), ("b", [2, 4]), ("c", [5])))
+
+
+def test_who_is_asked() -> None:
+    either, both = Either((a, b, c)), Both((a, b, c))
+    assert answered(either, {"b": B}) == (["a", "b"], B)
+    assert answered(either, {})[0] == ["a", "b", "c"]
+    assert answered(both, {"a": A, "b": B})[0] == ["a", "b", "c"]
+    assert answered(both, {"a": A, "b": B}, settles="a") == (["a"], A)
+    assert answered(both, {"b": B, "c": C}, branching=False) == (["a", "b"], B)
+    nested = Both((Either((a, b)), c))
+    assert nested.name == "(a+b)&c" and [part.name for part in nested.parts] == ["a", "b", "c"] and nested.merges
+    assert answered(nested, {"b": B, "c": C})[0] == ["a", "b", "c"]
+    asked, draft = answered(Either((a, Both((b, c)))), {"b": B, "c": C})
+    assert asked == ["a", "b", "c"] and sorted(draft.tokens) == [1, 2, 4, 5]
+
+
+def test_names_are_read_as_what_they_stand_for() -> None:
+    for composition in (Either((a, Both((b, c)))), Both((a, Either((b, c)))), Both((Both((a, b)), c))):
+        spelled = composition.name.replace("a", "suffix").replace("b", "ngram").replace("c", "recycle")
+        assert str(read_draft(spelled)).count("&") == spelled.count("&")
+
+
+def test_what_several_say_is_one_node() -> None:
+    A.chances, B.chances, C.chances = [0.5, 0.4], [0.6, 0.1], [0.3]
+    try:
+        draft = merged([A, B, C])
+    finally:
+        for one in (A, B, C):
+            one.chances = []
+    assert draft.tokens == [1, 2, 3, 5, 4] and draft.parents == [-1, 0, 1, 0, 1]
+    assert draft.sources == ["", "a&b", "a", "c", "b"] and draft.chances == [0.6, 0.4, 0.3, 0.1]
+    assert merged([A, Draft.root(1)]) is A and len(merged([Draft.root(1)])) == 1
+    assert merged([A, A, A]).sources == ["", "a", "a"]
+
+
+def test_no_child_is_likelier_than_its_parent() -> None:
+    one, other = Draft.chain(1, [2, 3, 4], "a"), Draft.chain(1, [2, 3, 6], "b")
+    one.chances, other.chances = [0.2, 0.1, 0.05], [0.1, 0.9, 0.9]
+    draft = merged([one, other])
+    for node, chance in enumerate(draft.chances, start=1):
+        parent = draft.parents[node]
+        assert parent < node and (parent == 0 or chance <= draft.chances[parent - 1])
+    assert draft.chances == sorted(draft.chances, reverse=True)
+
+
+# ---------------------------------------------------------------- exactness
+
+
+def given(tokens: Sequence[int]) -> Draft:
+    return Draft.chain(0, list(tokens), "copy")
+
+
+def pairs(drafter: oracle.Table, copies: Sequence[Draft], depth: int) -> Iterator[tuple[Draft, float]]:
+    """Every chain that may be sampled, with copies of the text beside it."""
+    for draft, weight in oracle.proposals(oracle.sampled, drafter, depth):
+        yield merged([*copies[:1], draft, *copies[1:]]), weight
+
+
+@pytest.mark.parametrize("vocab", [2, 3])
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("copies", [[(0, 0)], [(1,), (0, 1)], [(0,), (1, 1)]], ids=str)
+def test_a_sampled_chain_among_copies_is_exact(seed: int, vocab: int, copies: list[tuple[int, ...]]) -> None:
+    """Under `tree`, whatever coincides: enumerated over every draft and every coin."""
+    target, drafter = oracle.toy_models("float", vocab, 2, seed)
+    assert oracle.bias(tree.verify_tree, pairs(drafter, [given(c) for c in copies], 2), target, 2) < 1e-12
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_two_sampled_chains_are_exact(seed: int) -> None:
+    """Of two laws in one place one is kept; both drafters share their noise or do not."""
+    target, one = oracle.toy_models("float", 2, 2, seed)
+    _, other = oracle.toy_models("float", 2, 2, seed + 50)
+    every = [list(oracle.proposals(oracle.sampled, table, 2)) for table in (one, other)]
+    both = ((merged([x, y]), p * q) for x, p in every[0] for y, q in every[1])
+    assert oracle.bias(tree.verify_tree, both, target, 2) < 1e-12
+    shared = ((merged([x, given(x.tokens[1:])]), p) for x, p in every[0])
+    assert oracle.bias(tree.verify_tree, shared, target, 2) < 1e-12
+
+
+def test_the_enumeration_sees_a_wrong_law() -> None:
+    """A merged tree whose laws belong to another node is caught."""
+    target, drafter = oracle.toy_models("float", 3, 2, 1)
+
+    def wrong() -> Iterator[tuple[Draft, float]]:
+        for draft, weight in pairs(drafter, [given((0, 1))], 2):
+            assert draft.probs is not None
+            draft.probs = np.roll(draft.probs, 1, axis=-1)
+            yield draft, weight
+
+    assert oracle.bias(tree.verify_tree, wrong(), target, 2) > 1e-3
+
+
+def test_sampled_siblings_come_first() -> None:
+    law = np.array([[0.5, 0.5], [0.0, 0.0]])
+    sampled = Draft([0, 1], [-1, 0], ["", "head"], [Law.GIVEN, Law.SAMPLED], law)
+    draft = merged([given((0, 1)), sampled])
+    assert draft.tokens[1] == 1 and draft.laws[1] is Law.SAMPLED and draft.laws[2:] == [Law.GIVEN] * 2
+    same = merged([given((1,)), sampled])
+    assert len(same) == 2 and same.laws[1] is Law.SAMPLED and same.sources[1] == "copy&head"
+    assert same.probs is not None and same.probs[0].tolist() == [0.5, 0.5]
+
+
+KERNELS = [
+    pytest.param("native", marks=pytest.mark.skipif(native.library() is None, reason=native.reason() or "compiled")),
+    "torch",
+]
+PROMPTS = ["def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return", "the name", "[1, 2, [1, 2, ["]
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("rule", ["match", "tree", "token", "block"])
+@pytest.mark.parametrize("spec", ["suffix&model:{}", "(suffix|ngram)&model:{}", "ngram|suffix&recycle&model:{}"])
+def test_the_same_text_as_alone(kernels: str, rule: str, spec: str) -> None:
+    """In batches, with preemption, at both kinds of depth."""
+    llm = LLM(
+        tiny.spoken(), draft=spec.format(tiny.spoken(0.1)), kernels=kernels, rule=rule, max_rows=3, kv_tokens=192,
+        dtype="float32" if kernels == "native" else "float64",
+    )  # fmt: skip
+    for temperature in (0.0, 0.8):
+        params = SamplingParams(max_tokens=40, temperature=temperature, seed=4, ignore_eos=True)
+        for depth in (3, "auto"):
+            said = llm.generate(PROMPTS, params, depth=depth)
+            if rule == "match" or not temperature:
+                assert [c.token_ids for c in said] == [c.token_ids for c in llm.generate(PROMPTS, params, draft="off")]
+        if depth == 3:
+            assert len(set().union(*(c.stats.by_source for c in said)) & {"suffix", "ngram", "model"}) > 1
+    llm.engine.target.cache.pages.check()
+
+
+def test_a_node_that_two_said_counts_for_both() -> None:
+    llm = LLM(tiny.spoken(), draft=f"suffix&model:{tiny.spoken(0.05)}", dtype="float64", kv_tokens=1024)
+    (said,) = llm.generate(PROMPTS[0], SamplingParams(max_tokens=60, seed=1), depth=3)
+    sources = said.stats.by_source
+    assert set(sources) == {"suffix", "model"} and sum(s.drafted for s in sources.values()) > said.stats.drafted
