@@ -6,10 +6,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from forerun.errors import ConfigError, nearest, shown
+from forerun.errors import ConfigError, brief, nearest, shown
 
 COPYING = ("ngram", "suffix", "retrieval")  # drafts that copy
 SIMPLE = ("off", "auto", "ngram", "suffix", "recycle")  # which need nothing
@@ -22,7 +22,7 @@ WORD = re.compile(r"[^:+|&()]*")
 NEXT = re.compile(rf"[+|&](?=\(*{NAME})")  # where an argument ends
 NEXT_OF_LOADED = re.compile(rf"[|&](?=\(*{NAME})")  # a directory may be called "a+suffix"
 LIST = re.compile(r"(?:^|[+|&(])(?:retrieval:|self:layers=)[^+|&]*$")  # whose argument may be several, by commas
-DEEP = 8  # parentheses within one another
+DEEP, LONGEST = 8, 200  # parentheses within one another; characters of what is asked of an engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +59,24 @@ class Several:
 
 def read_draft(spec: str) -> Leaf | Several:
     """A draft option. Raises ConfigError, which says where it stops making sense."""
-    found = _Reader(spec).whole()
+    found = _Reader(spec, _check).whole()
     names = [leaf.name for leaf in found.leaves()]
+    _check_once(names, spec)
     for name in names:
-        if names.count(name) > 1:
-            raise ConfigError(f"{name!r} stands twice in {shown(spec)}: name each draft once")
         if name in ("off", "auto") and len(names) > 1:
             raise ConfigError(f"{name!r} cannot go with others in {shown(spec)}: give it alone")
+    return found
+
+
+def read_name(name: str, known: Collection[str]) -> Leaf | Several:
+    """What is asked of an engine, by names that it knows. Raises ConfigError."""
+
+    def check(leaf: str, argument: str, _place: str) -> None:
+        if leaf not in known or argument:
+            raise ConfigError(f"this engine has no draft {brief(name)}: {nearest(leaf, ['off', *known])}")
+
+    found = _Reader(name[:LONGEST], check).whole()
+    _check_once([leaf.name for leaf in found.leaves()], name)
     return found
 
 
@@ -98,8 +109,9 @@ def drafts_in(text: str) -> list[str]:
 class _Reader:
     """Reads an option from left to right."""
 
-    def __init__(self, spec: str) -> None:
-        self.spec, self.at, self.open = spec, 0, 0
+    def __init__(self, spec: str, check: Callable[[str, str, str], None]) -> None:
+        """`check` is told the name and argument of each draft, and where they stand."""
+        self.spec, self.check, self.at, self.open = spec, check, 0, 0
 
     def whole(self) -> Leaf | Several:
         found = self._either()
@@ -143,7 +155,7 @@ class _Reader:
             begin = self.at + 1
             self.at = self._end(name, begin)
             argument = self.spec[begin : self.at]
-        _check(name, argument, self._place(start))
+        self.check(name, argument, self._place(start))
         return Leaf(name, argument)
 
     def _end(self, name: str, begin: int) -> int:
@@ -162,6 +174,12 @@ class _Reader:
 
     def _place(self, start: int) -> str:
         return f" (at character {start + 1} of {shown(self.spec)})" if start or self.at < len(self.spec) else ""
+
+
+def _check_once(names: Sequence[str], spec: str) -> None:
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"{name!r} stands twice in {shown(spec)}: name each draft once")
 
 
 def _check(name: str, argument: str, place: str) -> None:

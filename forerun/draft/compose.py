@@ -8,13 +8,14 @@ what that offered, and returns the draft. Otherwise it only passes on what happe
 from __future__ import annotations
 
 import heapq
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from torch import Tensor
 
 from forerun.draft.base import Proposer, Reference
+from forerun.drafts import Leaf, Several, read_name
 from forerun.types import Draft, Law
 
 
@@ -28,6 +29,7 @@ class Offer:
     settles: bool = False
 
 
+MADE = 64  # proposers that requests made of others which are kept
 Asking = Generator[Proposer, Offer, Draft]
 
 
@@ -131,6 +133,35 @@ class Both(Composition):
                 return offer.taken
             drafts.append(offer.draft)
         return merged(drafts)
+
+
+def composed(said: Leaf | Several, proposers: Mapping[str, Proposer]) -> Proposer:
+    """What drafts as an option says, of these proposers."""
+    if isinstance(said, Leaf):
+        return proposers[said.name]
+    return (Both if said.how == "&" else Either)([composed(part, proposers) for part in said.parts])
+
+
+class Proposers(dict[str, Proposer]):
+    """Those of an engine by name, and what requests make of them: it is there once it has been asked for."""
+
+    def __init__(self, given: Mapping[str, Proposer]) -> None:
+        super().__init__(given)
+        self._made: list[str] = []
+
+    def known(self, draft: str, wanted: Collection[str]) -> str:
+        """What the proposer of a draft is called here. Of those that were made, so many are kept, and those that are
+        `wanted`. Raises ConfigError."""
+        if draft in self:
+            return draft
+        said = read_name(draft, [name for name, p in self.items() if name == p.name and not isinstance(p, Composition)])
+        if str(said) not in self:
+            for unused in [name for name in self._made if name not in wanted][: max(len(self._made) - MADE + 1, 0)]:
+                self._made.remove(unused)
+                del self[unused]
+            self._made.append(str(said))
+            self[str(said)] = composed(said, self)
+        return str(said)
 
 
 def merged(drafts: Sequence[Draft]) -> Draft:

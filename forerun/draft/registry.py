@@ -4,7 +4,7 @@ suffix+KIND:DIR_OR_HUB_ID for both: what the text repeats is copied, the rest is
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -13,7 +13,7 @@ from forerun.draft.base import Proposer
 from forerun.draft.block import Block
 from forerun.draft.block_format import KINDS, load_block
 from forerun.draft.bundled import bundled_for
-from forerun.draft.compose import Both, Either
+from forerun.draft.compose import Either, composed
 from forerun.draft.corpus import Index
 from forerun.draft.eagle_format import load_head
 from forerun.draft.medusa import Medusa, load_heads
@@ -119,13 +119,6 @@ def make_proposers(
     references = References()
     found: dict[str, Proposer] = {references.name: references}
     return proposers | found | {with_references(n): Either((references, p)) for n, p in proposers.items()}
-
-
-def composed(said: Leaf | Several, proposers: Mapping[str, Proposer]) -> Proposer:
-    """What drafts as an option says, of these proposers."""
-    if isinstance(said, Leaf):
-        return proposers[said.name]
-    return (Both if said.how == "&" else Either)([composed(part, proposers) for part in said.parts])
 
 
 def _behind(name: str, said: Leaf | Several) -> Leaf | Several:

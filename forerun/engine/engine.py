@@ -17,6 +17,7 @@ from torch import Tensor
 from forerun.cache.attention import Segment
 from forerun.config import parse_depth
 from forerun.draft.base import Proposer, Reference
+from forerun.draft.compose import Proposers
 from forerun.engine.admission import output_limit
 from forerun.engine.blame import blaming
 from forerun.engine.depth import Auto, DepthPolicy
@@ -50,15 +51,15 @@ class Engine:
         policy: DepthPolicy | None = None,
     ) -> None:
         """`proposers` by the name requests choose them with; without a tokenizer there is no text, only token ids."""
-        self.target, self.proposers, self.rule, self.chunk = target, proposers, RULES[rule], chunk
+        self.target, self.proposers, self.rule, self.chunk = target, Proposers(proposers), RULES[rule], chunk
         self.tokenizer, self.policy = tokenizer, policy or Auto()
-        self.scheduler = Scheduler(target.cache, proposers, len(target.cache.length), chunk)
+        self.scheduler = Scheduler(target.cache, self.proposers, len(target.cache.length), chunk)
         config = target.decoder.config
         self.grammars = GrammarCompiler(tokenizer, config.vocab, config.end_ids)
         self.requests: dict[int, Request] = {}
         # On CPU this thread works through every pass, so its own time is what a pass costs, whatever else runs here.
         self.clock = time.thread_time if target.decoder.device.type == "cpu" else time.perf_counter
-        self.drafting = Drafting(target, proposers, self.policy, self.clock)
+        self.drafting = Drafting(target, self.proposers, self.policy, self.clock)
         self._ids = itertools.count()
         self._aborted: list[Event] = []
 
@@ -79,8 +80,8 @@ class Engine:
 
         Raises RequestError or CapacityError if it cannot serve.
         """
-        if draft != OFF and draft not in self.proposers:
-            raise ConfigError(f"this engine has no draft {brief(draft)}: {nearest(draft, [OFF, *self.proposers])}")
+        if draft != OFF:
+            draft = self.proposers.known(draft, {request.draft for request in self.requests.values()})
         if rule is not None and rule not in RULES:
             raise ConfigError(f"there is no rule {brief(rule)}: {nearest(rule, RULES)}")
         if params.stop_strings and self.tokenizer is None:

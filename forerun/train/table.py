@@ -62,7 +62,7 @@ def make_table(target: str | None, data: Sequence[str], training: Training, out:
     documents = read_data(data)[0] if data else []
     tell("loading the target")
     model, listening = Target(target, training), Listening()
-    model.llm.engine.proposers["suffix"] = listening  # type: ignore[index]
+    model.llm.engine.proposers["suffix"] = listening
     if documents:
         texts = _go_on(
             Corpus(documents, model.tokenizer, training.tokens, training.prompt_tokens), model, training, tell

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
 
-from forerun import LLM, SamplingParams
+from forerun import LLM, ConfigError, SamplingParams
 from forerun.check import oracle
 from forerun.draft.base import Proposer, Row
-from forerun.draft.compose import Both, Either, Offer, ask, merged
+from forerun.draft.compose import MADE, Both, Either, Offer, ask, merged
 from forerun.drafts import read_draft
 from forerun.kernels import native
 from forerun.types import Draft, Law
@@ -177,3 +178,26 @@ def test_a_node_that_two_said_counts_for_both() -> None:
     (said,) = llm.generate(PROMPTS[0], SamplingParams(max_tokens=60, seed=1), depth=3)
     sources = said.stats.by_source
     assert set(sources) == {"suffix", "model"} and sum(s.drafted for s in sources.values()) > said.stats.drafted
+
+
+def test_requests_may_compose_what_the_engine_has() -> None:
+    """By any spelling of it; what is not there is told, and what is not used any more goes."""
+    llm = LLM(tiny.spoken(), draft=f"model:{tiny.spoken(0.05)}", dtype="float64", kv_tokens=1024)
+    params = SamplingParams(max_tokens=30, seed=1)
+    plain = llm.generate(PROMPTS[0], params, draft="off")[0].token_ids
+    for draft in ("suffix&model", "(suffix|ngram)&recycle", "ngram|model"):
+        (said,) = llm.generate(PROMPTS[0], params, draft=draft, prediction=PROMPTS[1])
+        assert said.token_ids == plain
+    before = len(llm.engine.proposers)
+    for draft, says in (
+        ("suffix&eagle3", "has no draft"), ("suffix&suffix", "stands twice"), ("suffix&model:x", "has no draft"),
+        ("auto&suffix", "has no draft"), ("(" * 300, "too deep"), ("suffix&off", "has no draft"), ("suffix&", "has no"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=says):
+            llm.generate(PROMPTS[0], params, draft=draft)
+    assert len(llm.engine.proposers) == before
+    names = ["suffix", "ngram", "recycle", "model"]
+    for order in itertools.permutations(names):
+        for signs in itertools.product("+&", repeat=3):
+            llm.engine.proposers.known("".join(itertools.chain(*zip(order, [*signs, ""], strict=True))), ())
+    assert len(llm.engine.proposers) <= before + MADE
