@@ -14,6 +14,7 @@ DRAFTS = (
     "suffix",
     "recycle",
     "suffix+recycle",
+    "suffix&recycle",
     "retrieval:",
     "self:int4",
     "model:",
