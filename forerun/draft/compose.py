@@ -44,6 +44,14 @@ def _alone(proposer: Proposer) -> Asking:
     return (yield proposer).taken
 
 
+def _in_turn(parts: Sequence[Proposer], branching: bool) -> Asking:
+    for part in parts:
+        draft = yield from ask(part, branching)
+        if len(draft) > 1:
+            break
+    return draft
+
+
 class Composition(Proposer):
     """Base of those made of others."""
 
@@ -104,11 +112,7 @@ class Either(Composition):
         self.width = max(part.width for part in parts)
 
     def ask(self, branching: bool) -> Asking:
-        for part in self.inner:
-            draft = yield from ask(part, branching)
-            if len(draft) > 1:
-                break
-        return draft
+        return _in_turn(self.inner, branching)
 
 
 class Both(Composition):
@@ -122,7 +126,7 @@ class Both(Composition):
 
     def ask(self, branching: bool) -> Asking:
         if not branching:
-            return (yield from Either(self.inner).ask(branching))
+            return (yield from _in_turn(self.inner, branching))
         drafts = []
         for part in self.inner:
             if isinstance(part, Composition):

@@ -70,14 +70,14 @@ class Drafting:
                 depth = max(depth, min(self._limit(plan.work), STOPPED))
             # room for the largest draft there could be: what is verified must not depend on what was drawn
             if depth and self.target.cache.pages.grow(request.slot, len(request.tokens) + depth * plan.whole.width):
-                request.allowed = depth
+                plan.depth, request.allowed = depth, max(depth, request.allowed)
                 groups[proposer].append(plan)
             else:
                 plan.give(None)
         place = tokens, len(plans)
         for proposer, asking in groups.items():
             name, requests = proposer.name, [plan.work.request for plan in asking]
-            rows = [self._row(request, proposer, place) for request in requests]
+            rows = [self._row(plan, place) for plan in asking]
             proposed = self._proposed(proposer, rows, requests)
             end, lag = self.clock(), max(len(r.tokens) - r.asked.get(name, 0) for r in requests)
             seconds, start = end - start, end
@@ -102,7 +102,7 @@ class Drafting:
         copies depends on the text alone, so it is exact under every rule. Raises ForerunError for one that was not
         asked for."""
         request, proposer, taken = plan.work.request, plan.asked, draft
-        self._check(draft, request.allowed, proposer)
+        self._check(draft, plan.depth, proposer)
         kind = kind_of_match(proposer.name, draft.match) if draft.match else ""
         request.offered.append(Offered(proposer.name, kind, draft))
         copied = bool(kind) and request.depth == "auto"
@@ -188,8 +188,8 @@ class Drafting:
             depths[i] = depth
         return depths
 
-    def _row(self, request: Request, proposer: Proposer, place: tuple[int, int]) -> Row:
-        stands, floor = None, 0.0
+    def _row(self, plan: Plan, place: tuple[int, int]) -> Row:
+        request, proposer, stands, floor = plan.work.request, plan.asked, None, 0.0
         if _stops(request, proposer):
             stands = self.policy.survival(proposer.name, request.params.greedy).stands
             if proposer.stops:
@@ -201,18 +201,20 @@ class Drafting:
             tokens=request.tokens,
             params=request.params,
             noise=Noise(request.seed, len(request.tokens) - 1),
-            depth=request.allowed,
+            depth=plan.depth,
             coupled=request.rule.coupled,
             branching=request.rule.branching,
         )
 
 
 class Plan:
-    """One request while it is drafted for: `wanted` is asked next, and `draft` is there once nobody is."""
+    """One request while it is drafted for: `wanted` is asked next, for a draft `depth` deep, and `draft` is there once
+    nobody is."""
 
     def __init__(self, work: Work, whole: Proposer) -> None:
         self.work, self.whole = work, whole
         self.draft: Draft | None = None
+        self.depth = 0
         self._asking = ask(whole, work.request.rule.branching)
         self.wanted: Proposer | None = next(self._asking)
 
