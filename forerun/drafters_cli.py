@@ -28,6 +28,7 @@ Domain = Annotated[str | None, typer.Option(help="A kind of text: code, law, or 
 For = Annotated[str | None, typer.Option("--for", help="The target; without it the one that the drafter names.")]
 Name = Annotated[str, typer.Argument(help="A Hub id, a directory or a GGUF file.", show_default=False)]
 MARKS = {True: "ok", False: "NO", None: "?"}
+FOLDED = ("kind", "for", "measured", "found because", "drafts here")  # columns: the others are there to be copied
 FIGURES = 3  # kinds of text in a cell
 
 
@@ -69,18 +70,21 @@ def list_(
         said = f" for {target}" if target else ""
         print(f"no drafters here{said}: forerun drafters search MODEL asks the Hub", file=sys.stderr)
         return
-    print_rows([_row(one) for one in found], {one.facts.name: bool(one.draft) for one in found}, ("measured", "for"))
+    rows = [_row(one) for one in found]
+    print_rows(rows, {one.draft or one.facts.name: bool(one.draft) for one in found}, FOLDED)
+    if sys.stdout.isatty() and any(one.draft for one in found):
+        print("the first column is for --draft")
 
 
 def _row(one: Known) -> dict[str, str]:
     facts = one.facts
     return {
-        "drafter": facts.name,
+        "drafter": one.draft or facts.name,
         "kind": facts.kind.name,
         "size": size_of(facts.bytes),
         "for": facts.made_for or ("any of its vocabulary" if facts.kind.draft == "model" else ""),
         "measured": ", ".join(_figures(one)) or "nothing yet",
-        "--draft": one.draft or f"no: {one.reason}",
+        "drafts here": "yes" if one.draft else f"no: {one.reason}",
     }
 
 
@@ -122,17 +126,17 @@ def search(
     if not found:
         print(f"the Hub has nothing that says it drafts for {target}: forerun train makes one", file=sys.stderr)
         return
-    print_rows([_found_row(one) for one in found], {one.at.name: bool(one.draft) for one in found}, ("found because",))
+    print_rows([_found_row(one) for one in found], {one.draft or one.at.name: bool(one.draft) for one in found}, FOLDED)
 
 
 def _found_row(one: Candidate) -> dict[str, str]:
     said = one.as_dict()
     return {
-        "drafter": one.at.name,
+        "drafter": one.draft or one.at.name,
         "kind": one.facts.kind.name if one.facts else "",
         "downloads": str(one.at.downloads),
         "found because": "; ".join(one.reasons),
-        "--draft": one.draft or f"no: {said['reason']}",
+        "drafts here": "yes" if one.draft else f"no: {said['reason']}",
     }
 
 
@@ -228,7 +232,7 @@ def push(
             raise ConfigError("nobody is there to be asked whether to upload this: give --yes")
         typer.confirm(f"upload to {repository}, {'for everybody' if public else 'private'}?", abort=True, err=True)
     address = upload(parcel, private=not public)
-    print(json.dumps({"address": address, **parcel.as_dict()}) if as_json else address)
+    print(json.dumps({"address": address, **parcel.as_dict()}, default=str) if as_json else address)
 
 
 def _described(facts: Facts, target: Facts | None, found: Sequence[Check], note: str) -> dict[str, Any]:

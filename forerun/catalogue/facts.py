@@ -138,7 +138,7 @@ def _facts_of_gguf(path: Path, name: str) -> Facts:
 
         path = find_model(str(path))
     if path.is_dir():
-        raise LoadError(f"{name} is no drafter: it has no config.json, nor is it a GGUF file; give another")
+        raise LoadError(f"{name} has no config.json, nor is it a GGUF file: give a directory or a file that is a model")
     file = skim(path)
     shapes = {key: tuple(tensor.shape) for key, tensor in file.tensors.items()}
     size = sum(part.stat().st_size for part in file.parts)

@@ -61,7 +61,8 @@ def asking(what: str) -> Iterator[None]:
     except errors.HFValidationError:
         reason = "that is no valid Hub id: give ORG/NAME"
     except errors.HfHubHTTPError as error:
-        reason = one_line(str(error).strip().partition("\n")[0])
+        refused = getattr(error.response, "status_code", 0) in (401, 403)
+        reason = f"{one_line(str(error).strip())}{', hf auth login may help' if refused else ''}"
     except client as error:
         reason = f"the Hub cannot be reached: {one_line(str(error)) or 'no network'}"
     except errors.LocalEntryNotFoundError:
@@ -71,6 +72,14 @@ def asking(what: str) -> Iterator[None]:
     except (ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
         reason = f"the Hub's answer makes no sense: {one_line(repr(error))}"
     raise LoadError(f"{what}: {reason}")
+
+
+def reach() -> None:
+    """See once that the Hub answers: huggingface_hub would try each of many questions for minutes. Raises LoadError."""
+    from huggingface_hub import constants, get_session, hf_raise_for_status
+
+    with asking("there is no answer"):
+        hf_raise_for_status(get_session().get(f"{constants.ENDPOINT}/api/models?limit=1", timeout=SECONDS))
 
 
 def look_up(repository: str) -> Repository:

@@ -82,6 +82,10 @@ def _order(one: Candidate) -> tuple[int, bool, int, str]:
 
 def _ask(target: str, domain: str | None) -> tuple[list[far.Repository], list[str]]:
     """What the Hub answers to all questions, each repository once."""
+    try:
+        far.reach()
+    except LoadError as error:
+        raise LoadError(f"search needs the network, {error}; forerun drafters list says what is here") from None
     questions: list[dict[str, Any]] = [{"search": f"{title(target)} {word}"} for word in ASKED]
     if far.REPOSITORY.fullmatch(target):
         questions += [{"filter": [f"base_model:{target}", tag]} for tag in TAGS]
@@ -96,7 +100,7 @@ def _ask(target: str, domain: str | None) -> tuple[list[far.Repository], list[st
                 continue
             found |= {at.name: at for at in answer}
     if len(failed) == len(questions):
-        raise LoadError(f"search needs the network: {failed[0]}; forerun drafters list says what is here")
+        raise LoadError(f"{failed[0]}; forerun drafters list says what is here")
     return list(found.values()), list(dict.fromkeys(failed))
 
 

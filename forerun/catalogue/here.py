@@ -111,9 +111,10 @@ def _serves(facts: Facts, target: Sizes) -> bool:
 def _heads(folders: Sequence[Path], notes: list[str]) -> Iterator[tuple[Facts, str]]:
     """Directories that may hold drafters."""
     places = [(str(path), path, "bundled") for path in sorted(BUNDLED.glob("*"))]
-    places += [(str(path), path, "directory") for folder in folders for path in _below(folder)]
     places += [(name, path, "hub") for name, path in repositories()]
-    for name, path, origin in {place[1].resolve(): place for place in reversed(places)}.values():
+    places += [(str(path), path, "directory") for folder in folders for path in _below(folder)]
+    once = {place[1].resolve(): place for place in reversed(places)}
+    for name, path, origin in reversed(once.values()):
         try:
             if _may_be(path):
                 yield facts_at(path, name), origin
