@@ -6,10 +6,11 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from forerun.completion import model_names
 from forerun.errors import ConfigError
 from forerun.models_cli import count_of, print_rows, size_of
 
@@ -29,7 +30,6 @@ For = Annotated[str | None, typer.Option("--for", help="The target; without it t
 Name = Annotated[str, typer.Argument(help="A Hub id, a directory or a GGUF file.", show_default=False)]
 MARKS = {True: "ok", False: "NO", None: "?"}
 FOLDED = ("kind", "for", "measured", "found because", "drafts here")  # columns: the others are there to be copied
-FIGURES = 3  # kinds of text in a cell
 
 
 @app.callback(invoke_without_command=True)
@@ -44,7 +44,9 @@ def _root(context: typer.Context) -> None:
     "        forerun drafters list ollama:qwen3:8b --in drafters/ --json[/dim]",
 )
 def list_(
-    target: Annotated[str | None, typer.Argument(help="A model that is here.", show_default=False)] = None,
+    target: Annotated[
+        str | None, typer.Argument(help="A model that is here.", autocompletion=model_names, show_default=False)
+    ] = None,
     inside: Annotated[
         list[Path] | None, typer.Option("--in", help="Look in this directory instead of the current one.")
     ] = None,
@@ -83,20 +85,9 @@ def _row(one: Known) -> dict[str, str]:
         "kind": facts.kind.name,
         "size": size_of(facts.bytes),
         "for": facts.made_for or ("any of its vocabulary" if facts.kind.draft == "model" else ""),
-        "measured": ", ".join(_figures(one)) or "nothing yet",
+        "measured": ", ".join(one.figures()) or "nothing yet",
         "drafts here": "yes" if one.draft else f"no: {one.reason}",
     }
-
-
-def _figures(one: Known) -> list[str]:
-    """The first figures, a kind of text each: the accepted length and, where it is known, times plain."""
-    best = {m.category: m for m in reversed(one.measured)}
-    kinds = list(dict.fromkeys(m.category for m in one.measured))
-    lines = []
-    for kind in kinds[:FIGURES]:
-        times = f", {best[kind].times_plain:.2f} x plain" if best[kind].times_plain else ""
-        lines.append(f"{kind} {best[kind].accepted_length:.2f} a pass{times}")
-    return lines
 
 
 @app.command(
@@ -150,13 +141,13 @@ def info(drafter: Name, target: For = None, as_json: Json = False) -> None:
     Of a drafter on the Hub only its configuration and the headers of its weights are read.
     """
     from forerun.catalogue.facts import facts_of
-    from forerun.catalogue.pull import examine, target_of
+    from forerun.catalogue.pull import describe, examine, target_of
 
     facts = facts_of(drafter)
     wanted, note = target_of(facts, target)
     found = examine(facts, wanted)
     if as_json:
-        print(json.dumps(_described(facts, wanted, found, note)))
+        print(json.dumps(describe(facts, wanted, found, note)))
         return
     for name, text in _lines(facts):
         print(f"{name:<13}{text}")
@@ -172,7 +163,7 @@ def pull(drafter: Name, target: For = None, as_json: Json = False) -> None:
     What can be checked is checked first, so that nothing large is downloaded for nothing.
     """
     from forerun.catalogue.facts import facts_at, facts_of
-    from forerun.catalogue.pull import download, examine, target_of
+    from forerun.catalogue.pull import describe, download, examine, target_of
 
     facts = facts_of(drafter)
     wanted, note = target_of(facts, target)
@@ -184,7 +175,7 @@ def pull(drafter: Name, target: For = None, as_json: Json = False) -> None:
         found = examine(facts, wanted)
         _refuse(facts, found)
     if as_json:
-        print(json.dumps(_described(facts, wanted, found, note)))
+        print(json.dumps(describe(facts, wanted, found, note)))
         return
     _print_checks(found)
     if note:
@@ -233,20 +224,6 @@ def push(
         typer.confirm(f"upload to {repository}, {'for everybody' if public else 'private'}?", abort=True, err=True)
     address = upload(parcel, private=not public)
     print(json.dumps({"address": address, **parcel.as_dict()}, default=str) if as_json else address)
-
-
-def _described(facts: Facts, target: Facts | None, found: Sequence[Check], note: str) -> dict[str, Any]:
-    from forerun.catalogue.fit import fits
-    from forerun.catalogue.layout import refusal
-
-    kind, reason = facts.kind, refusal(facts)
-    return {
-        "name": facts.name, "path": str(facts.path) if facts.path else None, "family": kind.family,
-        "dialect": kind.dialect, "bytes": facts.bytes, "parameters": facts.parameters, "made_for": facts.made_for,
-        "domains": list(facts.domains), "target": target.name if target else None, "fits": fits(list(found)),
-        "checks": [check.as_dict() for check in found], "draft": "" if reason else f"{kind.draft}:{facts.name}",
-        "notes": [note] if note else [],
-    }  # fmt: skip
 
 
 def _lines(facts: Facts) -> list[tuple[str, str]]:

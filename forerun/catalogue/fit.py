@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -83,7 +83,7 @@ def checks(drafter: Facts, target: Sizes | None) -> list[Check]:
     return [*found, able]
 
 
-def fits(found: list[Check]) -> bool:
+def fits(found: Sequence[Check]) -> bool:
     """Whether nothing speaks against a drafter."""
     return all(check.ok is not False for check in found)
 
@@ -191,7 +191,9 @@ def _embedding(drafter: Facts, target: Sizes) -> Iterator[Check]:
     if drafter.kind.family == "medusa":
         return
     hidden, rows = _whole(layer_of(drafter.raw), "hidden_size"), _rows(drafter, "embed_tokens.weight")
-    if rows:
+    if rows and drafter.kind.draft == "block" and hidden != target.hidden and not _rows(drafter, "lm_head.weight"):
+        yield Check("embedding", False, f"it has its own, but takes the target's head, of {target.hidden} numbers")
+    elif rows:
         enough = rows <= target.vocab
         yield Check("embedding", enough, f"it has its own, of {rows} tokens, the target has {target.vocab}")
     elif hidden and drafter.shapes:

@@ -6,6 +6,8 @@ Names and cards alone are reasons, too, but weaker ones: many cards name the dra
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -22,6 +24,7 @@ from forerun.models.names import title
 TAGS = ("speculative-decoding", "speculators", "eagle3", "dflash", "draft-model", "forerun")
 ASKED = ("eagle3", "speculator", "dflash", "dspark", "medusa", "mtp", "pard", "draft")  # in names
 MOST, MOST_READ, AT_ONCE = 30, 24, 6  # answers to a question, configurations that are read, at a time
+PARTS = re.compile(r"\d+(?:\.\d+)?[a-z]?(?![a-z0-9])|[a-z]+|\d+(?:\.\d+)?")  # of names: llama, 3.1, 8b
 VERIFIER, BASE, NAME, TAG = 100, 60, 30, 10
 
 
@@ -87,6 +90,7 @@ def _ask(target: str, domain: str | None) -> tuple[list[far.Repository], list[st
     except LoadError as error:
         raise LoadError(f"search needs the network, {error}; forerun drafters list says what is here") from None
     questions: list[dict[str, Any]] = [{"search": f"{title(target)} {word}"} for word in ASKED]
+    questions += [{"search": " ".join([*PARTS.findall(bare(target)), "eagle3"])}]  # in another order, glued otherwise
     if far.REPOSITORY.fullmatch(target):
         questions += [{"filter": [f"base_model:{target}", tag]} for tag in TAGS]
     if domain:
@@ -134,9 +138,11 @@ def _judge(at: far.Repository, target: str) -> Candidate | None:
     if any(isinstance(name, str) and same_model(name, target) for name in (base if isinstance(base, list) else [base])):
         reasons.append("its card says that its base model is the target")
         score += BASE
-    if _named(at.name, target):
-        reasons.append(f"its name says {words[0]} and the target")
-        score += NAME
+    likeness = _likeness(at.name, target)
+    if likeness:
+        more = "" if likeness == NAME else ", and more, so that it may be for a relative"
+        reasons.append(f"its name says {words[0]} and the target{more}")
+        score += likeness
     if set(at.tags) & set(TAGS):
         score += TAG
     return Candidate(at, score, tuple(reasons)) if score else None
@@ -148,9 +154,16 @@ def _words(at: far.Repository) -> list[str]:
     return [word for word in WORDS if word in name] + [word for word in WORDS if word in {t.lower() for t in at.tags}]
 
 
-def _named(name: str, target: str) -> bool:
-    short = bare(target)
-    return short in name.partition("/")[2].lower()
+def _likeness(name: str, target: str) -> int:
+    """What the name of a repository is worth: it must have all parts of the target's, in any order, and where it has
+    other words, too, such as instruct, it is worth half."""
+    own = name.partition("/")[2].lower()
+    for word in WORDS:
+        own = own.replace(word, " ")
+    parts, wanted = Counter(PARTS.findall(own)), Counter(PARTS.findall(bare(target)))
+    if not wanted or wanted - parts:
+        return 0
+    return NAME // 2 if any(len(part) > 1 and part.isalpha() for part in parts - wanted) else NAME
 
 
 def _read(one: Candidate, target: str) -> Candidate | None:

@@ -24,8 +24,8 @@ from forerun.models.survey import DRAFT_SHARE, survey
 
 DEEPEST = 4  # folders below one that is looked through
 MOST_FOLDERS = 20_000
+FIGURES = 3  # kinds of text in a cell
 LEFT_OUT = ("node_modules", "site-packages", "__pycache__")
-WHOLE_MODELS = ("lm", "mtp native")  # kinds that are no drafters by themselves
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +54,13 @@ class Known:
         """The highest times plain, of one kind of text if there is any; 0 where no speed was measured."""
         own = [m for m in self.measured if domain is None or m.category == domain] or self.measured
         return max((m.times_plain or 0.0 for m in own), default=0.0)
+
+    def figures(self) -> list[str]:
+        """The first figures, a kind of text each: the accepted length and, where it is known, times plain."""
+        best = {m.category: m for m in reversed(self.measured)}
+        kinds = list(dict.fromkeys(m.category for m in self.measured))[:FIGURES]
+        times = {kind: f", {best[kind].times_plain:.2f} x plain" if best[kind].times_plain else "" for kind in kinds}
+        return [f"{kind} {best[kind].accepted_length:.2f} a pass{times[kind]}" for kind in kinds]
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values."""

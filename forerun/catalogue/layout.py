@@ -48,6 +48,12 @@ def _block(facts: Facts) -> str:
         return "some of its layers have another attention than full_attention, which is not supported"
     if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= LARGEST_BLOCK:
         return f"block_size is {shown(size)}, not a whole number from 1 to {LARGEST_BLOCK}"
+    mask, vocab = raw.get("mask_token_id"), layer.get("vocab_size")
+    if not is_whole(mask) or (is_whole(vocab) and not 0 <= mask < vocab):  # type: ignore[operator]
+        return f"its mask token is {shown(mask)}, which is none of the {shown(vocab)} tokens"
+    held = {name.split(".")[1] for name in facts.shapes if name.startswith("layers.")}
+    if held and layer.get("num_hidden_layers") != len(held):
+        return f"its configuration says {shown(layer.get('num_hidden_layers'))} layers, its checkpoint has {len(held)}"
     return _layer({"model_type": "qwen3"} | layer, None) or _lacks(facts, "fc.weight")
 
 

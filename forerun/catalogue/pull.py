@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from forerun.catalogue import far
 from forerun.catalogue.facts import Facts, facts_of
-from forerun.catalogue.fit import Check, Sizes, checks, sizes_of
+from forerun.catalogue.fit import Check, Sizes, checks, fits, sizes_of
+from forerun.catalogue.layout import refusal
 from forerun.errors import ConfigError, LoadError
 
 TEXTS = (".json", ".jinja", ".txt", ".md")
@@ -45,6 +48,18 @@ def _same_words(drafter: Path, target: Path, sizes: Sizes) -> Check:
     except (ConfigError, LoadError) as error:
         return Check("vocabulary", False, str(error))
     return Check("vocabulary", True, "every token means the same to both")
+
+
+def describe(drafter: Facts, target: Facts | None, found: Sequence[Check], note: str) -> dict[str, Any]:
+    """All that is said of a drafter, in plain values."""
+    kind, reason = drafter.kind, refusal(drafter)
+    return {
+        "name": drafter.name, "path": str(drafter.path) if drafter.path else None, "family": kind.family,
+        "dialect": kind.dialect, "bytes": drafter.bytes, "parameters": drafter.parameters,
+        "made_for": drafter.made_for, "domains": list(drafter.domains), "target": target.name if target else None,
+        "fits": fits(found), "checks": [check.as_dict() for check in found],
+        "draft": "" if reason else f"{kind.draft}:{drafter.name}", "notes": [note] if note else [],
+    }  # fmt: skip
 
 
 def files_of(at: far.Repository) -> dict[str, int]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from forerun.catalogue.found import search
+from forerun.catalogue.found import NAME, _likeness, search
 from forerun.errors import LoadError
 from tests.catalogue.hub import FakeHub, eagle_config, eagle_shapes, target_config
 
@@ -47,6 +47,22 @@ def test_by_name_alone_and_by_domain(hub: FakeHub) -> None:
     assert [one.at.name for one in search(TARGET, "code")[0]] == ["them/Big-8B-speculator.eagle3"]
     assert [one.at.name for one in search(TARGET, "law")[0]] == ["odd/fast-draft"]
     assert search("org/Unheard-Of") == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("name", "target", "worth"),
+    [
+        ("a/EAGLE3-LLaMA3.1-Instruct-8B", "meta-llama/Llama-3.1-8B-Instruct", NAME),
+        ("a/Qwen3-8B-DFlash-b16", "Qwen/Qwen3-8B", NAME),
+        ("a/Qwen3-8B-speculator.eagle3", "Qwen3-8B", NAME),
+        ("a/Llama-3.1-8B-Instruct-eagle3", "meta-llama/Llama-3.1-8B", NAME // 2),
+        ("a/Qwen-8B-eagle3", "Qwen/Qwen3-8B", 0),
+        ("a/Qwen3-80B-eagle3", "Qwen/Qwen3-8B", 0),
+        ("a/eagle3", "org/", 0),
+    ],
+)
+def test_what_a_name_is_worth(name: str, target: str, worth: int) -> None:
+    assert _likeness(name, target) == worth
 
 
 def test_without_a_network(hub: FakeHub, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
