@@ -19,6 +19,7 @@ from forerun.bench.cli_tune import tune
 from forerun.chat.cli import chat
 from forerun.check.cli import check
 from forerun.completion import words_of_bash
+from forerun.drafters_cli import app as drafters
 from forerun.errors import ForerunError, Interrupted
 from forerun.flags import in_flags
 from forerun.generate_cli import generate
@@ -36,6 +37,7 @@ app = typer.Typer(
 )
 
 app.add_typer(bench, name="bench")
+app.add_typer(drafters, name="drafters")
 
 USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]  # typer does not export it by name
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -39,7 +40,7 @@ def models(
     if not rows:
         print(NOTHING, file=sys.stderr)
         return
-    _print([_cells(row) for row in rows])
+    print_rows([_cells(row) for row in rows], {row.name: row.runs for row in rows}, ("format", "runs here"))
     if sys.stdout.isatty():
         print("the first column is for --model, the last but one for --draft")
 
@@ -48,30 +49,38 @@ def _cells(row: Survey) -> dict[str, str]:
     """A row of the table."""
     return {
         "model": row.name,
-        "size": _size(row.bytes),
+        "size": size_of(row.bytes),
         "format": row.format,
         "family": row.family,
-        "parameters": _count(row.parameters),
+        "parameters": count_of(row.parameters),
         "context": str(row.context or ""),
         "draft": row.draft,
         "runs here": "yes" if row.runs else f"no: {row.reason}",
     }
 
 
-def _size(count: int) -> str:
+def size_of(count: int) -> str:
+    """Bytes, for a reader; "" for none."""
     if not count:
         return ""
     return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
 
 
-def _count(parameters: int | None) -> str:
+def count_of(parameters: int | None) -> str:
+    """Parameters, for a reader; "" where they are not known."""
     if not parameters:
         return ""
     return f"{parameters / 1e9:.1f}B" if parameters >= 1e9 else f"{parameters / 1e6:.0f}M"
 
 
-def _print(rows: list[dict[str, str]]) -> None:
-    """A table on a terminal, where what is long is folded, never cut; aligned columns in a pipe."""
+def print_rows(rows: list[dict[str, str]], usable: Mapping[str, bool], folded: Sequence[str]) -> None:
+    """A table on a terminal, where what is long is folded, never cut; aligned columns in a pipe.
+
+    Args:
+        rows: with the same keys, a name first of all.
+        usable: which of these names are of use here: the others are dim.
+        folded: columns that may be folded: a name in one piece can be copied.
+    """
     if not sys.stdout.isatty():
         from forerun.bench.report import print_columns
 
@@ -83,10 +92,9 @@ def _print(rows: list[dict[str, str]]) -> None:
     from rich.text import Text
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    folded = ("format", "runs here")  # a name in one piece can be copied
     for name in rows[0]:
         table.add_column(Text(name), overflow="fold", no_wrap=name not in folded)
     for row in rows:
-        style = "" if row["runs here"] == "yes" else "dim"
+        style = "" if usable[next(iter(row.values()))] else "dim"
         table.add_row(*(Text(cell) for cell in row.values()), style=style)
     Console(highlight=False).print(table)

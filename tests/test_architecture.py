@@ -17,9 +17,10 @@ FLOORS = [
     {"cache"},
     {"native", "packed", "passes", "runner", "linear", "load"},
     {"draft"},
+    {"catalogue"},
     {"engine"},
     {"completion", "flags", "job", "llm", "probe", "terminal"},
-    {"bench", "check", "doctor", "generate_cli", "index_cli", "models_cli", "server", "train"},
+    {"bench", "check", "doctor", "drafters_cli", "generate_cli", "index_cli", "models_cli", "server", "train"},
     {"chat", "cli", "__main__", "__init__"},
 ]
 FLOOR = {name: i for i, names in enumerate(FLOORS) for name in names}

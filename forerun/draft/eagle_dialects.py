@@ -9,18 +9,28 @@ boundary: i enters layer i of the target's N, and N is what left the last.
   SGLang tells them apart); ids at the top are boundaries (as vLLM has it); without any they are 2, N // 2 and N - 3.
 
 The layer's rotary embedding is its own, never the target's. What a config leaves out is what transformers takes for it,
-sizes apart, which are in the tensors.
+sizes apart, which are in the tensors. No torch here: what a head is for is asked of files that are not loaded.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, Protocol
 
-from forerun.draft.stored import Json
-from forerun.draft.view import TargetView
 from forerun.errors import LoadError
 
+Json = dict[str, Any]
+
 PARALLEL = ("pard_token", "ptd_token_id", "mask_token_id", "parallel_drafting")  # P-EAGLE: another way to draft
+
+
+class Layered(Protocol):
+    """What must be known of a target, loaded or not."""
+
+    @property
+    def layers(self) -> int:
+        """Its decoder layers."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +49,12 @@ class Said:
     norm_output: bool
 
 
-def read_dialect(raw: Json, target: TargetView) -> Said:
+def read_dialect(raw: Json, target: Layered) -> Said:
     """What the config.json of a head for this target says. Raises LoadError."""
     return _speculators(raw, target) if "speculators_model_type" in raw else _plain(raw, target)
 
 
-def _speculators(raw: Json, target: TargetView) -> Said:
+def _speculators(raw: Json, target: Layered) -> Said:
     kind, layer = raw["speculators_model_type"], raw.get("transformer_layer_config")
     if kind != "eagle3":
         raise LoadError(f"it is a {kind!r} speculator: give one of eagle3")
@@ -56,7 +66,7 @@ def _speculators(raw: Json, target: TargetView) -> Said:
     return Said(layer, boundaries, read_flag(raw, "norm_before_residual", True), read_flag(raw, "norm_output", False))
 
 
-def _plain(raw: Json, target: TargetView) -> Said:
+def _plain(raw: Json, target: Layered) -> Said:
     """DeepSpec, SafeAILab, SpecForge, NVIDIA: the layer's fields are at the top."""
     parallel = [name for name in PARALLEL if name in raw]
     if parallel:
@@ -78,7 +88,7 @@ def _plain(raw: Json, target: TargetView) -> Said:
     return Said(raw, boundaries, read_flag(raw, "norm_before_residual", False), False)
 
 
-def _default_boundaries(target: TargetView) -> tuple[int, ...]:
+def _default_boundaries(target: Layered) -> tuple[int, ...]:
     return 2, target.layers // 2, target.layers - 3
 
 

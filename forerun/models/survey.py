@@ -148,7 +148,7 @@ def _of_directory(path: Path, row: Survey) -> Survey:
         parameters=None if quantised else counts.total(),
         context=raw.get("max_position_embeddings") or raw.get("n_positions"),
         reason=_why_no_directory(path, raw),
-        vocabulary=_tokenizer(path / "tokenizer.json"),
+        vocabulary=tokenizer_digest(path / "tokenizer.json"),
     )
 
 
@@ -199,7 +199,7 @@ def _tensors(path: Path) -> list[dict[str, Any]]:
         raise LoadError(f"{path} is no safetensors file or not whole: {error}; download it again") from None
 
 
-def _tokenizer(path: Path) -> str:
+def tokenizer_digest(path: Path) -> str:
     """The digest of a tokenizer file; files of the Hub's cache are called by theirs."""
     if not path.is_file():
         return ""

@@ -1,0 +1,210 @@
+"""A drafter or a target before it is loaded: what its small files and headers say, here or on the Hub."""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from forerun.catalogue import far
+from forerun.catalogue.family import Json, Kind, Look, recognise
+from forerun.errors import LoadError, one_line
+from forerun.models.files import read_object, read_text
+from forerun.models.skim import skim, token_digest
+from forerun.models.survey import tokenizer_digest
+
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
+CARD = "README.md"
+MOST_NAMES = 32  # domains of one drafter, and so on
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What is known of a model or a drafter.
+
+    Attributes:
+        name: by which it was asked for.
+        path: where it is here; None on the Hub.
+        raw: its config.json; of a GGUF file what stands for it.
+        shapes: its tensors; empty where they cannot be told without loading them.
+        bytes: of all its weights.
+        vocabulary: the same for tokenizers that are the same file; "" without one.
+        card: the metadata of its card.
+        at: its repository, on the Hub.
+    """
+
+    name: str
+    path: Path | None = None
+    raw: Json = field(default_factory=dict)
+    shapes: far.Shapes = field(default_factory=dict)
+    bytes: int = 0
+    vocabulary: str = ""
+    card: Json = field(default_factory=dict)
+    at: far.Repository | None = None
+
+    @property
+    def kind(self) -> Kind:
+        """What kind of drafter it is."""
+        if self.raw.get("gguf"):
+            return Kind("lm", "gguf", "language model", "model")
+        return recognise(Look(self.raw, self.shapes, bool(self.vocabulary)))
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers its tensors have; 0 where they cannot be told."""
+        total = 0
+        for shape in self.shapes.values():
+            count = 1
+            for n in shape:
+                count *= n
+            total += count
+        return total
+
+    @property
+    def made_for(self) -> str:
+        """The target that it names: its verifier, or else the base model on its card; "" where it names none."""
+        own = self.raw.get("speculators_config")
+        verifier = own.get("verifier") if isinstance(own, dict) else None
+        named = verifier.get("name_or_path") if isinstance(verifier, dict) else None
+        base = self.card.get("base_model")
+        base = base[0] if isinstance(base, list) and base else base
+        return next((one_line(name) for name in (named, base) if isinstance(name, str) and name), "")
+
+    @property
+    def domains(self) -> tuple[str, ...]:
+        """The kinds of text it is for, as its card says."""
+        said = self.card.get("domains")
+        listed = [said] if isinstance(said, str) else said if isinstance(said, list) else []
+        return tuple(one_line(name).lower() for name in listed[:MOST_NAMES] if isinstance(name, str) and name)
+
+
+def facts_of(name: str, tensors: bool = True) -> Facts:
+    """What is known of a drafter or a model that is named: a directory, a GGUF file, what is in a cache, or else a
+    repository on the Hub, of which no more than headers is read, or without `tensors` not even these. Raises
+    LoadError."""
+    path = here(name)
+    return facts_at(path, name) if path else facts_far(name, tensors)
+
+
+def here(name: str) -> Path | None:
+    """Where something is on this machine; None where it is not, and nothing is downloaded. Raises LoadError."""
+    from forerun.models.places import everything
+
+    if name.startswith(("ollama:", "lmstudio:")):
+        from forerun.models.hub import find_model
+
+        return find_model(name)
+    with suppress(OSError, RuntimeError, ValueError):
+        path = Path(name).expanduser()
+        if path.exists():
+            return path
+    known = {model.name: model.path for model in everything()[0] if not model.trouble}
+    return known.get(name) or _cached(name)
+
+
+def _cached(name: str) -> Path | None:
+    """A repository in the Hub's cache whose weights are there, as tensors or pickled."""
+    from forerun.models.caches import repositories
+
+    for repository, snapshot in repositories():
+        if repository == name and (snapshot / "config.json").is_file() and any(weights_of(snapshot)):
+            return snapshot
+    return None
+
+
+def weights_of(directory: Path) -> list[Path]:
+    """The files of weights in a directory."""
+    files = sorted(directory.glob("*.safetensors")) or sorted(directory.glob("pytorch_model*.bin"))
+    return [file for file in files if file.is_file()]
+
+
+def facts_at(path: Path, name: str) -> Facts:
+    """What is known of a directory or a GGUF file. Raises LoadError."""
+    if path.is_file() or not (path / "config.json").is_file():
+        return _facts_of_gguf(path, name)
+    raw, weights = read_object(path / "config.json"), weights_of(path)
+    shapes = {k: v for file in weights if file.suffix == ".safetensors" for k, v in _shapes(file).items()}
+    size = sum(file.stat().st_size for file in weights)
+    return Facts(name, path, raw, shapes, size, _vocabulary(path), read_card(path))
+
+
+def _facts_of_gguf(path: Path, name: str) -> Facts:
+    if path.is_dir():
+        from forerun.models.hub import find_model
+
+        path = find_model(str(path))
+    if path.is_dir():
+        raise LoadError(f"{name} has no config.json, nor is it a GGUF file: give a directory or a file that is a model")
+    file = skim(path)
+    shapes = {key: tuple(tensor.shape) for key, tensor in file.tensors.items()}
+    size = sum(part.stat().st_size for part in file.parts)
+    said = {key.rpartition(".")[2]: value for key, value in file.metadata.items() if key.startswith(file.architecture)}
+    raw = {
+        "gguf": True, "model_type": file.architecture, "hidden_size": said.get("embedding_length"),
+        "num_hidden_layers": said.get("block_count"), "vocab_size": shapes.get("token_embd.weight", (None,))[0],
+    }  # fmt: skip
+    return Facts(name, path, raw, shapes, size, token_digest(file.metadata))
+
+
+def facts_far(repository: str, tensors: bool = True) -> Facts:
+    """What is known of a repository on the Hub, see `facts_of`. Raises LoadError."""
+    at = far.look_up(repository)
+    if "config.json" not in at.files:
+        raise LoadError(f"{repository} on the Hub has no config.json, so nobody can tell what it is: give another")
+    raw = far.read_object(repository, "config.json", at.commit)
+    digest = next((f"{name} {at.digests[name]}" for name in TOKENIZERS if at.digests.get(name)), "")
+    sizes = [size for name, size in at.files.items() if name.endswith(".safetensors")]
+    sizes = sizes or [size for name, size in at.files.items() if re.fullmatch(r"pytorch_model.*\.bin", name)]
+    digest = f"json {digest.split()[1]}" if digest.startswith("tokenizer.json") else digest
+    shapes = far.read_shapes(at) if tensors else {}
+    return Facts(repository, None, raw, shapes, sum(sizes), digest, at.card, at)
+
+
+def _vocabulary(directory: Path) -> str:
+    digest = tokenizer_digest(directory / "tokenizer.json")
+    named = next((name for name in TOKENIZERS[1:] if (directory / name).is_file()), "")
+    return digest or (named and f"{named} here")
+
+
+def _shapes(file: Path) -> far.Shapes:
+    try:
+        with file.open("rb") as opened:
+            (length,) = struct.unpack("<Q", opened.read(8))
+            header = opened.read(length) if length <= far.MOST_HEADER else b""
+    except (OSError, struct.error) as error:
+        raise LoadError(f"{file} is no safetensors file or not whole: {error}; download it again") from None
+    return far.shapes_of(header, str(file))
+
+
+def read_card(directory: Path) -> Json:
+    """The metadata of the card in a directory; nothing where there is none that can be read."""
+    try:
+        return card_of(read_text(directory / CARD, far.MOST_JSON))[0]
+    except LoadError:
+        return {}
+
+
+def card_of(text: str) -> tuple[Json, str]:
+    """Metadata and text of a card."""
+    import yaml
+
+    match = re.match(r"\ufeff?\s*---[ \t]*\r?\n(.*?)\r?\n---[ \t]*(?:\r?\n|\Z)", text, re.DOTALL)
+    if match is None:
+        return {}, text
+    try:
+        metadata = yaml.safe_load(match[1])
+    except (yaml.YAMLError, ValueError, RecursionError):
+        metadata = None
+    return (metadata if isinstance(metadata, dict) else {}), text[match.end() :]
+
+
+def read_training(directory: Path) -> Mapping[str, Any]:
+    """What `forerun train` wrote beside a drafter; nothing where it is not one of those."""
+    with suppress(LoadError):
+        if (directory / "training.json").is_file():
+            return read_object(directory / "training.json")
+    return {}

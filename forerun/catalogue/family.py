@@ -1,0 +1,208 @@
+"""What kind of drafter something is, told from config.json and the names of its tensors: one table, first row wins.
+
+Nothing in a file says "drafter": kinds are told apart by keys that only they have, and by the class that their authors
+gave for `architectures`. What is read is from strangers, so any value may be of any type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+from forerun.draft.eagle_dialects import PARALLEL
+from forerun.errors import one_line
+
+Json = dict[str, Any]
+
+NATIVE = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
+DEEPSPEC_BLOCKS, DEEPSPEC_EAGLES = ("Qwen3DSparkModel", "Gemma4DSparkModel"), ("Qwen3Eagle3Model", "Gemma4Eagle3Model")
+SPECULATORS = {"eagle3": "eagle3", "mtp": "mtp", "dspark": "block", "dflash": "block"}  # type to --draft
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A family of drafters, and what forerun makes of it.
+
+    Attributes:
+        family: eagle3, dflash, medusa, lm (an ordinary language model) and so on.
+        dialect: whose layout of files it is, "" where there is one only.
+        title: what to call it in a sentence.
+        draft: the word for `--draft`, "" where forerun does not draft with it.
+        why: why not, in a few words.
+    """
+
+    family: str
+    dialect: str = ""
+    title: str = ""
+    draft: str = ""
+    why: str = ""
+
+    @property
+    def name(self) -> str:
+        """Family and dialect in a cell of a table."""
+        return f"{self.family} ({self.dialect})" if self.dialect else self.family
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What there is to see of a drafter: its configuration, the names of its tensors (none where they could not be
+    read), and whether a tokenizer comes with it."""
+
+    raw: Json
+    tensors: Collection[str] = ()
+    tokenizer: bool = False
+
+    @property
+    def arch(self) -> str:
+        """The class its authors gave, the first of several."""
+        named = self.raw.get("architectures")
+        return named[0] if isinstance(named, list) and named and isinstance(named[0], str) else ""
+
+    @property
+    def block(self) -> Json:
+        """`dflash_config`, or nothing."""
+        own = self.raw.get("dflash_config")
+        return own if isinstance(own, dict) else {}
+
+    def has(self, *names: str) -> bool:
+        """Whether config.json says anything under one of these names."""
+        return any(self.raw.get(name) is not None for name in names)
+
+    def holds(self, *parts: str) -> bool:
+        """Whether the name of a tensor has one of these in it."""
+        return any(part in name for name in self.tensors for part in parts)
+
+
+def recognise(look: Look) -> Kind:
+    """The kind of what there is to see; at the end of the table stands the ordinary language model."""
+    return next(kind for test, make in TABLE if test(look) and (kind := make(look)))
+
+
+def _always(kind: Kind) -> Callable[[Look], Kind]:
+    return lambda look: kind
+
+
+def _speculators(look: Look) -> Kind:
+    said = look.raw["speculators_model_type"]
+    family = one_line(said) if isinstance(said, str) else "unknown"
+    draft = SPECULATORS.get(family, "")
+    return Kind(family, "speculators", TITLES.get(family, f"{family} drafter"), draft, "" if draft else NOT_READ)
+
+
+def _gemma_assistant(look: Look) -> bool:
+    return look.raw.get("model_type") in ("gemma4_assistant", "gemma4_unified_assistant")
+
+
+def _mlp(look: Look) -> bool:
+    return look.raw.get("model_type") == "mlp_speculator" or look.arch.startswith(("MLPSpeculator", "ArcticLSTM"))
+
+
+def _of_mlp(look: Look) -> Kind:
+    if look.raw.get("method") == "sum_lstm" or look.has("input_hidden_dim") or look.arch.startswith("ArcticLSTM"):
+        return Kind("arctic", "", "Arctic LSTM speculator", "", NOT_READ)
+    return Kind("mlp", "", "MLP speculator", "", NOT_READ)
+
+
+def _of_medusa(look: Look) -> Kind:
+    if look.has("num_heads") and not look.has("medusa_num_heads"):
+        return Kind("medusa", "vllm", "set of Medusa heads", "medusa")
+    return Kind("medusa", "fasterdecoding", "set of Medusa heads", "", "Medusa heads are read in vLLM's layout only")
+
+
+def _of_deepspec(look: Look) -> Kind:
+    family = "dflash" if look.raw.get("markov_rank") in (0, None) else "dspark"
+    return Kind(family, "deepspec", f"{family} drafter", "", ONLY_SPECULATORS)
+
+
+def _of_dflash(look: Look) -> Kind:
+    dialect = "z-lab, causal" if look.block.get("causal") is True else "z-lab"
+    return Kind("dflash", dialect, "DFlash drafter", "", ONLY_SPECULATORS)
+
+
+def _is_peagle(look: Look) -> bool:
+    return look.arch == "PEagleDraftModel" or (_is_eagle3(look) and look.has(*PARALLEL))
+
+
+def _is_eagle3(look: Look) -> bool:
+    return "Eagle3" in look.arch or (look.arch == "LlamaForCausalLM" and look.has("draft_vocab_size"))
+
+
+def _of_eagle3(look: Look) -> Kind:
+    if "DeepseekV2" in look.arch or look.holds("kv_a_proj_with_mqa"):
+        return Kind("eagle3", "latent attention", EAGLE3, "", "its layer has latent attention, which is not supported")
+    return Kind("eagle3", "nvidia" if look.arch.startswith("Eagle3") else "specforge", EAGLE3, "eagle3")
+
+
+def _is_eagle1(look: Look) -> bool:
+    """A plain configuration of one layer: what it is shows in the tensors, or in there being no tokenizer."""
+    one = look.arch == "LlamaForCausalLM" and look.raw.get("num_hidden_layers") == 1
+    return one and (look.holds("fc.weight") if look.tensors else not look.tokenizer)
+
+
+def _is_native(look: Look) -> bool:
+    said = [look.raw.get(name) for name in (*NATIVE, "dspark_block_size")]
+    nested = look.raw.get("text_config")
+    said += [nested.get(name) for name in NATIVE] if isinstance(nested, dict) else []
+    counted = any(isinstance(value, int) and value > 0 for value in said)
+    return counted or look.holds("eh_proj") or any(name.startswith("mtp.") for name in look.tensors)
+
+
+def _of_native(look: Look) -> Kind:
+    if look.has("dspark_block_size"):
+        return Kind("dspark", "native", "model with DSpark layers of its own", "", OWN_LAYERS)
+    return Kind("mtp", "native", "model with multi-token layers of its own", "", OWN_LAYERS)
+
+
+EAGLE3 = "EAGLE-3 head"
+TITLES = {"eagle3": EAGLE3, "mtp": "multi-token module", "dspark": "DSpark drafter", "dflash": "DFlash drafter"}
+NOT_READ = "forerun does not read this kind of drafter"
+ONLY_SPECULATORS = "blocks are read in the layout of speculators only"
+OWN_LAYERS = "layers of a target that draft for it are not read yet"
+
+TABLE: tuple[tuple[Callable[[Look], bool], Callable[[Look], Kind]], ...] = (
+    (lambda k: k.has("speculators_model_type"), _speculators),
+    (_gemma_assistant, _always(Kind("gemma4_assistant", "", "Gemma 4 assistant", "", NOT_READ))),
+    (_mlp, _of_mlp),
+    (lambda k: k.has("medusa_num_heads") or k.raw.get("model_type") == "medusa", _of_medusa),
+    (
+        lambda k: k.has("hydra_num_heads", "hydra_head_arch"),
+        _always(Kind("hydra", "", "set of Hydra heads", "", NOT_READ)),
+    ),
+    (
+        lambda k: "DFlash2DraftModel" in k.arch or "selector_rank" in k.block,
+        _always(Kind("dflash2", "z-lab", "DFlash2 drafter", "", NOT_READ)),
+    ),
+    (lambda k: k.arch in DEEPSPEC_BLOCKS, _of_deepspec),
+    (
+        lambda k: k.arch == "DSparkDraftModel" or k.block.get("projector_type") == "dspark",
+        _always(Kind("dspark", "specforge", "DSpark drafter", "", ONLY_SPECULATORS)),
+    ),
+    (
+        lambda k: k.arch == "DominoDraftModel" or "domino" in [c.get("projector_type") for c in (k.raw, k.block)],
+        _always(Kind("domino", "specforge", "Domino drafter", "", NOT_READ)),
+    ),
+    (lambda k: k.arch.startswith("DFlash") or k.has("dflash_config"), _of_dflash),
+    (_is_peagle, _always(Kind("peagle", "", "P-EAGLE head", "", "it drafts in parallel, which forerun does not read"))),
+    (
+        lambda k: k.arch in DEEPSPEC_EAGLES and k.has("target_layer_ids"),
+        _always(Kind("eagle3", "deepspec", EAGLE3, "eagle3")),
+    ),
+    (lambda k: "Eagle3" in k.arch, _of_eagle3),
+    (_is_eagle3, _always(Kind("eagle3", "safeailab", EAGLE3, "eagle3"))),
+    (
+        lambda k: k.arch.startswith("Eagle") or k.raw.get("model_type") == "eagle",
+        _always(Kind("eagle", "vllm", "EAGLE head", "", NOT_READ)),
+    ),
+    (_is_eagle1, _always(Kind("eagle", "safeailab", "EAGLE head", "", NOT_READ))),
+    (
+        lambda k: k.raw.get("spd_type") == "pard" or k.has("pard_token"),
+        _always(Kind("pard", "", "PARD model, drafting one token after the other here", "model")),
+    ),
+    (_is_native, _of_native),
+    (lambda k: True, _always(Kind("lm", "", "language model", "model"))),
+)  # fmt: skip
+WORDS = (  # of names and tags that say "drafter"
+    "eagle3", "eagle-3", "p-eagle", "peagle", "eagle", "dflash2", "dflash", "dspark", "domino", "xpress", "medusa",
+    "hydra", "mtp", "pard", "speculator", "speculators", "speculative-decoding", "draft", "draft-model", "drafter",
+)  # fmt: skip

@@ -1,0 +1,114 @@
+"""Whether forerun can draft with a drafter of a kind that it knows: what its modules have, told from headers alone.
+
+What is refused here is what reading the drafter would refuse after its download.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from forerun.catalogue.facts import Facts
+from forerun.catalogue.family import Json
+from forerun.errors import LoadError, shown
+from forerun.models.families import FAMILIES, is_whole
+
+LAYERS = ("llama", "qwen3")  # families of decoder layers that heads are built of (`draft/stored.py`)
+LARGEST_BLOCK = 64
+MEDUSA = ("num_heads", "num_hidden_layers", "hidden_size", "vocab_size")
+
+
+def refusal(facts: Facts) -> str:
+    """Why forerun cannot draft with this, in a few words; "" where nothing that can be seen speaks against it."""
+    kind = facts.kind
+    if not kind.draft:
+        return kind.why
+    return READERS[kind.draft](facts)
+
+
+def layer_of(raw: Json) -> Json:
+    """Where the fields of a head's decoder layer are: apart in the layout of speculators, else at the top."""
+    layer = raw.get("transformer_layer_config")
+    return layer if isinstance(layer, dict) else raw
+
+
+def _eagle3(facts: Facts) -> str:
+    own = facts.raw.get("eagle_config")
+    flags = (own if isinstance(own, dict) else {}) | facts.raw
+    if "speculators_model_type" not in facts.raw and flags.get("norm_output") is False:
+        return "norm_output false means no norm before its lm_head in this layout, which is not supported"
+    return _layer(facts.raw, 1) or _lacks(facts, "fc.weight", "lm_head.weight")
+
+
+def _block(facts: Facts) -> str:
+    raw, layer = facts.raw, layer_of(facts.raw)
+    if raw.get("markov_head_type") not in (None, "vanilla"):
+        return f"its Markov head is of the type {shown(raw['markov_head_type'])}: only vanilla is supported"
+    types, size = layer.get("layer_types"), raw.get("block_size")
+    if types is not None and not (isinstance(types, list) and all(t == "full_attention" for t in types)):
+        return "some of its layers have another attention than full_attention, which is not supported"
+    if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= LARGEST_BLOCK:
+        return f"block_size is {shown(size)}, not a whole number from 1 to {LARGEST_BLOCK}"
+    mask, vocab = raw.get("mask_token_id"), layer.get("vocab_size")
+    if not is_whole(mask) or (is_whole(vocab) and not 0 <= mask < vocab):  # type: ignore[operator]
+        return f"its mask token is {shown(mask)}, which is none of the {shown(vocab)} tokens"
+    held = {name.split(".")[1] for name in facts.shapes if name.startswith("layers.")}
+    if held and layer.get("num_hidden_layers") != len(held):
+        return f"its configuration says {shown(layer.get('num_hidden_layers'))} layers, its checkpoint has {len(held)}"
+    return _layer({"model_type": "qwen3"} | layer, None) or _lacks(facts, "fc.weight")
+
+
+def _mtp(facts: Facts) -> str:
+    if facts.raw.get("num_nextn_predict_layers", 1) != 1:
+        return f"it has {shown(facts.raw['num_nextn_predict_layers'])} layers: only modules of one are supported"
+    return _layer(facts.raw, 1) or _lacks(facts, "mtp_layers.0.input_proj.weight")
+
+
+def _medusa(facts: Facts) -> str:
+    if missing := [name for name in MEDUSA if not is_whole(facts.raw.get(name))]:
+        return f"its config.json has no {missing[0]}"
+    if facts.path and not (facts.path / "model.safetensors").is_file():
+        return "its weights are not in model.safetensors"
+    return _lacks(facts, "blocks.0.layers.0.weight", "lm_heads.0.weight")
+
+
+def _model(facts: Facts) -> str:
+    if facts.raw.get("gguf"):
+        return _gguf(facts)
+    family = facts.raw.get("model_type")
+    if not isinstance(family, str) or family not in FAMILIES:
+        return f"family {shown(family)} is not supported"
+    return ""
+
+
+def _gguf(facts: Facts) -> str:
+    from forerun.models.gguf.kinds import why_not
+    from forerun.models.skim import skim
+
+    try:
+        return why_not(skim(facts.path)) if facts.path else ""
+    except LoadError as error:
+        return str(error)
+
+
+def _layer(raw: Json, layers: int | None) -> str:
+    layer = layer_of(raw)
+    family = layer.get("model_type") or ("qwen3" if "Qwen3" in str(layer.get("architectures")) else "llama")
+    if family not in LAYERS:
+        return f"its layer is of the family {shown(family)}: only {' and '.join(LAYERS)} are supported"
+    if layers is not None and layer.get("num_hidden_layers", layers) != layers:
+        return f"it has {shown(layer['num_hidden_layers'])} layers: only drafters of {layers} layer are supported"
+    if layer.get("attention_bias") is True or layer.get("mlp_bias") is True:
+        return "its layer has biases, which is not supported"
+    return ""
+
+
+def _lacks(facts: Facts, *names: str) -> str:
+    """Of a drafter whose header is known: a tensor without which it is none."""
+    held = {name.removeprefix("model.") for name in facts.shapes}
+    missing = [name for name in names if held and name not in held]
+    return f"its checkpoint has no {missing[0]}: it is incomplete, or of another kind" if missing else ""
+
+
+READERS: dict[str, Callable[[Facts], str]] = {
+    "eagle3": _eagle3, "block": _block, "mtp": _mtp, "medusa": _medusa, "model": _model,
+}  # fmt: skip

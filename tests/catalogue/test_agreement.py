@@ -1,0 +1,93 @@
+"""What is said of a drafter before its download is what loading it says: the same heads fit, the same are refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from forerun.catalogue.facts import facts_at
+from forerun.catalogue.fit import checks, fits, sizes_of
+from forerun.draft.block_format import load_block, save_block
+from forerun.draft.eagle_format import load_head, save_head
+from forerun.draft.medusa import Medusa, load_heads, save_heads
+from forerun.draft.mtp import load_module, save_module
+from forerun.draft.view import TargetView, view_of
+from forerun.errors import LoadError
+from tests import tiny
+
+Save, Load = Callable[[Path], None], Callable[[Path, TargetView], object]
+
+
+def eagle(path: Path, **changes: Any) -> None:
+    settings = {"draft_vocab": 40, "layer": {"rms_norm_eps": 1e-5}} | changes
+    save_head(tiny.eagle(tiny.eagle_config("llama", **settings)), path, "some/target")
+
+
+def block(path: Path, **changes: Any) -> None:
+    save_block(tiny.block(tiny.block_config("llama", **changes)), path, "some/target")
+
+
+def mtp(path: Path) -> None:
+    save_module(tiny.mtp("llama"), path, "some/target", torch.float32)
+
+
+def medusa(path: Path) -> None:
+    path.mkdir()
+    save_heads(tiny.medusa("llama"), path, torch.float32)
+
+
+KINDS: dict[str, tuple[Save, Load]] = {
+    "eagle3": (eagle, load_head),
+    "eagle3 with its own embedding": (
+        lambda path: eagle(path, own_embedding=True, layer={"model_type": "qwen3", "hidden_size": 24, "head_dim": 8}),
+        load_head,
+    ),
+    "eagle3 joined": (lambda path: eagle(path, join=True, fc_norm=True, draft_vocab=64), load_head),
+    "block": (block, load_block),
+    "block with its own embedding": (lambda path: block(path, own_embedding=True), load_block),
+    "mtp": (mtp, lambda path, target: load_module(path, target).attach(target)),
+    "medusa": (medusa, lambda path, target: Medusa(load_heads(path), target)),
+}
+CHANGES: list[dict[str, Any]] = [
+    {},
+    {"draft_vocab_size": 39},
+    {"eagle_aux_hidden_state_layer_ids": [0, 1], "aux_hidden_state_layer_ids": [0, 1, 2, 3, 4]},
+    {"eagle_aux_hidden_state_layer_ids": [0, 1, 99], "aux_hidden_state_layer_ids": [0, 99]},
+    {"eagle_aux_hidden_state_layer_ids": [1, 1, 2], "aux_hidden_state_layer_ids": [1, 1]},
+    {"num_nextn_predict_layers": 2},
+    {"block_size": 0},
+    {"markov_head_type": "rnn"},
+    {"mask_token_id": 999},
+    {"hidden_size": 99, "vocab_size": 999},
+    {"transformer_layer_config": {"vocab_size": 999}},
+    {"transformer_layer_config": {"num_hidden_layers": 3}},
+    {"transformer_layer_config": {"model_type": "gemma2"}},
+    {"transformer_layer_config": {"attention_bias": True}},
+    {"transformer_layer_config": {"layer_types": ["chunked_attention"]}},
+]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: json.dumps(change)[:40])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_head_fits_as_loading_says(kind: str, change: dict[str, Any], tmp_path: Path) -> None:
+    save, load = KINDS[kind]
+    save(tmp_path / "head")
+    path = tmp_path / "head/config.json"
+    raw = json.loads(path.read_text())
+    for name, value in change.items():
+        if name in raw:
+            raw[name] = raw[name] | value if isinstance(value, dict) else value
+    path.write_text(json.dumps(raw))
+    target = tiny.family("llama")
+    found = checks(facts_at(tmp_path / "head", "head"), sizes_of(facts_at(target, "target")))
+    try:
+        load(tmp_path / "head", view_of(tiny.decoder(target)))
+        loads = True
+    except LoadError:
+        loads = False
+    assert fits(found) == loads, [check.text for check in found]

@@ -1,0 +1,102 @@
+"""Every row of the table of kinds, from configurations and tensors as they are published; and nothing else of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from forerun.catalogue import layout
+from forerun.catalogue.family import TABLE, Look, recognise
+from forerun.draft import block_format, stored
+
+LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096}
+ONE = LLAMA | {"num_hidden_layers": 1}
+
+BLOCK = {"architectures": ["DFlashDraftModel"]}
+LAGUNA, TTT = {"architectures": ["DFlashLagunaForCausalLM"]}, {"target_layer_ids": [1], "ttt_length": 7}
+
+ROWS: list[tuple[dict[str, Any], tuple[str, ...], str, str]] = [
+    ({"speculators_model_type": "eagle3", "architectures": ["Eagle3Speculator"]}, (), "eagle3 (speculators)", "eagle3"),
+    ({"speculators_model_type": "mtp"}, (), "mtp (speculators)", "mtp"),
+    ({"speculators_model_type": "dspark"}, (), "dspark (speculators)", "block"),
+    ({"speculators_model_type": "dflash", "dflash_config": {}}, (), "dflash (speculators)", "block"),
+    ({"speculators_model_type": "dflash2", "architectures": ["DFlash2DraftModel"]}, (), "dflash2 (speculators)", ""),
+    ({"speculators_model_type": "peagle", "mask_token_id": 5}, (), "peagle (speculators)", ""),
+    ({"speculators_model_type": "xpress"}, (), "xpress (speculators)", ""),
+    ({"model_type": "gemma4_assistant"}, (), "gemma4_assistant", ""),
+    ({"model_type": "gemma4_unified_assistant"}, (), "gemma4_assistant", ""),
+    ({"model_type": "mlp_speculator", "architectures": ["MLPSpeculatorPreTrainedModel"]}, (), "mlp", ""),
+    ({"model_type": "mlp_speculator", "method": "sum_lstm"}, (), "arctic", ""),
+    ({"architectures": ["ArcticLSTMSpeculatorPreTrainedModel"], "input_hidden_dim": 8}, (), "arctic", ""),
+    ({"medusa_num_heads": 4, "base_model_name_or_path": "x"}, (), "medusa (fasterdecoding)", ""),
+    ({"model_type": "medusa", "num_heads": 4}, (), "medusa (vllm)", "medusa"),
+    ({"hydra_num_heads": 4}, (), "hydra", ""),
+    ({"hydra_head_arch": "prefix-mlp"}, (), "hydra", ""),
+    ({"architectures": ["DFlash2DraftModel"], "dflash_config": {"selector_rank": 8}}, (), "dflash2 (z-lab)", ""),
+    ({"architectures": ["Other"], "dflash_config": {"selector_rank": 8}}, (), "dflash2 (z-lab)", ""),
+    ({"architectures": ["Qwen3DSparkModel"], "markov_rank": 64}, (), "dspark (deepspec)", ""),
+    ({"architectures": ["Gemma4DSparkModel"], "markov_rank": 0}, (), "dflash (deepspec)", ""),
+    ({"architectures": ["DSparkDraftModel"]}, (), "dspark (specforge)", ""),
+    (BLOCK | {"dflash_config": {"projector_type": "dspark"}}, (), "dspark (specforge)", ""),
+    ({"architectures": ["DominoDraftModel"]}, (), "domino (specforge)", ""),
+    (BLOCK | {"dflash_config": {"projector_type": "domino"}}, (), "domino (specforge)", ""),
+    (BLOCK | {"dflash_config": {"target_layer_ids": [1]}}, (), "dflash (z-lab)", ""),
+    (LAGUNA | {"dflash_config": {"causal": True}}, (), "dflash (z-lab, causal)", ""),
+    ({"architectures": ["PEagleDraftModel"]}, (), "peagle", ""),
+    ({"architectures": ["LlamaForCausalLMEagle3"], "ptd_token_id": 3}, (), "peagle", ""),
+    (TTT | {"architectures": ["Qwen3Eagle3Model"]}, (), "eagle3 (deepspec)", "eagle3"),
+    ({"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 9}, (), "eagle3 (specforge)", "eagle3"),
+    ({"architectures": ["Eagle3LlamaForCausalLM"]}, (), "eagle3 (nvidia)", "eagle3"),
+    ({"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, (), "eagle3 (latent attention)", ""),
+    (
+        {"architectures": ["LlamaForCausalLMEagle3"]}, ("midlayer.self_attn.kv_a_proj_with_mqa.weight",),
+        "eagle3 (latent attention)", "",
+    ),
+    (ONE | {"draft_vocab_size": 32000}, ("midlayer.hidden_norm.weight", "fc.weight"), "eagle3 (safeailab)", "eagle3"),
+    ({"architectures": ["EagleLlamaForCausalLM"], "model": {}}, (), "eagle (vllm)", ""),
+    ({"model_type": "eagle"}, (), "eagle (vllm)", ""),
+    (ONE, ("fc.weight", "layers.0.mlp.up_proj.weight"), "eagle (safeailab)", ""),
+    (LLAMA | {"spd_type": "pard"}, (), "pard", "model"),
+    (LLAMA | {"pard_token": 128256}, (), "pard", "model"),
+    (LLAMA | {"num_nextn_predict_layers": 1}, (), "mtp (native)", ""),
+    (LLAMA | {"text_config": {"mtp_num_hidden_layers": 1}}, (), "mtp (native)", ""),
+    (LLAMA, ("model.layers.61.eh_proj.weight",), "mtp (native)", ""),
+    (LLAMA, ("mtp.fc.weight",), "mtp (native)", ""),
+    (LLAMA | {"dspark_block_size": 8}, (), "dspark (native)", ""),
+    (LLAMA | {"num_hidden_layers": 16}, ("model.embed_tokens.weight",), "lm", "model"),
+    (LLAMA | {"num_nextn_predict_layers": 0, "num_hidden_layers": 16}, (), "lm", "model"),
+    ({}, (), "lm", "model"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("raw", "tensors", "name", "draft"), ROWS, ids=lambda value: str(value)[:50])
+def test_each_kind(raw: dict[str, Any], tensors: tuple[str, ...], name: str, draft: str) -> None:
+    kind = recognise(Look(raw, tensors, tokenizer=True))
+    assert (kind.name, kind.draft) == (name, draft)
+    assert bool(kind.draft) != bool(kind.why) and kind.title
+
+
+def test_no_row_is_without_an_example() -> None:
+    looks = [Look(raw, tensors, tokenizer=True) for raw, tensors, _, _ in ROWS]
+    taken = {next(i for i, (test, _) in enumerate(TABLE) if test(look)) for look in looks}
+    assert taken == set(range(len(TABLE)))
+
+
+def test_one_layer_without_tensors_to_look_at() -> None:
+    """Pickled weights show nothing: a model has a tokenizer, a head has none."""
+    assert recognise(Look(ONE)).name == "eagle (safeailab)"
+    assert recognise(Look(ONE, tokenizer=True)).name == "lm"
+
+
+@pytest.mark.parametrize("value", [None, 5, "x" * 5000, [], {}, [[]], {"a": {"b": []}}, True, -1, [None], "\x1b[2J"])
+def test_any_value_may_be_of_any_type(value: Any) -> None:
+    keys = {key for raw, *_ in ROWS for key in raw} | {"text_config", "projector_type"}
+    for key in keys:
+        for raw in ({key: value}, LLAMA | {key: value}):
+            kind = recognise(Look(raw))
+            assert kind.name.isprintable() and len(kind.name) < 300
+
+
+def test_what_is_read_is_what_the_readers_read() -> None:
+    assert set(layout.LAYERS) == set(stored.DEFAULTS) and layout.LARGEST_BLOCK == block_format.LARGEST_BLOCK
