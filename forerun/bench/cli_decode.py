@@ -226,6 +226,7 @@ def _measure(
     check_out(asked.out)
     from forerun.bench.choice import choose_tasks
     from forerun.bench.decode import Plan, measure_decoding
+    from forerun.bench.kept import keep
     from forerun.bench.report import print_json
     from forerun.progress import progress
 
@@ -236,6 +237,7 @@ def _measure(
     tasks = choose_tasks(config.get("model"), asked.prompts, asked.categories, max(requests), asked.batches)
     with progress(asked.as_json, measuring=True) as tell:
         report = measure_decoding(config, plan, tasks, tell, kind)
+    keep(config.get("model"), report.results)
     if asked.as_json:
         print_json(report.as_dict())
     else:

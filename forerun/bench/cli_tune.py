@@ -49,6 +49,7 @@ def tune(
         raise ConfigError(f"--out {out} cannot be written: give a name that ends in .toml, in a directory that exists")
     from forerun.bench.choice import choose_tasks
     from forerun.bench.decode import Plan
+    from forerun.bench.kept import keep
     from forerun.bench.report import print_columns, print_json
     from forerun.bench.tune import AT_HAND, write_choice
     from forerun.bench.tune import tune as measure
@@ -62,6 +63,7 @@ def tune(
     tasks = choose_tasks(config.get("model"), prompts, categories, requests, BATCHES)
     with progress(as_json, measuring=True) as tell:
         tuned = measure(config, plan, tasks, tell)
+    keep(config.get("model"), tuned.results)
     if out is not None:
         write_choice(out, config, weights, tuned)
     if as_json:

@@ -1,5 +1,7 @@
 """One tiny pair for all tests of the measuring tools, and a clock that does not depend on the machine."""
 
+from pathlib import Path
+
 import pytest
 
 from forerun.bench.pair import Pair, make_pair
@@ -15,6 +17,12 @@ SHAPE = dict(
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     recipe = PairRecipe(**SHAPE, agree=0.7, tolerance=0.03, prompts=6, prompt_tokens=24)
     return make_pair(tmp_path_factory.mktemp("bench") / "pair", recipe)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is measured here is nobody's."""
+    monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "cache"))
 
 
 @pytest.fixture
