@@ -174,20 +174,22 @@ def test_by_the_environment_and_without_torch(tmp_path: Path) -> None:
     with serving() as (fake, url):
         fake.add(TARGET, target_config())
         fake.add(HEAD, eagle_config(), eagle_shapes())
-        for words in (["list"], ["search", TARGET], ["info", HEAD], ["pull", HEAD]):
-            code = (
-                f"import sys; sys.argv = ['forerun', 'drafters', *{words!r}, '--json']\nfrom forerun import cli\n"
-                "try: cli.main()\nexcept SystemExit as e: assert not e.code\n"
-                "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
-            )
-            here = {"HOME": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[1]), "HF_ENDPOINT": url}
-            here |= {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-            kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "XDG_"))}
-            done = subprocess.run(
-                [sys.executable, "-c", code], env=kept | here, capture_output=True, text=True, cwd=tmp_path
-            )
-            assert done.returncode == 0, (words, done.stderr)
-            assert HEAD in done.stdout or words == ["list"], done.stderr
+        code = (
+            "import sys; from forerun import cli\n"
+            f"for words in (['list'], ['search', {TARGET!r}], ['info', {HEAD!r}], ['pull', {HEAD!r}]):\n"
+            "    sys.argv = ['forerun', 'drafters', *words, '--json']\n"
+            "    try: cli.main()\n    except SystemExit as e: assert not e.code\n"
+            "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+        )
+        here = {"HOME": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[1]), "HF_ENDPOINT": url}
+        here |= {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "XDG_"))}
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=kept | here, capture_output=True, text=True, cwd=tmp_path
+        )
+    assert done.returncode == 0, done.stderr
+    listed, found, described, pulled = map(json.loads, done.stdout.splitlines())
+    assert listed["drafters"] and found["found"][0]["name"] == described["name"] == pulled["name"] == HEAD
 
 
 def test_weights_that_are_written_are_read(home: Path, forerun) -> None:

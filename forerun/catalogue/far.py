@@ -22,6 +22,7 @@ SAFE = re.compile(r"[A-Za-z0-9_][\w.+=-]{0,199}", re.ASCII)  # names of files th
 REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9_][\w.-]{0,95}", re.ASCII)
 MOST_JSON = 4 << 20  # bytes of a configuration, a card or an index
 MOST_HEADER = 25 << 20  # bytes of a header of tensors, as huggingface_hub has it
+MOST_AXES, LARGEST = 8, 1 << 48  # of a tensor; of an axis, and bytes of a file
 MOST_FILES = 8  # files of tensors whose headers are read
 SECONDS = 20.0  # for an answer to begin, and between its pieces
 
@@ -98,7 +99,7 @@ def listed(repository: str, info: Any) -> Repository:
     files, digests = {}, {}
     for entry in info.siblings or []:
         name, size = entry.rfilename, entry.size or 0
-        if not isinstance(name, str) or not SAFE.fullmatch(name) or not is_whole(size) or size < 0:
+        if not isinstance(name, str) or not SAFE.fullmatch(name) or not is_whole(size) or not 0 <= size <= LARGEST:
             continue  # of folders nothing is read, and nothing of what leads out of them
         files[name] = size
         digest = entry.lfs.sha256 if entry.lfs else entry.blob_id
@@ -165,6 +166,8 @@ def shapes_of(header: bytes, file: str) -> Shapes:
         found = {name: tuple(entry["shape"]) for name, entry in raw.items() if name != "__metadata__"}
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise LoadError(f"{file} is no safetensors file or not whole: {one_line(str(error))}") from None
-    if not all(is_whole(n) and n >= 0 for shape in found.values() for n in shape):
-        raise LoadError(f"{file} is no safetensors file: it has tensors of no size")
+    if any(
+        len(shape) > MOST_AXES or not all(is_whole(n) and 0 <= n <= LARGEST for n in shape) for shape in found.values()
+    ):
+        raise LoadError(f"{file} is no safetensors file: it has tensors of no size that there is")
     return found

@@ -48,11 +48,11 @@ class Known:
     @property
     def domains(self) -> tuple[str, ...]:
         """The kinds of text it is for, as its card says, or that it was measured on."""
-        return tuple(dict.fromkeys((*self.facts.domains, *(m.category for m in self.measured))))
+        return tuple(dict.fromkeys((*self.facts.domains, *(m.category.lower() for m in self.measured))))
 
     def best(self, domain: str | None = None) -> float:
         """The highest times plain, of one kind of text if there is any; 0 where no speed was measured."""
-        own = [m for m in self.measured if domain is None or m.category == domain] or self.measured
+        own = [m for m in self.measured if domain is None or m.category.lower() == domain.lower()] or self.measured
         return max((m.times_plain or 0.0 for m in own), default=0.0)
 
     def figures(self) -> list[str]:

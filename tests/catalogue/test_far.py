@@ -61,6 +61,8 @@ LIES: list[tuple[Callable[[FakeHub], None], str]] = [
     (edit(struct.pack("<Q", 2) + b"[]"), "no safetensors file"),
     (edit(struct.pack("<Q", 40) + b'{"a": {"shape": [-1], "dtype": "F16"}}  '), "tensors of no size"),
     (edit(struct.pack("<Q", 40) + b'{"a": {"shape": 5, "dtype": "F16"}}     '), "no safetensors file"),
+    (edit(struct.pack("<Q", 400) + b'{"a": {"shape": [1' + b"0" * 379 + b"]}}"), "of no size that there is"),
+    (edit(struct.pack("<Q", 60) + b'{"a": {"shape": [9,9,9,9,9,9,9,9,9], "dtype": "F16"}}'.ljust(60)), "of no size"),
     (edit(struct.pack("<Q", 20) + b"[" * 20), "no safetensors file"),
     (config(b"[]"), "does not hold an object"),
     (config(b"\xff\xfe"), "cannot be read"),

@@ -79,7 +79,7 @@ def test_what_was_measured(home: Path) -> None:
     training = json.dumps({"target": "org/Big-8B", "measured": [*entries, {"task": 5}, None, "x"], "speed": speed})
     one = directory(home / "work/one", eagle_config("org/Big-8B"), training__json=training)
     two = directory(home / "work/two", eagle_config("org/Big-8B"), training__json="[]")
-    remember("org/Big-8B", str(two), "eagle3", "code", 3.0, 1.9)
+    remember("org/Big-8B", str(two), "eagle3", "Code", 3.0, 1.9)
     remember(str(target), str(two), "eagle3", "law", 1.2, 0.9)
     remember("org/Other", str(two), "eagle3", "law", 9.9, 9.9)
     remember("org/Big-8B", str(one), "eagle3", "law", 2.0, 1.2)

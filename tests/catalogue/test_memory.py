@@ -71,8 +71,8 @@ DAMAGE = {
 
 @pytest.mark.parametrize("how", DAMAGE)
 def test_a_damaged_file_is_set_aside(how: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for i in range(200):
-        remember("t", f"d{i}", "eagle3", "code", 2.0)
+    for i in range(30):
+        remember("t", f"d{i}" * 100, "eagle3", "code", 2.0)
     for behind in ("-wal", "-shm"):
         (folder / (FILE + behind)).unlink(missing_ok=True)
     DAMAGE[how](folder / FILE)
