@@ -19,6 +19,7 @@ DRAFTS = (
     "self:int4",
     "model:",
     "medusa:",
+    "eagle:",
     "eagle3:",
     "mtp:",
     "block:",

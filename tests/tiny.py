@@ -11,6 +11,7 @@ import copy
 import functools
 import random
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,6 +21,7 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers import models as tokenizer_models
 
 from forerun.draft.block_head import BlockConfig, BlockHead
+from forerun.draft.eagle1 import FirstHead
 from forerun.draft.eagle_head import EagleConfig, EagleHead
 from forerun.draft.medusa import MedusaHeads
 from forerun.draft.mtp import MtpModule
@@ -183,6 +185,13 @@ def eagle(config: EagleConfig, seed: int = 6) -> EagleHead:
     if head.d2t is not None:
         head.say_only(torch.randperm(config.layer.vocab)[: config.draft_vocab].sort().values)
     return head.requires_grad_(False)
+
+
+def eagle1(name: str, bias: bool = True, qkv_bias: bool = False, own: bool = False, seed: int = 6) -> FirstHead:
+    """An EAGLE-1 head for `family(name)`: what it says is anything, and depends on everything it is given."""
+    torch.manual_seed(seed)
+    layer = replace(eagle_config(name).layer, qkv_bias=qkv_bias)
+    return _filled(FirstHead(layer, load_config(family(name)).layers, bias, own)).requires_grad_(False)
 
 
 def mtp(name: str, layer: dict[str, Any] | None = None, seed: int = 6) -> MtpModule:

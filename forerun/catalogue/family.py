@@ -192,9 +192,9 @@ TABLE: tuple[tuple[Callable[[Look], bool], Callable[[Look], Kind]], ...] = (
     (_is_eagle3, _always(Kind("eagle3", "safeailab", EAGLE3, "eagle3"))),
     (
         lambda k: k.arch.startswith("Eagle") or k.raw.get("model_type") == "eagle",
-        _always(Kind("eagle", "vllm", "EAGLE head", "", NOT_READ)),
+        _always(Kind("eagle", "vllm", "EAGLE head", "eagle")),
     ),
-    (_is_eagle1, _always(Kind("eagle", "safeailab", "EAGLE head", "", NOT_READ))),
+    (_is_eagle1, _always(Kind("eagle", "safeailab", "EAGLE head", "eagle"))),
     (
         lambda k: k.raw.get("spd_type") == "pard" or k.has("pard_token"),
         _always(Kind("pard", "", "PARD model, drafting one token after the other here", "model")),

@@ -144,7 +144,7 @@ def _vocabulary(drafter: Facts, target: Sizes) -> Iterator[Check]:
 
 def _hidden(drafter: Facts, target: Sizes) -> Iterator[Check]:
     said = _whole(drafter.raw, "target_hidden_size")
-    if drafter.kind.family in ("medusa", "mtp"):  # they compute in states of the target's size
+    if drafter.kind.family in ("medusa", "mtp", "eagle"):  # they compute in states of the target's size
         said = said or _whole(layer_of(drafter.raw), "hidden_size")
     if said:
         yield Check("hidden size", said == target.hidden, f"it reads states of {said}, the target has {target.hidden}")

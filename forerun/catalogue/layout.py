@@ -26,9 +26,10 @@ def refusal(facts: Facts) -> str:
 
 
 def layer_of(raw: Json) -> Json:
-    """Where the fields of a head's decoder layer are: apart in the layout of speculators, else at the top."""
-    layer = raw.get("transformer_layer_config")
-    return layer if isinstance(layer, dict) else raw
+    """Where the fields of a head's decoder layer are: apart in the layout of speculators and in vLLM's, else at the
+    top."""
+    apart = [raw.get(name) for name in ("transformer_layer_config", "model")]
+    return next((layer for layer in apart if isinstance(layer, dict)), raw)
 
 
 def _eagle3(facts: Facts) -> str:
@@ -37,6 +38,12 @@ def _eagle3(facts: Facts) -> str:
     if "speculators_model_type" not in facts.raw and flags.get("norm_output") is False:
         return "norm_output false means no norm before its lm_head in this layout, which is not supported"
     return _layer(facts.raw, 1) or _lacks(facts, "fc.weight", "lm_head.weight")
+
+
+def _eagle(facts: Facts) -> str:
+    if {"lm_head.weight", "model.lm_head.weight"} & facts.shapes.keys():
+        return "it has an lm_head of its own, as EAGLE-3 heads have"
+    return _lacks(facts, "fc.weight", "layers.0.self_attn.q_proj.weight")
 
 
 def _block(facts: Facts) -> str:
@@ -110,5 +117,5 @@ def _lacks(facts: Facts, *names: str) -> str:
 
 
 READERS: dict[str, Callable[[Facts], str]] = {
-    "eagle3": _eagle3, "block": _block, "mtp": _mtp, "medusa": _medusa, "model": _model,
+    "eagle": _eagle, "eagle3": _eagle3, "block": _block, "mtp": _mtp, "medusa": _medusa, "model": _model,
 }  # fmt: skip

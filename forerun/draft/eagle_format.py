@@ -36,7 +36,7 @@ KIND = "EAGLE-3 head"
 def load_head(directory: Path, target: TargetView) -> EagleHead:
     """Read a head for this target, in float32. Raises LoadError, also where it does not fit."""
     raw = read_config(directory, KIND)
-    tensors = _read(directory)
+    tensors = read_named(directory, KIND)
     try:
         said = read_dialect(raw, target)
         hidden = _target_hidden(tensors, said.boundaries, target)
@@ -80,10 +80,10 @@ def save_head(head: EagleHead, directory: Path, target: str | None = None, dtype
     write(head, described | own, directory, dtype)
 
 
-def _read(directory: Path) -> Tensors:
-    """All tensors under the names that `EagleHead` has for them; buffers of no use are left out."""
+def read_named(directory: Path, kind: str) -> Tensors:
+    """All tensors under the names that our heads have for them; buffers of no use are left out. Raises LoadError."""
     named = {}
-    for name, tensor in read_tensors(directory, KIND).items():
+    for name, tensor in read_tensors(directory, kind).items():
         name = name.removeprefix("model.")
         name = LAYER + name.removeprefix("midlayer.") if name.startswith("midlayer.") else name
         if not name.endswith("rotary_emb.inv_freq"):

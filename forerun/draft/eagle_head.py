@@ -17,7 +17,6 @@ from forerun.draft.view import TargetView
 from forerun.errors import LoadError
 from forerun.models.config import ModelConfig
 from forerun.models.decoder import Attend
-from forerun.packed import Packed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,15 +128,9 @@ class EagleHead(PairHead):
         said = self.config.draft_vocab
         return None if said == self.target.vocab else torch.arange(said, device=self.target.device)
 
-    def can_read(self, token: int) -> bool:
-        return not self.config.own_embedding or token < self.layer.vocab
-
-    def embed(self, ids: Tensor) -> Tensor:
-        out: Tensor = self.embed_tokens(ids) if self.config.own_embedding else self.target.embed(ids)
-        return out
-
-    def table(self) -> tuple[Tensor | Packed, float]:
-        return (self.embed_tokens.weight.detach(), 1.0) if self.config.own_embedding else super().table()
+    @property
+    def embedding(self) -> nn.Embedding | None:
+        return self.embed_tokens if self.config.own_embedding else None
 
     def fuse(self, features: Tensor) -> Tensor:
         if self.config.norm_before_fc:

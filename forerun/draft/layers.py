@@ -45,9 +45,9 @@ class SelfAttention(nn.Module):
         super().__init__()
         queries, keys = c.heads * c.head_dim, c.kv_heads * c.head_dim
         self.head_dim, self.layer = c.head_dim, layer
-        self.q_proj = nn.Linear(width, queries, bias=False)
-        self.k_proj = nn.Linear(width, keys, bias=False)
-        self.v_proj = nn.Linear(width, keys, bias=False)
+        self.q_proj = nn.Linear(width, queries, bias=c.qkv_bias)
+        self.k_proj = nn.Linear(width, keys, bias=c.qkv_bias)
+        self.v_proj = nn.Linear(width, keys, bias=c.qkv_bias)
         self.o_proj = nn.Linear(queries, c.hidden, bias=False)
         self.q_norm = nn.RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else nn.Identity()
         self.k_norm = nn.RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else nn.Identity()
@@ -55,6 +55,11 @@ class SelfAttention(nn.Module):
     def products(self) -> Tensor:
         """The weights of queries, keys and values, one below the other."""
         return torch.cat((self.q_proj.weight, self.k_proj.weight, self.v_proj.weight))
+
+    def biases(self) -> Tensor | None:
+        """What is added to these products, if anything is."""
+        q, k, v = (product.bias for product in (self.q_proj, self.k_proj, self.v_proj))
+        return None if q is None else torch.cat((q, k, v))
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
         """x [.., width]; rotation: cos and sin of each position, [.., 1, D / 2]. -> [.., H]"""

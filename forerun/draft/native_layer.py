@@ -36,17 +36,18 @@ class NativeLayer:
         self._form, self._eps, self._kept = form, head.layer.norm_eps, list(rotation)
         c, parts = head.layer, head.parts()
         qkv, q, k = parts.attention.products(), parts.attention.q_norm, parts.attention.k_norm
+        added = parts.attention.biases()
         if parts.join is None:
             ops = [
-                self._product(qkv[:, : c.hidden], EMBEDDED, QKV, parts.embed_norm),
+                self._product(qkv[:, : c.hidden], EMBEDDED, QKV, parts.embed_norm, added),
                 self._product(qkv[:, c.hidden :], STATE, QKV, parts.state_norm, combine=native.ADD),
                 COp(kind=native.SAVE, input=STATE, output=X),
             ]
         else:
             ops = [
-                self._product(parts.join.weight[:, : c.hidden], EMBEDDED, X, parts.embed_norm),
+                self._product(parts.join.weight[:, : c.hidden], EMBEDDED, X, parts.embed_norm, parts.join.bias),
                 self._product(parts.join.weight[:, c.hidden :], STATE, X, parts.state_norm, combine=native.ADD),
-                self._product(qkv, X, QKV, parts.attention_norm),
+                self._product(qkv, X, QKV, parts.attention_norm, added),
             ]
         cosine, sine = rotation
         ops += [
@@ -147,10 +148,11 @@ class NativeLayer:
         return [*ops, COp(kind=native.SAVE, input=FUSED, output=STATE, norm=self._norm(head.entered))]
 
     def _product(
-        self, weight: Tensor, source: int, to: int, norm: nn.Module | None, combine: int = 0, gated: int = 0,
-        activation: int = 0,
+        self, weight: Tensor, source: int, to: int, norm: nn.Module | None, bias: Tensor | None = None,
+        combine: int = 0, gated: int = 0, activation: int = 0,
     ) -> COp:  # fmt: skip
-        packed = Packed(weight.detach().contiguous(), None, self._form, gated=bool(gated))
+        added = None if bias is None else bias.detach()
+        packed = Packed(weight.detach().contiguous(), added, self._form, gated=bool(gated))
         self._kept.append(packed)  # type: ignore[arg-type]
         return COp(
             kind=native.LINEAR, input=source, output=to, norm=self._norm(norm), matrix=packed.matrix,

@@ -1,6 +1,6 @@
 """What a head on pairs is: a module that says token t + 2 from the token t + 1 and the target's states of token t.
 
-EAGLE-3 heads and multi-token modules differ in which states they read, how a pair enters, and whose vocabulary they
+EAGLE heads and multi-token modules differ in which states they read, how a pair enters, and whose vocabulary they
 speak; all else, from how they are drafted with to how they are trained, is the same.
 """
 
@@ -23,24 +23,24 @@ class Parts:
     """What the layer of a head is made of, for those who compute it in their own way.
 
     Attributes:
-        embed_norm, state_norm: of either half of a pair; a state may be normed already.
-        join: what makes one vector of a pair, [Hd, 2 Hd]; without it both halves enter the attention side by side, and
-            the state alone is carried on.
+        embed_norm, state_norm: of either half of a pair; a state may be normed already, and some heads norm neither.
+        join: what makes one vector of a pair, [Hd, 2 Hd], and may add a bias; without it both halves enter the
+            attention side by side, and the state alone is carried on.
         attention_norm: before the attention, where pairs are joined.
         attention, mlp_norm, mlp: of the layer.
-        last_norm: of what the layer left, before the product that says tokens.
+        last_norm: of what the layer left, before the product that says tokens; some heads have none.
         carried: norms, one after the other, of what the layer left as it enters the layer again.
         says: that product; the target's head where there is none.
     """
 
-    embed_norm: nn.Module
+    embed_norm: nn.Module | None
     state_norm: nn.Module | None
     join: nn.Linear | None
     attention_norm: nn.Module | None
     attention: SelfAttention
     mlp_norm: nn.Module
     mlp: Mlp
-    last_norm: nn.Module
+    last_norm: nn.Module | None
     carried: Sequence[nn.Module]
     says: nn.Module | None
 
@@ -68,13 +68,19 @@ class PairHead(nn.Module):
         """The target's token ids the head says, in the order of its logits, [Vd] int64; None: all of them."""
         return None
 
+    @property
+    def embedding(self) -> nn.Embedding | None:
+        """Its own embedding; None where it borrows the target's."""
+        return None
+
     def can_read(self, token: int) -> bool:
         """Whether its embedding has this token."""
-        return True
+        return self.embedding is None or token < self.layer.vocab
 
     def table(self) -> tuple[Tensor | Packed, float]:
         """Its embedding [.., Hd], and what rows are multiplied with."""
-        return self.target.table, self.target.scale
+        own = self.embedding
+        return (self.target.table, self.target.scale) if own is None else (own.weight.detach(), 1.0)
 
     def fuse(self, features: Tensor) -> Tensor:
         """The target's states side by side, [.., n * H], to a state of the head, [.., Hd]."""
@@ -87,7 +93,9 @@ class PairHead(nn.Module):
 
     def embed(self, ids: Tensor) -> Tensor:
         """[..] int64 -> [.., Hd]"""
-        return self.target.embed(ids)
+        own = self.embedding
+        out: Tensor = self.target.embed(ids) if own is None else own(ids)
+        return out
 
     def forward(self, embedded: Tensor, state: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
         """Pairs of embeddings and states, [.., Hd] each, to what the head makes of them [.., Hd].

@@ -15,6 +15,7 @@ from forerun.draft.block_format import KINDS, load_block
 from forerun.draft.bundled import bundled_for
 from forerun.draft.compose import Either, composed
 from forerun.draft.corpus import Index
+from forerun.draft.eagle1 import load_first_head
 from forerun.draft.eagle_format import load_head
 from forerun.draft.medusa import Medusa, load_heads
 from forerun.draft.mtp import load_module
@@ -24,6 +25,7 @@ from forerun.draft.pairs import Pairs
 from forerun.draft.recycle import Recycle
 from forerun.draft.reference import References
 from forerun.draft.retrieval import Retrieval
+from forerun.draft.stored import tensor_names
 from forerun.draft.successors import Successors
 from forerun.draft.suffix import Suffix
 from forerun.draft.view import TargetView
@@ -31,7 +33,9 @@ from forerun.drafts import LOADED, Leaf, Several
 from forerun.models.hub import find_model
 from forerun.types import RETRIEVAL
 
-PAIRS: dict[str, Callable[[Path, TargetView], PairHead]] = {"eagle3": load_head, "mtp": load_module}
+PAIRS: dict[str, Callable[[Path, TargetView], PairHead]] = {
+    "eagle": load_first_head, "eagle3": load_head, "mtp": load_module,
+}  # fmt: skip
 
 
 PAYS = ("avx512", "avx512vnni")  # instructions with which heads that come with forerun were faster than copies alone
@@ -48,8 +52,8 @@ def automatic(spec: str, model: Path, instructions: str) -> str:
 
 
 def kind_of(directory: Path) -> str:
-    """What a directory holds: eagle3, mtp and block (dspark, dflash) in the layout of speculators, medusa, or else a
-    model."""
+    """What a directory holds: eagle3, mtp and block (dspark, dflash) in the layout of speculators, medusa, eagle and
+    eagle3 as others publish them, which their tensors show, or else a model."""
     try:
         raw = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -57,7 +61,12 @@ def kind_of(directory: Path) -> str:
     kind = raw.get("speculators_model_type", raw.get("model_type")) if isinstance(raw, dict) else None
     if kind in KINDS:
         return "block"
-    return kind if kind in LOADED else "model"
+    if kind in LOADED:
+        return str(kind)
+    names = {name.removeprefix("model.") for name in tensor_names(directory)}
+    if "fc.weight" not in names:
+        return "model"
+    return "eagle3" if "lm_head.weight" in names else "eagle"
 
 
 class Loading(Protocol):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -73,6 +73,18 @@ def read_tensors(directory: Path, kind: str) -> Tensors:
         return {name: _floats(held, name, tensor) for name, tensor in held.items() if not _is_scale(held, name)}
     except LoadError as error:
         raise LoadError(f"{directory} holds no {kind} that can be used here: {error}") from None
+
+
+def tensor_names(directory: Path) -> set[str]:
+    """What the tensors in a directory are called, from headers alone; empty where they cannot be read."""
+    names: set[str] = set()
+    with suppress(Exception):  # whatever foreign bytes may raise: whoever reads the tensors says what is wrong
+        for path in sorted(directory.glob("*.safetensors")):
+            with safe_open(path, "pt") as file:
+                names |= set(file.keys())
+        for path in [] if names else sorted(directory.glob("pytorch_model*.bin")):
+            names |= set(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
+    return names
 
 
 def _is_scale(held: Tensors, name: str) -> bool:

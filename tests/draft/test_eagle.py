@@ -416,6 +416,8 @@ NATIVE = {
     "window": lambda: _windowed(tiny.eagle_config("llama")),
     "joined pairs": lambda: tiny.eagle(tiny.eagle_config("llama", join=True, norm_output=True, draft_vocab=40)),
     "mtp": lambda: tiny.mtp("llama"),
+    "eagle-1": lambda: tiny.eagle1("llama"),
+    "eagle-1, with biases and an embedding": lambda: tiny.eagle1("llama", qkv_bias=True, own=True),
 }
 
 
@@ -454,7 +456,9 @@ CHAINED = NATIVE | {
 }
 
 
-@pytest.mark.parametrize(("family", "name"), [*(("llama", name) for name in CHAINED), ("gemma2", "mtp")])
+@pytest.mark.parametrize(
+    ("family", "name"), [*(("llama", name) for name in CHAINED), ("gemma2", "mtp"), ("gemma2", "eagle-1")]
+)
 def test_a_round_in_one_call_is_the_chain_level_by_level(
     family: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -465,7 +469,7 @@ def test_a_round_in_one_call_is_the_chain_level_by_level(
     native.start(2)
     directory = tiny.family(family)
     view = view_of(NativeDecoder(load_config(directory), directory, "float32", 256), form="float32")
-    head = tiny.mtp(family) if name == "mtp" else CHAINED[name]()
+    head = {"mtp": tiny.mtp, "eagle-1": tiny.eagle1}[name](family) if family != "llama" else CHAINED[name]()
     rows = [
         Row(slot, tuple(range(5 + slot, 12 + 2 * slot)), SamplingParams(temperature=t), Noise(slot, 6), depth)
         for slot, (depth, t) in enumerate(((5, 0.8), (1, 0.0), (7, 1.3), (4, 0.0)))

@@ -19,6 +19,7 @@ from tests import tiny
         ("suffix+recycle:a/table", (("suffix", ""), ("recycle", "a/table"))),
         ("model:some/where", (("model", "some/where"),)),
         ("eagle3:a+b:c", (("eagle3", "a+b:c"),)),
+        ("suffix+eagle:a+b", (("suffix", ""), ("eagle", "a+b"))),
         ("suffix+eagle3:a+b", (("suffix", ""), ("eagle3", "a+b"))),
         ("ngram+suffix+block:x", (("ngram", ""), ("suffix", ""), ("block", "x"))),
         ("model:x+suffix", (("model", "x+suffix"),)),  # a directory may be called so

@@ -19,7 +19,7 @@ from forerun.runner import Runner
 from forerun.sampling.params import SamplingParams
 from tests import tiny
 
-PROPOSERS = ("ngram", "suffix", "recycle", "model", "tree", "medusa", "eagle", "mtp", "block", "both")
+PROPOSERS = ("ngram", "suffix", "recycle", "model", "tree", "medusa", "eagle", "eagle1", "mtp", "block", "both")
 
 
 def engine(
@@ -34,7 +34,8 @@ def engine(
     device: str = "cpu",
 ) -> Engine:
     """A target (a GGUF file on native kernels), and proposers: ngram, suffix, model (chains), tree (of width 3) often
-    agree with it, medusa, eagle, mtp and block (of width 2) now and then; both is ngram before an EAGLE-3 head."""
+    agree with it, medusa, eagle, eagle1, mtp and block (of width 2) now and then; both is ngram before an EAGLE-3
+    head."""
     paths = tiny.family(family), tiny.drafter(family)
     if paths[0].is_file():
         target, small = map(tiny.native_decoder, paths)
@@ -56,6 +57,7 @@ def engine(
         "tree": DraftModel(runner(small), tiny.VOCAB, width=3 if wide else 1),
         "medusa": Medusa(tiny.medusa(family), view, width=2 if wide else 1),
         "eagle": Pairs("eagle3", head, view, **room, width=2 if wide else 1),
+        "eagle1": Pairs("eagle", tiny.eagle1(family), view, **room, width=2 if wide else 1),
         "mtp": Pairs("mtp", tiny.mtp(family), view, **room, width=2 if wide else 1),
         "block": Block(block, view, **room, width=2 if wide else 1),
     }

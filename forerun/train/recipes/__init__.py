@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from forerun.drafts import LOADED
 from forerun.errors import ConfigError
 from forerun.train.options import OPTIONS
 from forerun.train.recipes.base import Outlook, Recipe
@@ -28,8 +27,9 @@ RECIPES: dict[str, Callable[[Any], Recipe]] = {
 def recipe_of(draft: str) -> Recipe:
     """The recipe that makes what a draft option calls so; its options are the defaults, which say nothing of a drafter
     that is there. Raises ConfigError for one that is not trained."""
-    for name, make in RECIPES.items():
-        recipe = make(OPTIONS[name]())
+    recipes = [make(OPTIONS[name]()) for name, make in RECIPES.items()]
+    for recipe in recipes:
         if recipe.draft == draft:
             return recipe
-    raise ConfigError(f"{draft} is not trained, so there is nothing to judge: give one of {', '.join(LOADED)}")
+    known = ", ".join(recipe.draft for recipe in recipes)
+    raise ConfigError(f"{draft} is not trained here, so there is nothing to judge: give one of {known}")
