@@ -187,6 +187,12 @@ def eagle(config: EagleConfig, seed: int = 6) -> EagleHead:
     return head.requires_grad_(False)
 
 
+def parallel(name: str, layers: int = 2, **changes: Any) -> EagleHead:
+    """An EAGLE-3 head for `family(name)` that drafts in parallel, of some layers, with an embedding of its own."""
+    layer = {"num_hidden_layers": layers} | changes.pop("layer", {})
+    return eagle(eagle_config(name, layer, mask_token=3, **({"own_embedding": True} | changes)))
+
+
 def eagle1(name: str, bias: bool = True, qkv_bias: bool = False, own: bool = False, seed: int = 6) -> FirstHead:
     """An EAGLE-1 head for `family(name)`: what it says is anything, and depends on everything it is given."""
     torch.manual_seed(seed)

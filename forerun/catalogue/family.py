@@ -10,14 +10,16 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
-from forerun.draft.eagle_dialects import PARALLEL
+from forerun.draft.eagle_dialects import MASKS
 from forerun.errors import one_line
 
 Json = dict[str, Any]
 
 NATIVE = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
 DEEPSPEC_BLOCKS, DEEPSPEC_EAGLES = ("Qwen3DSparkModel", "Gemma4DSparkModel"), ("Qwen3Eagle3Model", "Gemma4Eagle3Model")
-SPECULATORS = {"eagle3": "eagle3", "mtp": "mtp", "dspark": "block", "dflash": "block"}  # type to --draft
+SPECULATORS = {  # type to --draft
+    "eagle3": "eagle3", "peagle": "eagle3", "mtp": "mtp", "dspark": "block", "dflash": "block",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +123,7 @@ def _of_dflash(look: Look) -> Kind:
 
 
 def _is_peagle(look: Look) -> bool:
-    return look.arch == "PEagleDraftModel" or (_is_eagle3(look) and look.has(*PARALLEL))
+    return look.arch == "PEagleDraftModel" or (_is_eagle3(look) and look.has(*MASKS, "parallel_drafting"))
 
 
 def _is_eagle3(look: Look) -> bool:
@@ -155,7 +157,10 @@ def _of_native(look: Look) -> Kind:
 
 
 EAGLE3 = "EAGLE-3 head"
-TITLES = {"eagle3": EAGLE3, "mtp": "multi-token module", "dspark": "DSpark drafter", "dflash": "DFlash drafter"}
+TITLES = {
+    "eagle3": EAGLE3, "peagle": "P-EAGLE head", "mtp": "multi-token module", "dspark": "DSpark drafter",
+    "dflash": "DFlash drafter",
+}  # fmt: skip
 NOT_READ = "forerun does not read this kind of drafter"
 ONLY_SPECULATORS = "blocks are read in the layout of speculators only"
 OWN_LAYERS = "layers of a target that draft for it are not read yet"
@@ -183,7 +188,7 @@ TABLE: tuple[tuple[Callable[[Look], bool], Callable[[Look], Kind]], ...] = (
         _always(Kind("domino", "specforge", "Domino drafter", "", NOT_READ)),
     ),
     (lambda k: k.arch.startswith("DFlash") or k.has("dflash_config"), _of_dflash),
-    (_is_peagle, _always(Kind("peagle", "", "P-EAGLE head", "", "it drafts in parallel, which forerun does not read"))),
+    (_is_peagle, _always(Kind("peagle", "", "P-EAGLE head", "eagle3"))),
     (
         lambda k: k.arch in DEEPSPEC_EAGLES and k.has("target_layer_ids"),
         _always(Kind("eagle3", "deepspec", EAGLE3, "eagle3")),

@@ -128,7 +128,7 @@ def _vocabulary(drafter: Facts, target: Sizes) -> Iterator[Check]:
     raw = drafter.raw
     said = _whole(layer_of(raw), "vocab_size")
     # an EAGLE-3 head may leave out the padding at the end of a vocabulary, other heads may not
-    if said and (said > target.vocab if drafter.kind.family == "eagle3" else said != target.vocab):
+    if said and (said > target.vocab if drafter.kind.draft == "eagle3" else said != target.vocab):
         yield Check("vocabulary", False, f"it is for {said} tokens, the target has {target.vocab}")
         return
     small = _whole(raw, "draft_vocab_size") or _rows(drafter, "lm_head.weight")
@@ -173,7 +173,7 @@ def boundaries(drafter: Facts, target: Sizes) -> tuple[int, ...] | None:
     """The target's hidden states that a drafter reads, i being what enters layer i; None where it reads the last alone,
     or nobody knows. Raises LoadError."""
     raw, kind = drafter.raw, drafter.kind
-    if kind.family == "eagle3" and kind.draft:
+    if kind.draft == "eagle3":
         return read_dialect(raw, target).boundaries
     own = raw.get("dflash_config")
     nested = own if isinstance(own, dict) else {}

@@ -37,7 +37,8 @@ def _eagle3(facts: Facts) -> str:
     flags = (own if isinstance(own, dict) else {}) | facts.raw
     if "speculators_model_type" not in facts.raw and flags.get("norm_output") is False:
         return "norm_output false means no norm before its lm_head in this layout, which is not supported"
-    return _layer(facts.raw, 1) or _lacks(facts, "fc.weight", "lm_head.weight")
+    layers = None if facts.kind.family == "peagle" else 1
+    return _layer(facts.raw, layers) or _lacks(facts, "fc.weight", "lm_head.weight")
 
 
 def _eagle(facts: Facts) -> str:

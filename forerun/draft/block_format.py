@@ -15,6 +15,7 @@ import torch
 
 from forerun.draft.block_head import BlockConfig, BlockHead, check_fit
 from forerun.draft.stored import (
+    MOST_LAYERS,
     Json,
     Tensors,
     assemble,
@@ -33,7 +34,6 @@ from forerun.models.config import ModelConfig
 KIND = "block drafter"
 KINDS = ("dspark", "dflash")
 LARGEST_BLOCK = 64
-MOST_LAYERS = 64
 W1, TRUST = "markov_head.markov_w1.weight", "confidence_head.proj.weight"
 
 

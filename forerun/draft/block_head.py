@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from forerun.draft.layers import Mlp, SelfAttention
+from forerun.draft.layers import DecoderLayer
 from forerun.draft.view import TargetView
 from forerun.errors import LoadError
 from forerun.kernels import reference as kernels
@@ -69,20 +69,8 @@ class BlockConfig:
         return self.block - self.first
 
 
-class _Layer(nn.Module):
+class _Layer(DecoderLayer):
     """A decoder layer over slots. Context has no residual stream: it enters as keys and values alone."""
-
-    def __init__(self, c: ModelConfig, layer: int) -> None:
-        super().__init__()
-        self.input_layernorm = nn.RMSNorm(c.hidden, c.norm_eps)
-        self.self_attn = SelfAttention(c, c.hidden, layer)
-        self.post_attention_layernorm = nn.RMSNorm(c.hidden, c.norm_eps)
-        self.mlp = Mlp(c)
-
-    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), rotation, attend)
-        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
-        return out
 
     def remember(self, context: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """The keys and values of context, which is normed already. [.., Hd] -> [.., Hkv, D] each"""

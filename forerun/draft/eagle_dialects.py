@@ -5,6 +5,7 @@ boundary: i enters layer i of the target's N, and N is what left the last.
 
 - speculators (`speculators_model_type`): the layer's fields apart, in `transformer_layer_config`; ids are boundaries.
 - DeepSpec (`target_layer_ids`): ids are layers, whose outputs are read; -1 is the embedding.
+- P-EAGLE, in any of these, is told by its mask token; speculators calls it `peagle`.
 - SafeAILab, SpecForge, NVIDIA: ids in `eagle_config` are layers if the first of them is 1, boundaries otherwise (so
   SGLang tells them apart); ids at the top are boundaries (as vLLM has it); without any they are 2, N // 2 and N - 3.
 
@@ -21,7 +22,7 @@ from forerun.errors import LoadError
 
 Json = dict[str, Any]
 
-PARALLEL = ("pard_token", "ptd_token_id", "mask_token_id", "parallel_drafting")  # P-EAGLE: another way to draft
+MASKS = ("pard_token", "ptd_token_id", "mask_token_id")  # what P-EAGLE's mask token is called, in the order vLLM asks
 
 
 class Layered(Protocol):
@@ -40,13 +41,14 @@ class Said:
     Attributes:
         layer: the fields of the decoder layer, as transformers calls them.
         boundaries: the target's hidden states that are fused.
-        norm_before_residual, norm_output: see `EagleConfig`.
+        norm_before_residual, norm_output, mask_token: see `EagleConfig`.
     """
 
     layer: Json
     boundaries: tuple[int, ...]
     norm_before_residual: bool
     norm_output: bool
+    mask_token: int | None
 
 
 def read_dialect(raw: Json, target: Layered) -> Said:
@@ -56,21 +58,20 @@ def read_dialect(raw: Json, target: Layered) -> Said:
 
 def _speculators(raw: Json, target: Layered) -> Said:
     kind, layer = raw["speculators_model_type"], raw.get("transformer_layer_config")
-    if kind != "eagle3":
-        raise LoadError(f"it is a {kind!r} speculator: give one of eagle3")
+    if kind not in ("eagle3", "peagle"):
+        raise LoadError(f"it is a {kind!r} speculator: give one of eagle3 or peagle")
     if not isinstance(layer, dict):
         raise LoadError("config.json has no transformer_layer_config")
     ids = raw.get("eagle_aux_hidden_state_layer_ids")
     boundaries = _default_boundaries(target) if ids is None else _ids(ids)
-    # vLLM takes true where it is not said, and the heads published so were measured with that
-    return Said(layer, boundaries, read_flag(raw, "norm_before_residual", True), read_flag(raw, "norm_output", False))
+    # vLLM takes true for eagle3 where it is not said, and the heads published so were measured with that
+    early = read_flag(raw, "norm_before_residual", kind == "eagle3")
+    mask = _mask_token(raw, kind == "peagle")
+    return Said(layer, boundaries, early, read_flag(raw, "norm_output", False), mask)
 
 
 def _plain(raw: Json, target: Layered) -> Said:
     """DeepSpec, SafeAILab, SpecForge, NVIDIA: the layer's fields are at the top."""
-    parallel = [name for name in PARALLEL if name in raw]
-    if parallel:
-        raise LoadError(f"{parallel[0]} in config.json says that it drafts in parallel, which is another kind of head")
     own = raw.get("eagle_config") or {}
     if not isinstance(own, dict):
         raise LoadError("eagle_config in config.json is not an object")
@@ -85,7 +86,19 @@ def _plain(raw: Json, target: Layered) -> Said:
         boundaries = _ids(raw["eagle_aux_hidden_state_layer_ids"])
     else:
         boundaries = _default_boundaries(target)
-    return Said(raw, boundaries, read_flag(raw, "norm_before_residual", False), False)
+    mask = _mask_token(raw, read_flag(raw, "parallel_drafting", False))
+    return Said(raw, boundaries, read_flag(raw, "norm_before_residual", False), False, mask)
+
+
+def _mask_token(raw: Json, needed: bool) -> int | None:
+    """The mask token of a head that drafts in parallel. Raises LoadError where it is `needed` and not there."""
+    said = {name: raw[name] for name in MASKS if raw.get(name) is not None}
+    for name, token in said.items():
+        if not isinstance(token, int) or isinstance(token, bool) or token < 0:
+            raise LoadError(f"{name} in config.json is {token!r}, not a token")
+    if needed and not said:
+        raise LoadError(f"it drafts in parallel, but config.json has no mask token: it is called {' or '.join(MASKS)}")
+    return next(iter(said.values()), None)
 
 
 def _default_boundaries(target: Layered) -> tuple[int, ...]:

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import torch
 
-from forerun.draft.eagle_dialects import read_dialect, read_flag
+from forerun.draft.eagle_dialects import Said, read_dialect, read_flag
 from forerun.draft.eagle_head import EagleConfig, EagleHead, check_fit
 from forerun.draft.stored import (
     LAYER,
+    MOST_LAYERS,
     Json,
     Tensors,
     assemble,
@@ -40,7 +41,7 @@ def load_head(directory: Path, target: TargetView) -> EagleHead:
     try:
         said = read_dialect(raw, target)
         hidden = _target_hidden(tensors, said.boundaries, target)
-        layer = read_layer(said.layer, tensors, target.vocab)
+        layer = read_layer(said.layer, tensors, target.vocab, layers=_layers(said))
         config = EagleConfig(
             layer=layer,
             target_hidden=hidden,
@@ -52,10 +53,13 @@ def load_head(directory: Path, target: TargetView) -> EagleHead:
             norm_before_residual=said.norm_before_residual,
             norm_output=said.norm_output,
             join=read_flag(raw, "join", f"{LAYER}input_proj.weight" in tensors),
+            mask_token=said.mask_token,
         )
         check_fit(config, target)
         if config.join and config.norm_before_residual:
             raise LoadError("join and norm_before_residual are both true in config.json: a layer has one of them")
+        if "mask_hidden" in tensors and said.mask_token is not None:  # [n * H], with axes of 1 before it or without
+            tensors["mask_hidden"] = tensors["mask_hidden"].reshape(1, 1, -1)
         _set_vocabulary(config, tensors)
         return assemble(lambda: EagleHead(config), tensors, KIND)
     except LoadError as error:
@@ -89,6 +93,14 @@ def read_named(directory: Path, kind: str) -> Tensors:
         if not name.endswith("rotary_emb.inv_freq"):
             named[name] = tensor
     return named
+
+
+def _layers(said: Said) -> int:
+    """How many layers it has: one, but for a head that drafts in parallel. Raises LoadError."""
+    count = 1 if said.mask_token is None else said.layer.get("num_hidden_layers", 1)
+    if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= MOST_LAYERS:
+        raise LoadError(f"num_hidden_layers is {count!r}, not a whole number from 1 to {MOST_LAYERS}")
+    return count
 
 
 def _target_hidden(tensors: Tensors, boundaries: Sequence[int], target: TargetView) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from forerun.draft.layers import JoinedLayer, Mlp, SelfAttention
+from forerun.draft.layers import DecoderLayer, JoinedLayer, Mlp, SelfAttention
 from forerun.draft.pair_head import PairHead, Parts
 from forerun.draft.view import TargetView
 from forerun.errors import LoadError
@@ -35,6 +35,8 @@ class EagleConfig:
         norm_output: drafted tokens are paired with the state after the last norm, not before it.
         join: one product makes a vector of a pair before an ordinary layer, as in multi-token modules; the paper has
             another layer, and `norm_before_residual` is about that one.
+        mask_token: the token that stands for those not known yet, in a head that drafts in parallel (P-EAGLE); such a
+            head may have ordinary layers behind the first.
     """
 
     layer: ModelConfig
@@ -47,6 +49,7 @@ class EagleConfig:
     norm_before_residual: bool = False
     norm_output: bool = False
     join: bool = False
+    mask_token: int | None = None
 
 
 class _Layer(nn.Module):
@@ -87,7 +90,8 @@ class EagleHead(PairHead):
     """The head as it is trained and stored; tensors are called as in the speculators format.
 
     `d2t` [Vd] int64 is there where the head says fewer tokens than the target has: its token i is the target's token
-    i + d2t[i]; `t2d` [V] bool marks those tokens. Letters: n boundaries, H the target's hidden size, Hd the head's.
+    i + d2t[i]; `t2d` [V] bool marks those tokens. `mask_hidden` [1, 1, n * H] is what a head that drafts in parallel
+    reads where there are no states. Letters: n boundaries, H the target's hidden size, Hd the head's.
     """
 
     inner = "layers"
@@ -104,6 +108,10 @@ class EagleHead(PairHead):
         if config.fc_norm:
             self.fc_norm = nn.ModuleList(nn.RMSNorm(config.target_hidden, c.norm_eps) for _ in config.boundaries)
         self.layers = nn.ModuleList([_Joined(c) if config.join else _Layer(config)])
+        self.layers.extend(DecoderLayer(c, layer) for layer in range(1, c.layers))
+        self.mask_token = config.mask_token
+        if config.mask_token is not None:
+            self.mask_hidden = nn.Parameter(torch.zeros(1, 1, width))
         self.norm = nn.RMSNorm(c.hidden, c.norm_eps)
         self.lm_head = nn.Linear(c.hidden, config.draft_vocab, bias=False)
         if config.own_embedding:
@@ -149,12 +157,15 @@ class EagleHead(PairHead):
         return list(zip(self.fc_norm, torch.split(self.fc.weight, self.config.target_hidden, 1), strict=True))
 
     def forward(self, embedded: Tensor, state: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        out: Tensor = self.layers[0](embedded, state, rotation, attend)
+        first, *behind = self.layers
+        out: Tensor = first(embedded, state, rotation, attend)
+        for layer in behind:
+            out = layer(out, rotation, attend)
         return out
 
     @property
     def entered(self) -> nn.Module | None:
-        (own,) = self.layers
+        own = self.layers[0]
         return own.hidden_norm if isinstance(own, _Layer) and own.norm_before_residual else None
 
     def parts(self) -> Parts:
@@ -202,6 +213,8 @@ def check_fit(config: EagleConfig, target: TargetView) -> None:
             f"this EAGLE-3 head has states of {c.hidden}, its target of {target.hidden}, so the target's embedding does"
             " not fit, and the head has none of its own: its checkpoint is incomplete"
         )
+    if config.mask_token is not None and config.mask_token >= c.vocab:
+        raise LoadError(f"the mask token {config.mask_token} of this EAGLE-3 head is not one of its {c.vocab} tokens")
     ids = config.boundaries
     if not ids or len(set(ids)) < len(ids) or not all(0 <= i <= target.layers for i in ids):
         raise LoadError(

@@ -85,6 +85,23 @@ class Mlp(nn.Module):
         return out
 
 
+class DecoderLayer(nn.Module):
+    """An ordinary decoder layer. `layer` is the number it has for `attend`."""
+
+    def __init__(self, c: ModelConfig, layer: int = 0) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(c.hidden, c.norm_eps)
+        self.self_attn = SelfAttention(c, c.hidden, layer)
+        self.post_attention_layernorm = nn.RMSNorm(c.hidden, c.norm_eps)
+        self.mlp = Mlp(c)
+
+    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        """[.., H] -> [.., H]"""
+        x = x + self.self_attn(self.input_layernorm(x), rotation, attend)
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
+
+
 class JoinedLayer(nn.Module):
     """A decoder layer, and before it the product that makes one vector of two, which both are normed already."""
 

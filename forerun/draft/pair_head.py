@@ -53,12 +53,16 @@ class PairHead(nn.Module):
         layer: the shape of its decoder layer; `vocab` is that of its embedding.
         boundaries: the target's hidden states it reads.
         target: what it borrows from its target; there once it is attached.
+        mask_token, mask_hidden: what a head that drafts in parallel reads in place of a token that is not known yet,
+            and of the target's states beside it, [1, 1, n * H]. Other heads have none.
     """
 
     inner: str
     layer: ModelConfig
     boundaries: tuple[int, ...]
     target: TargetView
+    mask_token: int | None = None
+    mask_hidden: nn.Parameter
 
     def attach(self, target: TargetView) -> None:
         """Let it borrow from this target. Raises LoadError if the head is not made for it."""

@@ -50,12 +50,11 @@ class Pairs(FeatureProposer):
         self.name, self.target, self.width, self.boundaries = name, target, width, head.boundaries
         self.dtype = next(head.parameters()).dtype if target.form is None else torch.float32
         self.ids = head.tokens()
-        self.head = head if target.form is None else with_native_products(head, target.form, head.inner)
         self._shape = {"tokens": tokens, "page": page, "slots": slots}
         layer = head.layer
         tables = rope_tables(layer, layer.ropes[0], target.context, self.dtype)
         self.rotation = tuple(table.to(target.device) for table in tables)
-        self.native = None if target.form is None else self._native_layer(head, target.form, tables)
+        self.head, self.native = (head, None) if target.form is None else self._natively(head, target.form, tables)
         self.stops = self.native is not None and self.native.drafts and width == 1
         self.reset()
 
@@ -140,7 +139,11 @@ class Pairs(FeatureProposer):
 
     def _read(self, rows: Sequence[Row]) -> list[Tensor]:
         """Read the pairs each slot has missed, all of them final; what the head made of the last ones, [Hd] each."""
-        parts = [self.take(row.slot) for row in rows]
+        self._read_parts(rows, [self.take(row.slot) for row in rows])
+        return [self._last[row.slot] for row in rows]
+
+    def _read_parts(self, rows: Sequence[Row], parts: Sequence[list[Tensor]]) -> None:
+        """Read the pairs of these states, [n, Hd] each, and remember what the head made of each slot's last one."""
         for number in range(max(map(len, parts), default=0)):
             lagging = [(row, taken[number]) for row, taken in zip(rows, parts, strict=True) if number < len(taken)]
             segments = []
@@ -152,7 +155,6 @@ class Pairs(FeatureProposer):
             for (row, _), made in zip(lagging, passed, strict=True):
                 self.commit(row, len(made))
                 self._last[row.slot] = made[-1].clone()  # a view would keep the whole pass
-        return [self._last[row.slot] for row in rows]
 
     def _chain(self, growing: Sequence[_Growing]) -> bool:
         """Finish drafts that are chains in one native call. False, and nothing done, where a level needs more."""
@@ -166,11 +168,17 @@ class Pairs(FeatureProposer):
             g.tree.extend(tokens, self.name)
         return said is not None
 
-    def _native_layer(self, head: PairHead, form: str, tables: tuple[Tensor, Tensor]) -> NativeLayer:
-        own = self.head.parts().says
+    def _natively(
+        self, head: PairHead, form: str, tables: tuple[Tensor, Tensor]
+    ) -> tuple[PairHead, NativeLayer | None]:
+        """The head with products on the native kernels, and its layer as a program, where that can be. `tables`: cos
+        and sin of all positions."""
+        fast = with_native_products(head, form, head.inner)
+        own, softcap = fast.parts().says, 0.0
+        says = own.packed if isinstance(own, Native) else None
         if own is None:
-            return NativeLayer(head, form, tables, self.target.packed, self.target.softcap)
-        return NativeLayer(head, form, tables, own.packed if isinstance(own, Native) else None, 0.0)
+            says, softcap = self.target.packed, self.target.softcap
+        return fast, NativeLayer(head, form, tables, says, softcap)
 
     def _feed(self, growing: Sequence[_Growing]) -> None:
         """Run the nodes added last, each with the state its parent left; nothing of it is committed."""

@@ -22,6 +22,7 @@ from forerun.draft.mtp import load_module
 from forerun.draft.ngram import NGram
 from forerun.draft.pair_head import PairHead
 from forerun.draft.pairs import Pairs
+from forerun.draft.parallel import ParallelPairs
 from forerun.draft.recycle import Recycle
 from forerun.draft.reference import References
 from forerun.draft.retrieval import Retrieval
@@ -59,6 +60,8 @@ def kind_of(directory: Path) -> str:
     except (OSError, ValueError):
         return "model"  # whoever reads it says what is wrong
     kind = raw.get("speculators_model_type", raw.get("model_type")) if isinstance(raw, dict) else None
+    if kind == "peagle":
+        return "eagle3"
     if kind in KINDS:
         return "block"
     if kind in LOADED:
@@ -117,7 +120,8 @@ def make_proposers(
             proposers[name] = Medusa(load_heads(find_model(argument)), target, width)
         if name in PAIRS:
             head = PAIRS[name](find_model(argument, pickled=True), target)
-            proposers[name] = Pairs(name, head, target, **room, width=width)
+            kind = Pairs if head.mask_token is None else ParallelPairs
+            proposers[name] = kind(name, head, target, **room, width=width)
         if name == "block":
             block = load_block(find_model(argument, pickled=True), target)
             proposers[name] = Block(block, target, **room, width=width, threshold=threshold)

@@ -26,6 +26,7 @@ Tensors = dict[str, Tensor]
 M = TypeVar("M", bound=nn.Module)
 
 LAYER = "layers.0."
+MOST_LAYERS = 64
 DEFAULTS: dict[str, Json] = {  # what transformers takes for fields that are not there
     "llama": {"num_attention_heads": 32, "max_position_embeddings": 2048},
     "qwen3": {"num_attention_heads": 32, "max_position_embeddings": 32768, "head_dim": 128},
@@ -242,11 +243,11 @@ def read_layer(
     if config.qkv_bias or config.mlp_bias:
         raise LoadError("its layer has biases, which is not supported")
     types, window = raw.get("layer_types"), raw.get("sliding_window")
-    if types != ["sliding_attention"]:
+    if not isinstance(types, list) or len(types) != layers or "sliding_attention" not in types:
         return config
     if not isinstance(window, int) or isinstance(window, bool) or window < 1:
         raise LoadError(f"the sliding window in config.json is {window!r}, not a positive whole number")
-    return replace(config, windows=(window,))
+    return replace(config, windows=tuple(window if kind == "sliding_attention" else None for kind in types))
 
 
 def size_of(tensors: Mapping[str, Tensor], name: str, axis: int) -> int:

@@ -89,6 +89,19 @@ def grow(trees: Sequence[Tree], logits: Tensor, width: int, source: str) -> None
         start = end
 
 
+def grow_all(trees: Sequence[Tree], said: Sequence[Tensor], width: int, source: str) -> None:
+    """Grow each tree as deep as its row allows, where a level's law is the same behind whatever stands above it.
+
+    said [depth, V] of each tree: logits of its levels.
+    """
+    growing, level = list(zip(trees, said, strict=True)), 0
+    while growing:
+        logits = torch.cat([laws[level].expand(len(tree.frontier), -1) for tree, laws in growing])
+        grow([tree for tree, _ in growing], logits, width, source)
+        level += 1
+        growing = [(tree, laws) for tree, laws in growing if tree.row.depth > level and tree.frontier]
+
+
 def _coupled(tree: Tree, scores: Tensor, greedy: bool, width: int, source: str) -> None:
     """The likeliest `width` nodes of the next level, ranked with the noise the target will draw with."""
     keys = [tree.row.noise.target(len(tree.draft.path_to(node)) - 1) for node in tree.frontier]

@@ -293,7 +293,17 @@ BROKEN = {
     "a norm that is missing": (say(norm_before_fc=True), "no input_norm.weight"),
     "no last norm": (say(norm_output=False), "norm_output"),
     "two kinds of layer": (say(join=True, norm_before_residual=True), "both true"),
-    "parallel": (say(mask_token_id=3), "in parallel"),
+    "parallel without a state": (say(mask_token_id=3), "no mask_hidden"),
+    "parallel without a mask": (say(parallel_drafting=True), "no mask token"),
+    "a mask that is none": (say(pard_token="x"), "not a token"),
+    "a mask beyond": (say(pard_token=64), "one of its 64 tokens"),
+    "parallel, layers that are none": (say(pard_token=3, num_hidden_layers="x"), "whole number"),
+    "parallel, layers it lacks": (say(pard_token=3, num_hidden_layers=2), "no layers.1"),
+    "a state without a mask": (put("mask_hidden", torch.zeros(1, 1, 96)), "mask_hidden, which no"),
+    "a state of another size": (
+        lambda raw, tensors: (raw.update(pard_token=3), tensors.update(mask_hidden=torch.zeros(1, 1, 95))),
+        r"1, 95\]",
+    ),
     "another speculator": (say(speculators_model_type="dflash"), "'dflash' speculator"),
     "no layer in it": (say(speculators_model_type="eagle3"), "transformer_layer_config"),
 }

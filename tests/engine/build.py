@@ -10,6 +10,7 @@ from forerun.draft.medusa import Medusa
 from forerun.draft.model import DraftModel
 from forerun.draft.ngram import NGram
 from forerun.draft.pairs import Pairs
+from forerun.draft.parallel import ParallelPairs
 from forerun.draft.recycle import Recycle
 from forerun.draft.suffix import Suffix
 from forerun.draft.view import view_of
@@ -19,7 +20,9 @@ from forerun.runner import Runner
 from forerun.sampling.params import SamplingParams
 from tests import tiny
 
-PROPOSERS = ("ngram", "suffix", "recycle", "model", "tree", "medusa", "eagle", "eagle1", "mtp", "block", "both")
+PROPOSERS = (
+    "ngram", "suffix", "recycle", "model", "tree", "medusa", "eagle", "eagle1", "parallel", "mtp", "block", "both",
+)  # fmt: skip
 
 
 def engine(
@@ -34,8 +37,8 @@ def engine(
     device: str = "cpu",
 ) -> Engine:
     """A target (a GGUF file on native kernels), and proposers: ngram, suffix, model (chains), tree (of width 3) often
-    agree with it, medusa, eagle, eagle1, mtp and block (of width 2) now and then; both is ngram before an EAGLE-3
-    head."""
+    agree with it, medusa, eagle, eagle1, parallel, mtp and block (of width 2) now and then; both is ngram before an
+    EAGLE-3 head."""
     paths = tiny.family(family), tiny.drafter(family)
     if paths[0].is_file():
         target, small = map(tiny.native_decoder, paths)
@@ -58,6 +61,7 @@ def engine(
         "medusa": Medusa(tiny.medusa(family), view, width=2 if wide else 1),
         "eagle": Pairs("eagle3", head, view, **room, width=2 if wide else 1),
         "eagle1": Pairs("eagle", tiny.eagle1(family), view, **room, width=2 if wide else 1),
+        "parallel": ParallelPairs("eagle3", tiny.parallel(family), view, **room, width=2 if wide else 1),
         "mtp": Pairs("mtp", tiny.mtp(family), view, **room, width=2 if wide else 1),
         "block": Block(block, view, **room, width=2 if wide else 1),
     }

@@ -157,7 +157,7 @@ def in_drafting(patch: pytest.MonkeyPatch, engine: Engine, requests: list[Reques
 
 def in_observing(patch: pytest.MonkeyPatch, engine: Engine, requests: list[Request], error: BaseException) -> None:
     victim = requests[VICTIM]
-    for name in "medusa", "eagle", "eagle1", "mtp", "block":
+    for name in "medusa", "eagle", "eagle1", "parallel", "mtp", "block":
         raising(engine.proposers[name], "observe", lambda slot, *_: slot == victim.slot and late(victim), error, patch)
 
 
@@ -172,9 +172,9 @@ FAULTS = [
                                 in_its_logprobs)
       for draft in ("off", "tree", "eagle")],
     *[(in_drafting, draft)
-      for draft in ("ngram", "suffix", "model", "tree", "medusa", "eagle", "eagle1", "mtp", "block")],
+      for draft in ("ngram", "suffix", "model", "tree", "medusa", "eagle", "eagle1", "parallel", "mtp", "block")],
     *[(in_opening, draft) for draft in ("suffix", "model", "eagle")],
-    *[(in_observing, draft) for draft in ("medusa", "eagle", "eagle1", "mtp", "block")],
+    *[(in_observing, draft) for draft in ("medusa", "eagle", "eagle1", "parallel", "mtp", "block")],
 ]  # fmt: skip
 
 

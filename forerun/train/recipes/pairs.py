@@ -17,6 +17,7 @@ from forerun.draft.mtp import MtpModule, load_module, save_module
 from forerun.draft.pair_head import PairHead
 from forerun.draft.pairs import Pairs
 from forerun.draft.view import view_of
+from forerun.errors import LoadError
 from forerun.models.config import ModelConfig
 from forerun.models.hub import find_model
 from forerun.runner import Runner
@@ -162,7 +163,12 @@ class Eagle3(PairRecipe):
         save_head(module, directory, target.name, target.llm.decoder.dtype)
 
     def _read(self, directory: Path, target: Target) -> PairHead:
-        return load_head(directory, view_of(target.llm.decoder))
+        head = load_head(directory, view_of(target.llm.decoder))
+        if head.mask_token is not None:
+            raise LoadError(
+                f"{directory} holds a head that drafts in parallel, which is neither trained nor judged here"
+            )
+        return head
 
 
 @dataclass(frozen=True, slots=True)
