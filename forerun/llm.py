@@ -242,7 +242,7 @@ class _Loading:
         if self.tokenizer is None or theirs is None:
             check_vocabulary(self.tokenizer, drafter, vocab)  # what ids mean is not known, but how many there are
         runner = make_runner(self.config, drafter, self.target.decoder.device, self.target)
-        return make_draft_model(runner, self.tokenizer, theirs, vocab, width)
+        return make_draft_model(runner, where, self.tokenizer, theirs, vocab, width)
 
     def itself(self, how: str, width: int) -> Proposer:
         shape, (kind, _, said) = self.target.decoder.config, how.partition("=")

@@ -202,7 +202,7 @@ TABLE: tuple[tuple[Callable[[Look], bool], Callable[[Look], Kind]], ...] = (
     (_is_eagle1, _always(Kind("eagle", "safeailab", "EAGLE head", "eagle"))),
     (
         lambda k: k.raw.get("spd_type") == "pard" or k.has("pard_token"),
-        _always(Kind("pard", "", "PARD model, drafting one token after the other here", "model")),
+        _always(Kind("pard", "", "PARD model, drafting in one pass", "model")),
     ),
     (_is_native, _of_native),
     (lambda k: True, _always(Kind("lm", "", "language model", "model"))),

@@ -17,6 +17,7 @@ from forerun import rng
 from forerun.cache.attention import Segment
 from forerun.draft.base import Proposer, Reference, Row
 from forerun.draft.model import DraftModel
+from forerun.draft.pard import draft_model
 from forerun.draft.retold import Retold, behind, continued
 from forerun.draft.tree import Tree, grow
 from forerun.draft.vocabularies import Shared, Words, same_tokens
@@ -186,12 +187,18 @@ class AcrossModel(DraftModel):
 
 
 def make_draft_model(
-    runner: Runner, tokenizer: Tokenizer | None, draft_tokenizer: Tokenizer | None, vocab: int, width: int = 1
+    runner: Runner,
+    where: str,
+    tokenizer: Tokenizer | None,
+    draft_tokenizer: Tokenizer | None,
+    vocab: int,
+    width: int = 1,
 ) -> Proposer:
     """A draft model for a target of `vocab` tokens: of its vocabulary, with drafts of `width`, or of another, with
-    chains. Without a tokenizer the vocabulary is taken to be the target's."""
+    chains. Without a tokenizer the vocabulary is taken to be the target's. `where` is what messages call it. Raises
+    LoadError."""
     if tokenizer is None or draft_tokenizer is None or same_tokens(tokenizer, draft_tokenizer, vocab):
-        return DraftModel(runner, vocab, width)
+        return draft_model(runner, where, vocab, width)
     shared = Shared(Words(tokenizer, vocab), Words(draft_tokenizer, runner.decoder.config.vocab))
     note(shared.told)
     return AcrossModel(runner, shared)

@@ -57,8 +57,13 @@ class DraftModel(Proposer):
             return False
         return upto <= self.runner.decoder.context and cache.pages.grow(row.slot, upto)
 
+    def masks(self, row: Row) -> list[int]:
+        """What is read behind a row's root, and never committed, by a model that says several tokens in one pass."""
+        return []
+
     def _read(self, rows: Sequence[Row]) -> Tensor:
-        """Read the committed tokens each slot has missed; the logits after each root. [R, V]"""
+        """Read the committed tokens each slot has missed; the logits after each root, and after each of its masks, row
+        by row. [R, V] where there are none"""
         cache, roots = self.runner.cache, []
         lags = [list(row.tokens[cache.length[row.slot] :]) for row in rows]
         while any(lags):
@@ -66,13 +71,14 @@ class DraftModel(Proposer):
             for i, (row, lag) in enumerate(zip(rows, lags, strict=True)):
                 if lag:
                     chunk, lags[i] = lag[:CHUNK], lag[CHUNK:]
-                    want = [] if lags[i] else [len(chunk) - 1]
-                    segments.append(Segment(row.slot, chunk, list(range(-1, len(chunk) - 1)), want))
-                    done += [i] if want else []
+                    tokens = chunk if lags[i] else chunk + self.masks(row)
+                    want = [] if lags[i] else list(range(len(chunk) - 1, len(tokens)))
+                    segments.append(Segment(row.slot, tokens, list(range(-1, len(tokens) - 1)), want))
+                    done += [i] * len(want)
             logits = self._logits(segments)
             roots += list(zip(done, logits, strict=True))
             for segment in segments:
-                cache.commit(segment.slot, range(len(segment.tokens) - len(segment.want)))  # all but the root
+                cache.commit(segment.slot, range(len(segment.tokens) - len(segment.want)))  # all before the root
         for row in rows:
             cache.pages.seal(row.slot, row.tokens, self._settled(row.slot))
         return torch.stack([row for _, row in sorted(roots, key=lambda pair: pair[0])])

@@ -304,8 +304,8 @@ def test_a_model_of_the_target_s_vocabulary_needs_nothing_of_this(capsys: pytest
     config.note.cache_clear()
     target, other = other_words.tokenizer("target"), other_words.tokenizer("bytes")
     for tokenizer in (None, target):
-        made = make_draft_model(runner("target"), target, tokenizer, tiny.WORDED, 2)
+        made = make_draft_model(runner("target"), "m", target, tokenizer, tiny.WORDED, 2)
         assert type(made) is DraftModel and made.width == 2
     assert not capsys.readouterr().err
-    assert isinstance(make_draft_model(runner("bytes"), target, other, tiny.WORDED), AcrossModel)
+    assert isinstance(make_draft_model(runner("bytes"), "m", target, other, tiny.WORDED), AcrossModel)
     assert "another vocabulary: 275 of its 340 tokens (81 %)" in capsys.readouterr().err

@@ -11,6 +11,7 @@ from forerun.draft.model import DraftModel
 from forerun.draft.ngram import NGram
 from forerun.draft.pairs import Pairs
 from forerun.draft.parallel import ParallelPairs
+from forerun.draft.pard import Pard
 from forerun.draft.recycle import Recycle
 from forerun.draft.suffix import Suffix
 from forerun.draft.view import view_of
@@ -21,7 +22,8 @@ from forerun.sampling.params import SamplingParams
 from tests import tiny
 
 PROPOSERS = (
-    "ngram", "suffix", "recycle", "model", "tree", "medusa", "eagle", "eagle1", "parallel", "mtp", "block", "both",
+    "ngram", "suffix", "recycle", "model", "tree", "medusa", "eagle", "eagle1", "parallel", "pard", "mtp", "block",
+    "both",
 )  # fmt: skip
 
 
@@ -37,8 +39,8 @@ def engine(
     device: str = "cpu",
 ) -> Engine:
     """A target (a GGUF file on native kernels), and proposers: ngram, suffix, model (chains), tree (of width 3) often
-    agree with it, medusa, eagle, eagle1, parallel, mtp and block (of width 2) now and then; both is ngram before an
-    EAGLE-3 head."""
+    agree with it, pard (of width 2) about its first token, medusa, eagle, eagle1, parallel, mtp and block (of width 2)
+    now and then; both is ngram before an EAGLE-3 head."""
     paths = tiny.family(family), tiny.drafter(family)
     if paths[0].is_file():
         target, small = map(tiny.native_decoder, paths)
@@ -58,6 +60,7 @@ def engine(
         "recycle": Recycle(width=3 if wide else 1),
         "model": DraftModel(runner(small), tiny.VOCAB),
         "tree": DraftModel(runner(small), tiny.VOCAB, width=3 if wide else 1),
+        "pard": Pard(runner(small), 3, tiny.VOCAB, width=2 if wide else 1),
         "medusa": Medusa(tiny.medusa(family), view, width=2 if wide else 1),
         "eagle": Pairs("eagle3", head, view, **room, width=2 if wide else 1),
         "eagle1": Pairs("eagle", tiny.eagle1(family), view, **room, width=2 if wide else 1),

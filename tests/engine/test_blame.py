@@ -29,6 +29,7 @@ from tests import tiny
 from tests.engine import build, test_structured
 
 VICTIM = 2  # the request that fails
+FEATURED = ("medusa", "eagle", "eagle1", "parallel", "mtp", "block")  # who are shown what the target thought
 
 
 class Panic(BaseException):
@@ -157,7 +158,7 @@ def in_drafting(patch: pytest.MonkeyPatch, engine: Engine, requests: list[Reques
 
 def in_observing(patch: pytest.MonkeyPatch, engine: Engine, requests: list[Request], error: BaseException) -> None:
     victim = requests[VICTIM]
-    for name in "medusa", "eagle", "eagle1", "parallel", "mtp", "block":
+    for name in FEATURED:
         raising(engine.proposers[name], "observe", lambda slot, *_: slot == victim.slot and late(victim), error, patch)
 
 
@@ -171,10 +172,9 @@ FAULTS = [
     *[(fault, draft) for fault in (in_a_filter, in_the_rule, in_its_text, in_what_is_shown, in_its_trace,
                                 in_its_logprobs)
       for draft in ("off", "tree", "eagle")],
-    *[(in_drafting, draft)
-      for draft in ("ngram", "suffix", "model", "tree", "medusa", "eagle", "eagle1", "parallel", "mtp", "block")],
+    *[(in_drafting, draft) for draft in ("ngram", "suffix", "model", "tree", "pard", *FEATURED)],
     *[(in_opening, draft) for draft in ("suffix", "model", "eagle")],
-    *[(in_observing, draft) for draft in ("medusa", "eagle", "eagle1", "parallel", "mtp", "block")],
+    *[(in_observing, draft) for draft in FEATURED],
 ]  # fmt: skip
 
 

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from forerun.draft.base import Proposer
 from forerun.draft.model import DraftModel
-from forerun.errors import ConfigError
+from forerun.draft.pard import mask_of
+from forerun.errors import ConfigError, LoadError
 from forerun.load import check_vocabulary, make_runner
 from forerun.models.config import load_config
 from forerun.models.hub import find_model
@@ -46,7 +47,12 @@ class SmallLM:
 
     def load(self, directory: Path, target: Target) -> nn.Module:
         check_vocabulary(target.tokenizer, directory, target.vocab)
-        module, context = load_module(directory), load_config(directory).context
+        config = load_config(directory)
+        if mask_of(config) is not None:
+            raise LoadError(
+                f"{directory} holds a model that drafts in parallel: that is neither trained nor judged here"
+            )
+        module, context = load_module(directory), config.context
         if context < target.tokens:
             raise ConfigError(f"{directory} reads {context} tokens at most, fewer than tokens={target.tokens}")
         return module

@@ -1,0 +1,136 @@
+"""PARD: what is said at each mask is what transformers says there, from the text alone, and no mask stays behind."""
+
+from __future__ import annotations
+
+import functools
+import json
+import random
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from forerun import LLM, LoadError, SamplingParams
+from forerun.draft import model as draft_model
+from forerun.draft import pard
+from forerun.draft.base import Row
+from forerun.draft.pard import Pard
+from forerun.draft.registry import kind_of
+from forerun.draft.tree import Tree
+from forerun.runner import Runner
+from forerun.types import Law
+from forerun.verify import Noise
+from tests import tiny
+
+MASK = 3
+ROOM = {"tokens": 1024, "page": 4, "slots": 4}
+
+
+@functools.cache
+def model_of(family: str) -> Any:
+    return AutoModelForCausalLM.from_pretrained(tiny.drafter(family), dtype=torch.float64).eval()
+
+
+@torch.no_grad()
+def levels(family: str, tokens: Sequence[int], depth: int) -> Tensor:
+    """Logits after the text and after each mask, of the whole of it anew. [depth, V]"""
+    said: Tensor = model_of(family)(torch.tensor([[*tokens, *[MASK] * (depth - 1)]])).logits
+    return said[0, -depth:]
+
+
+def proposer(family: str = "llama", width: int = 1) -> Pard:
+    return Pard(Runner(tiny.decoder(tiny.drafter(family)), **ROOM), MASK, tiny.VOCAB, width)
+
+
+def row(tokens: Sequence[int], depth: int, slot: int = 0, temperature: float = 0.8, **options: bool) -> Row:
+    return Row(slot, tokens, SamplingParams(temperature=temperature), Noise(11, len(tokens) - 1), depth, **options)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gpt2"])
+@pytest.mark.parametrize("width", [1, 3])
+def test_every_level_has_the_logits_of_transformers(family: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several rows of different depths, whatever was committed in between, and a lag longer than a pass."""
+    seen: list[tuple[list[int], Tensor]] = []
+    grow_all = pard.grow_all
+
+    def seeing(trees: list[Tree], said: Sequence[Tensor], *rest: Any) -> None:
+        seen.extend((list(tree.row.tokens), laws.clone()) for tree, laws in zip(trees, said, strict=True))
+        grow_all(trees, said, *rest)
+
+    monkeypatch.setattr(draft_model, "CHUNK", 6)
+    monkeypatch.setattr(pard, "grow_all", seeing)
+    drafter, chance = proposer(family, width), random.Random(3)
+    texts = [chance.choices(range(tiny.VOCAB), k=n) for n in (3, 9, 17)]
+    for slot, text in enumerate(texts):
+        drafter.open(slot, text)
+    for count in (0, 1, 2, 4, 13, 1):
+        rows = [row(text, 1 + 2 * slot, slot) for slot, text in enumerate(texts)]
+        for text, draft in zip(texts, drafter.propose(rows), strict=True):
+            text += [*draft.tokens[1:2], *chance.choices(range(tiny.VOCAB), k=count)][:count]
+    assert [len(laws) for _, laws in seen] == [1, 3, 5] * 6
+    for text, laws in seen:
+        # transformers rotates in float32
+        assert torch.allclose(laws, levels(family, text, len(laws)), rtol=1e-4, atol=1e-4)
+
+
+def test_a_deeper_draft_begins_like_a_shallower_one() -> None:
+    drafter, text = proposer(), random.Random(1).choices(range(tiny.VOCAB), k=9)
+    drafter.open(0, text)
+    drafts = [drafter.propose([row(text, depth)])[0].tokens for depth in (1, 5, 3, 5)]
+    assert [len(tokens) for tokens in drafts] == [2, 6, 4, 6]
+    assert drafts[1] == drafts[3] and all(drafts[1][: len(tokens)] == tokens for tokens in drafts)
+
+
+def test_q_is_the_law_of_the_level() -> None:
+    drafter, text = proposer(), random.Random(2).choices(range(tiny.VOCAB), k=9)
+    drafter.open(0, text)
+    (draft,) = drafter.propose([row(text, 4, coupled=False, branching=False)])
+    assert len(draft) == 5 and set(draft.laws[1:]) == {Law.SAMPLED} and draft.probs is not None
+    expected = (levels("llama", text, 4) / 0.8).softmax(-1)
+    assert torch.allclose(torch.from_numpy(draft.probs[:4]), expected, atol=1e-4)
+
+
+def publish(directory: Path, **fields: Any) -> Path:
+    """A model whose config.json says more than transformers knows."""
+    shutil.copytree(tiny.drafter("llama"), directory)
+    raw = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(raw | fields))
+    return directory
+
+
+@pytest.mark.parametrize("kernels", ["torch", "auto"])
+@pytest.mark.parametrize("width", [1, 2])
+def test_a_user_s_model(kernels: str, width: int, tmp_path: Path) -> None:
+    """From a directory, beside plain decoding: one pass a draft."""
+    directory = publish(tmp_path / "draft", spd_type="pard", pard_token=MASK)
+    assert kind_of(directory) == "model"
+    llm = LLM(tiny.family("llama"), draft=f"model:{directory}", kv_tokens=512, kernels=kernels, width=width)
+    assert isinstance(llm.engine.proposers["model"], Pard)
+    for temperature in (0.0, 0.8):
+        params = SamplingParams(max_tokens=30, temperature=temperature, seed=1, ignore_eos=True)
+        told = llm.generate([5, 6, 7, 8], params, depth=3)[0]
+        assert told.token_ids == llm.generate([5, 6, 7, 8], params, draft="off")[0].token_ids
+        assert told.stats.by_source["model"].drafted > 20
+
+
+BROKEN = {
+    "no mask": ({"spd_type": "pard"}, "pard_token in config.json is None"),
+    "a mask beyond": ({"pard_token": tiny.VOCAB}, "not one of its 64 tokens"),
+    "a mask below": ({"spd_type": "pard", "pard_token": -1}, "not one of its 64 tokens"),
+    "a mask that is none": ({"pard_token": True}, "pard_token in config.json is True"),
+    "another kind": ({"spd_type": "pard2", "pard_token": MASK}, "'pard2'"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_broken_configurations_are_refused_in_one_line(case: str, tmp_path: Path) -> None:
+    fields, says = BROKEN[case]
+    directory = publish(tmp_path / "draft", **fields)
+    with pytest.raises(LoadError, match=says) as error:
+        LLM(tiny.family("llama"), draft=f"model:{directory}", kv_tokens=512)
+    assert str(error.value).startswith(str(directory)) and "\n" not in str(error.value)
