@@ -40,7 +40,7 @@ from forerun.packed import (
     say_what_is_rounded,
     stays,
 )
-from forerun.passes import Link, Pass, Steps
+from forerun.passes import Link, Pass, Said, Steps
 from forerun.types import Forward
 
 X, QKV, ATTENDED, HIDDEN, BRANCH, LOGITS = range(6)  # buffers
@@ -246,12 +246,11 @@ class Recorded:
         begin: Recorded,
         given: Sequence[int],
         stands: array[float] | None,
-    ) -> tuple[list[list[int]], list[list[int]], np.ndarray]:
+    ) -> tuple[list[Said], np.ndarray]:
         """Read what each start brings, and say token after token behind it: the same in one call. What was read is not
         committed. `state` is the buffer of what each token is paired with. `begin` is the program of the first pass,
         with the same buffers, of which `given` take what the starts bring. With `stands` chains end as their links'
-        floors say. Also how sure each token is, in sixteenths, and what the layers left of each start's last token,
-        [starts, H]."""
+        floors say, and what is said is weighed. Also what the layers left of each start's last token, [starts, H]."""
         steps = Steps([start.link for start in starts], cache)
         ordered = [starts[i] for i in steps.order]
         first = Pass([start.segment for start in ordered], cache)
@@ -267,10 +266,14 @@ class Recorded:
         chain.first_keys, chain.left = address(keys), left.ctypes.data
         if stands is not None:
             chain.stands, chain.floors = address(stands), address(steps.floors)
+            steps.weigh()
             chain.sure, chain.counts = address(steps.sure), address(steps.counts)
+            chain.beside, chain.beside_sure = address(steps.beside), address(steps.beside_sure)
         native.loaded().forerun_chain(self.program, steps.fill(pointers, scratch, cache), chain)
-        said = [[begun, *rest] for begun, rest in zip(steps.begun(), steps.said(), strict=True)]
-        return said, steps.surety() if stands is not None else [[] for _ in said], left[np.argsort(steps.order)]
+        said = [Said([begun, *rest]) for begun, rest in zip(steps.begun(), steps.said(), strict=True)]
+        if stands is not None:
+            said = [Said(s.tokens, *weights) for s, weights in zip(said, steps.weights(), strict=True)]
+        return said, left[np.argsort(steps.order)]
 
 
 @dataclass(frozen=True, slots=True)

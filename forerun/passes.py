@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, zip_longest
 
 from forerun.cache.attention import Segment
 from forerun.cache.kv import KVCache
 from forerun.kernels import native
 from forerun.kernels.native import CBatch, address
+from forerun.types import BESIDE
 
 
 class Pass:
@@ -76,6 +77,21 @@ class Link:
     floor: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What was said behind one link, or a start.
+
+    Attributes:
+        tokens: one behind the other.
+        sure: how sure the drafter was of each, in sixteenths; empty where that was not asked.
+        beside: in place of each, the tokens it thought likeliest next to it: (token, sixteenth).
+    """
+
+    tokens: list[int]
+    sure: list[int] = field(default_factory=list)
+    beside: list[list[tuple[int, int]]] = field(default_factory=list)
+
+
 class Steps(Pass):
     """Passes one behind the other, of one token for each link that has not ended; the longest links come first."""
 
@@ -98,7 +114,12 @@ class Steps(Pass):
         self.ids = array("q", [link.token for link in links])
         self.drafted = array("q", [*self.ids, *[0] * (self.levels * len(links))])
         self.floors, self.counts = array("f", [link.floor for link in links]), array("i", counts_of(links))
-        self.sure = array("b", bytes(len(self.drafted)))
+
+    def weigh(self) -> None:
+        """Make room for what the drafter thinks of what it says."""
+        count = len(self.drafted)
+        self.sure, self.beside_sure = array("b", bytes(count)), array("b", bytes(BESIDE * count))
+        self.beside = array("q", bytes(8 * BESIDE * count))
 
     def begun(self) -> list[int]:
         """The token behind which each link's are said, in the order in which they were given."""
@@ -115,13 +136,17 @@ class Steps(Pass):
             found[i] = behind[: min(self._counts[i], self.counts[column])].tolist()
         return found
 
-    def surety(self) -> list[list[int]]:
-        """How sure the drafter was of the token behind which each link's are said and of those, in sixteenths."""
-        found: list[list[int]] = [[]] * len(self.order)
+    def weights(self) -> list[tuple[list[int], list[list[tuple[int, int]]]]]:
+        """`Said.sure` and `Said.beside` of the token behind which each link's are said and of those."""
+        found: list[tuple[list[int], list[list[tuple[int, int]]]]] = [([], [])] * len(self.order)
         for column, i in enumerate(self.order):
-            of_all = self.sure[column :: self.tokens]
-            found[i] = of_all[: 1 + min(self._counts[i], self.counts[column])].tolist()
+            places = range(column, len(self.drafted), self.tokens)[: 1 + min(self._counts[i], self.counts[column])]
+            found[i] = [self.sure[at] for at in places], [self._beside(at) for at in places]
         return found
+
+    def _beside(self, at: int) -> list[tuple[int, int]]:
+        own = slice(BESIDE * at, BESIDE * (at + 1))
+        return [pair for pair in zip(self.beside[own], self.beside_sure[own], strict=True) if pair[0] >= 0]
 
 
 def counts_of(links: Sequence[Link]) -> list[int]:

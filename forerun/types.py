@@ -26,6 +26,7 @@ RETRIEVAL = "retrieval"  # or from documents that the operator has
 OTHERS = (MEMORY, RECYCLE, RETRIEVAL)  # what is not told of where it does not stand
 SALT = "\n"  # stands in a tenant between a client and whatever it tells its requests apart by
 SIXTEENTHS = 16  # parts of a probability that are told apart (SURE in the native kernels)
+BESIDE = 3  # tokens that a native round thinks of beside each that it says, at most (BESIDE there)
 
 
 class Law(IntEnum):
@@ -43,8 +44,9 @@ class Draft:
     `parents[0]` is -1; siblings stand in the order in which they were chosen. `probs` [N, V] float64 holds, for
     node i, the law its SAMPLED or WITHOUT_REPLACEMENT children were really drawn from; None when all are GIVEN.
     `match` says of copied tokens how many before them agreed with the text, 0 where nothing was copied; `sure` of each
-    node but the root, where it is known, the sixteenth that the probability falls into which its drafter gave it, and
-    `chances` how likely it is to stand with all before it, where nodes come in that order.
+    node but the root, where it is known, the sixteenth that the probability falls into which its drafter gave it,
+    16 higher for those that stand beside its first choice, and `chances` how likely it is to stand with all before it,
+    where nodes come in that order.
     """
 
     tokens: list[int]

@@ -89,7 +89,8 @@ class Proposer:
 
     Attributes:
         name: what statistics call it.
-        width: the most nodes of a level; room is kept for so many.
+        width: the most nodes of a level; room is kept for so many,
+        beside: and for so many more, wherever they stand.
         boundaries: the target's hidden states it wants: i enters layer i, the number of layers is what left the last.
         stops: it ends chains by itself, as `Row.floor` says.
         weighs: it says of each node how likely it is to stand (`Draft.chances`), by `Row.stands`; as many of them are
@@ -100,11 +101,16 @@ class Proposer:
 
     name = ""
     width = 1
+    beside = 0
     stops = False
     weighs = False
     learns = False
     merges = False
     boundaries: tuple[int, ...] = ()
+
+    def most(self, depth: int) -> int:
+        """The most nodes of a draft so deep, the root apart."""
+        return depth * self.width + self.beside
 
     @property
     def parts(self) -> Sequence[Proposer]:

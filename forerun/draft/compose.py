@@ -110,6 +110,7 @@ class Either(Composition):
     def __init__(self, parts: Sequence[Proposer]) -> None:
         super().__init__(parts)
         self.width = max(part.width for part in parts)
+        self.beside = max(part.beside for part in parts)
 
     def ask(self, branching: bool) -> Asking:
         return _in_turn(self.inner, branching)
@@ -123,6 +124,7 @@ class Both(Composition):
     def __init__(self, parts: Sequence[Proposer]) -> None:
         super().__init__(parts)
         self.width = sum(part.width for part in parts)
+        self.beside = sum(part.beside for part in parts)
 
     def ask(self, branching: bool) -> Asking:
         if not branching:

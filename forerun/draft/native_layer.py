@@ -20,7 +20,7 @@ from forerun.kernels import native
 from forerun.kernels.native import CNorm, COp
 from forerun.native import ATTENDED, HIDDEN, LOGITS, QKV, Recorded, Start, X
 from forerun.packed import Packed, embed_op
-from forerun.passes import Link, Pass
+from forerun.passes import Link, Pass, Said
 
 EMBEDDED, STATE, FUSED, FEATURES = range(LOGITS + 1, LOGITS + 5)  # buffers; of FEATURES there may be several
 
@@ -115,7 +115,7 @@ class NativeLayer:
         ids: np.ndarray | None,
         raw: bool,
         stands: array[float] | None,
-    ) -> tuple[list[list[int]], list[list[int]], np.ndarray]:
+    ) -> tuple[list[Said], np.ndarray]:
         """Read pairs and draft behind them, in one call; see `Recorded.round`. `raw`: the starts bring the target's
         states, which are yet to be fused."""
         begin = self._begin if raw else self._whole

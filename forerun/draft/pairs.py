@@ -25,7 +25,7 @@ from forerun.draft.tree import Tree, grow
 from forerun.draft.view import TargetView
 from forerun.models.rope import rope_tables
 from forerun.native import Start
-from forerun.types import Draft
+from forerun.types import BESIDE, Draft
 
 
 @dataclass(slots=True)
@@ -55,7 +55,8 @@ class Pairs(FeatureProposer):
         tables = rope_tables(layer, layer.ropes[0], target.context, self.dtype)
         self.rotation = tuple(table.to(target.device) for table in tables)
         self.head, self.native = (head, None) if target.form is None else self._natively(head, target.form, tables)
-        self.stops = self.native is not None and self.native.drafts and width == 1
+        self.stops = self.weighs = self.native is not None and self.native.drafts and width == 1
+        self.beside = BESIDE if self.stops else 0
         self.reset()
 
     def reset(self) -> None:
@@ -106,12 +107,12 @@ class Pairs(FeatureProposer):
         starts = [self._start(tree, raw) for tree in trees]
         ids = None if self.ids is None else self.ids.numpy()
         stands = trees[0].row.stands  # a guess, which differs between temperatures alone; rows without have no floor
-        said, sure, left = native.round(starts, self.cache, self.target.vocab, ids, raw, stands)
+        said, left = native.round(starts, self.cache, self.target.vocab, ids, raw, stands)
         made = self.head.leave(torch.from_numpy(left))
-        for tree, start, tokens, sixteenths, last in zip(trees, starts, said, sure, made, strict=True):
+        for tree, start, own, last in zip(trees, starts, said, made, strict=True):
             self.commit(tree.row, len(start.segment.tokens))
             self._last[tree.row.slot] = last
-            tree.extend(tokens, self.name, sixteenths)
+            tree.weigh(own, self.name, self.beside)
         return True
 
     def _start(self, tree: Tree, raw: bool) -> Start:

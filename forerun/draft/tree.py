@@ -18,9 +18,9 @@ from torch import Tensor
 from forerun import rng
 from forerun.draft.base import Row
 from forerun.kernels.draw import gumbel_argmax
-from forerun.passes import Link
+from forerun.passes import Link, Said
 from forerun.sampling.filters import shape_logits
-from forerun.types import Draft, Law
+from forerun.types import SIXTEENTHS, Draft, Law
 
 # How trees branch under `tree`. Accepted lengths with a small draft model hardly depend on them.
 SAMPLED = 0.65  # chance assumed of a sampled token that it stands
@@ -58,11 +58,31 @@ class Tree:
         noise = [self.row.noise.target(k) for k in keys]
         return Link(self.row.slot, self.draft.tokens[-1], offset, temperature, noise, self.row.floor)
 
-    def extend(self, tokens: Sequence[int], source: str, sure: Sequence[int] = ()) -> None:
-        """Add a chain behind the last node; `sure` as in `Draft`."""
+    def extend(self, tokens: Sequence[int], source: str) -> None:
+        """Add a chain behind the last node."""
         for token in tokens:
             self.draft.add(token, len(self.draft) - 1, source)
-        self.draft.sure += sure
+
+    def weigh(self, said: Said, source: str, beside: int) -> None:
+        """Add what a native round said behind the root, the likeliest nodes first: its chain, and at most `beside` of
+        the tokens next to it, all by what became of such ones (`Row.stands`)."""
+        stands = self.row.stands
+        if stands is None:
+            return self.extend(said.tokens, source)
+        chain, others, above = [], [], 1.0  # (chance, level, token, sixteenth)
+        for level, (token, sure, near) in enumerate(zip(said.tokens, said.sure, said.beside, strict=True)):
+            others += [(above * stands[SIXTEENTHS + i], level, t, SIXTEENTHS + i) for t, i in near]
+            above *= min(stands[sure], 1.0)
+            chain.append((above, level, token, sure))
+        nearest = sorted(others, key=lambda node: -node[0])[: beside if self.row.branching else 0]
+        last = [0]  # the chain's nodes by level
+        for chance, level, token, sure in sorted(chain + nearest, key=lambda node: (-node[0], node[1])):
+            node = self.draft.add(token, last[level], source)
+            if sure < SIXTEENTHS:
+                last.append(node)
+            self.draft.sure.append(sure)
+            self.draft.chances.append(chance)
+        return None
 
     def finish(self, vocab: int) -> Draft:
         """The draft, with the laws its sampled nodes were drawn from."""

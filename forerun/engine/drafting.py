@@ -69,7 +69,7 @@ class Drafting:
             if depth and _stops(request, proposer):
                 depth = max(depth, min(self._limit(plan.work), STOPPED))
             # room for the largest draft there could be: what is verified must not depend on what was drawn
-            if depth and self.target.cache.pages.grow(request.slot, len(request.tokens) + depth * plan.whole.width):
+            if depth and self.target.cache.pages.grow(request.slot, len(request.tokens) + plan.whole.most(depth)):
                 plan.depth, request.allowed = depth, max(depth, request.allowed)
                 groups[proposer].append(plan)
             else:
@@ -146,7 +146,7 @@ class Drafting:
     def _check(self, draft: Draft, depth: int, proposer: Proposer) -> None:
         """Raise ForerunError for a draft that was not asked for: there is no room for it, and what it overwrote might
         belong to others."""
-        reach, most, vocab = max(draft.depths()), depth * proposer.width, self.target.decoder.config.vocab
+        reach, most, vocab = max(draft.depths()), proposer.most(depth), self.target.decoder.config.vocab
         if reach > depth or len(draft) - 1 > most:
             raise ForerunError(
                 f"the drafter {proposer.name!r} was asked for {most} tokens, {depth} deep, and gave {len(draft) - 1},"
@@ -244,4 +244,4 @@ def _drafted(proposer: Proposer, rows: Sequence[Row], proposed: Sequence[Draft |
     """How deep they drafted: as deep as they were asked to, but for who stops by itself."""
     if not proposer.stops:
         return max(row.depth for row in rows)
-    return max(1, *(len(draft) - 1 for draft in proposed if draft is not None))
+    return max(1, *(max(draft.depths()) for draft in proposed if draft is not None))

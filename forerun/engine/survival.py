@@ -20,11 +20,12 @@ KEEP = 0.998  # of what was counted, at each token of the same sixteenth
 
 @dataclass(slots=True)
 class Survival:
-    """Of one drafter, at one kind of temperature. `stands` [16] float32 is read by native rounds."""
+    """Of one drafter, at one kind of temperature. `stands` [32] float32 is read by native rounds: of first choices,
+    then of what stands beside them."""
 
-    yes: list[float] = field(default_factory=lambda: [0.0] * SIXTEENTHS)
-    seen: list[float] = field(default_factory=lambda: [0.0] * SIXTEENTHS)
-    stands: array[float] = field(default_factory=lambda: array("f", map(_own_word, range(SIXTEENTHS))))
+    yes: list[float] = field(default_factory=lambda: [0.0] * 2 * SIXTEENTHS)
+    seen: list[float] = field(default_factory=lambda: [0.0] * 2 * SIXTEENTHS)
+    stands: array[float] = field(default_factory=lambda: array("f", map(_own_word, range(2 * SIXTEENTHS))))
 
     def add(self, draft: Draft, path: Sequence[int], is_open: bool = False) -> None:
         """What became of a draft's tokens, of which the target said those of `path`, and no more yet if that `is_open`.
@@ -42,4 +43,4 @@ class Survival:
 
 def _own_word(sixteenth: int) -> float:
     """The middle of the probabilities that fall into a sixteenth."""
-    return (sixteenth + 0.5) / SIXTEENTHS
+    return (sixteenth % SIXTEENTHS + 0.5) / SIXTEENTHS

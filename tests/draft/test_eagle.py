@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from forerun import LLM, LoadError, SamplingParams
+from forerun import LLM, LoadError, SamplingParams, rng
 from forerun.cache.attention import Segment
 from forerun.draft import features, pairs
 from forerun.draft.base import Row
@@ -32,7 +32,7 @@ from forerun.models.config import load_config
 from forerun.models.rope import rope_tables
 from forerun.native import NativeDecoder
 from forerun.runner import Runner
-from forerun.types import Draft, Law
+from forerun.types import BESIDE, Draft, Law
 from forerun.verify import Noise
 from tests import tiny
 from tests.engine import build
@@ -506,8 +506,9 @@ def test_a_round_in_one_call_is_the_chain_level_by_level(
 def test_chains_end_where_they_are_not_sure_any_more(
     name: str, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sixteenths are those of the probabilities in torch, level by level; a chain ends behind the token with which the
-    product of what they stand for falls below its floor. One row stops while another goes on."""
+    """Sixteenths are those of the chances in torch, level by level; a chain ends behind the token with which the
+    product of what they stand for falls below its floor. One row stops while another goes on. Beside the chains stand
+    the likeliest of what was not said, every node behind its parent and the likelier ones first."""
     if native.library() is None:
         pytest.skip("the native kernels were not compiled")
     native.start(2)
@@ -520,7 +521,7 @@ def test_chains_end_where_they_are_not_sure_any_more(
     ]
     torch.manual_seed(0)
     states = [{b: torch.randn(6, view.hidden) for b in head.boundaries} for _ in rows]
-    stands = array("f", [0.5 + i / 32 for i in range(16)])
+    stands = array("f", [*(0.5 + i / 32 for i in range(16)), *(0.2 + i / 64 for i in range(16))])
 
     def proposed(floors: tuple[float, ...]) -> list[Draft]:
         drafter = Pairs("x", head, view, **ROOM)
@@ -531,13 +532,19 @@ def test_chains_end_where_they_are_not_sure_any_more(
 
     assert Pairs("x", head, view, **ROOM).stops
     whole = proposed((0.0, 0.0, 0.0))
-    assert [len(draft) - 1 for draft in whole] == [len(draft.sure) for draft in whole] == [6, 3, 7]
+    assert [max(draft.depths()) for draft in whole] == [6, 3, 7]
+    assert all(len(draft.sure) == len(draft.chances) == len(draft) - 1 for draft in whole)
+    assert [len(draft) for draft in whole] == [1 + depth + BESIDE for depth in (6, 3, 7)]
+    chains = [chain_of(draft) for draft in whole]
     ends: list[int] = []
     for floors in ((0.5, 0.5, 0.5), (0.05, 0.3, 0.2), (0.0, 0.9, 0.1)):
-        for draft, full, floor in zip(proposed(floors), whole, floors, strict=True):
+        for draft, full, floor in zip(proposed(floors), chains, floors, strict=True):
             chances = list(itertools.accumulate((stands[i] for i in full.sure), operator.mul))
             end = next((i + 1 for i, chance in enumerate(chances) if chance < floor), len(chances))
-            assert (draft.tokens, draft.sure) == (full.tokens[: end + 1], full.sure[:end])
+            chain = chain_of(draft)
+            assert (chain.tokens, chain.sure) == (full.tokens[: end + 1], full.sure[:end])
+            assert chain.chances == pytest.approx(chances[:end])
+            assert draft.chances == sorted(draft.chances, reverse=True)
             ends.append(end)
     assert len(set(ends)) > 3
     seen: dict[int, list[Tensor]] = {row.slot: [] for row in rows}
@@ -551,12 +558,40 @@ def test_chains_end_where_they_are_not_sure_any_more(
     monkeypatch.setattr(pairs, "grow", seeing)
     monkeypatch.setattr(NativeLayer, "drafts", property(lambda _: False))
     monkeypatch.setattr(NativeLayer, "chain", lambda *_: None)
-    for draft, level in zip(proposed((0.0, 0.0, 0.0)), seen.values(), strict=True):
-        assert draft.tokens in [full.tokens for full in whole]
-        laws = torch.stack(level).double() / (temperature or 1.0)
-        own = laws.softmax(-1)[torch.arange(len(level)), torch.tensor(draft.tokens[1:])] * 16
-        (sure,) = (full.sure for full in whole if full.tokens == draft.tokens)
-        assert all(abs(min(float(p), 15.99) - 0.5 - s) <= 0.51 for p, s in zip(own, sure, strict=True))
+    for draft, laws, row, full, chain in zip(proposed((0.0,) * 3), seen.values(), rows, whole, chains, strict=True):
+        assert draft.tokens == chain.tokens
+        chances, above = [chances_of(law, row, level) for level, law in enumerate(laws)], 1.0
+        expected = []
+        for level, said in enumerate(draft.tokens[1:]):
+            own = chances[level].pop(said, 0.0)
+            assert abs(min(own * 16, 15.99) - 0.5 - chain.sure[level]) <= 0.51 + own / 2
+            near = sorted(chances[level].values(), reverse=True)[:BESIDE] if own else []
+            expected += [above * stands[16 + min(int(chance * 16), 15)] for chance in near]
+            above *= stands[chain.sure[level]]
+        beside = [chance for chance, sure in zip(full.chances, full.sure, strict=True) if sure >= 16]
+        assert beside == pytest.approx(sorted(expected, reverse=True)[:BESIDE], rel=0.15)
+
+
+def chain_of(draft: Draft) -> Draft:
+    """What a drafter said first of all, without what stands beside it."""
+    chain = Draft.root(draft.tokens[0])
+    for node, sure in enumerate(draft.sure, start=1):
+        if sure < 16:
+            chain.add(draft.tokens[node], len(chain) - 1, draft.sources[node])
+            chain.sure.append(sure)
+            chain.chances.append(draft.chances[node - 1])
+    return chain
+
+
+def chances_of(law: Tensor, row: Row, level: int) -> dict[int, float]:
+    """The chances of the eight likeliest tokens of logits to be drawn, with the target's noise behind a level."""
+    greedy = row.params.greedy
+    logs, tokens = (law.double() / (1.0 if greedy else row.params.temperature)).log_softmax(-1).topk(8)
+    if not greedy:
+        noise = [rng.gumbel_scalar(row.noise.target(level), int(token)) for token in tokens]
+        logs = logs + torch.tensor(noise, dtype=torch.float64)
+        logs = logs.log_softmax(-1)
+    return dict(zip(tokens.tolist(), logs.exp().tolist(), strict=True))
 
 
 @pytest.mark.parametrize("kernels", ["torch", "auto"])

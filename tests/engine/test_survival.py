@@ -24,7 +24,7 @@ def chain(sure: list[int], stood: int) -> tuple[Draft, list[int]]:
 
 def test_chances_begin_as_the_drafters_own_word_and_become_what_was_seen() -> None:
     survival, chance = Survival(), random.Random(1)
-    assert [round(x * 32) for x in survival.stands] == list(range(1, 32, 2))
+    assert [round(x * 32) for x in survival.stands] == 2 * list(range(1, 32, 2)), "of first choices, and beside them"
     for _ in range(4000):
         length = next((i for i in range(4) if chance.random() > 0.3), 4)  # of tokens it was 90 % sure of
         survival.add(*chain([14] * 4, length))
@@ -112,12 +112,15 @@ def test_texts_are_the_same_whatever_a_drafter_is_sure_of(rule: str, temperature
     prompts = [[5, 6, 7], [9] * 6, [3, 1, 4, 1, 5]]
     llm.engine.policy.floor = lambda *_: 0.3  # type: ignore[method-assign]
     llm.engine.policy.choose = lambda wishes, _: [2] * len(wishes)  # type: ignore[method-assign]
+    llm.engine.policy.enough = lambda chances, _: len(chances)  # type: ignore[method-assign]
     said = llm.generate(prompts, params)
-    drafted = {length for completion in said for length, _ in completion.stats.rounds}
+    drafted = {depth for completion in said for depth in completion.stats.depths}
+    nodes = {length for completion in said for length, _ in completion.stats.rounds}
     if rule == "match":
         plain = llm.generate(prompts, params, draft="off")
         assert [c.token_ids for c in said] == [c.token_ids for c in plain]
         assert drafted >= {1, 2} and max(drafted) > 2, "they end by themselves"
+        assert max(nodes) > max(drafted), "and others stand beside them"
         assert any(sum(survival.seen) for survival in llm.engine.policy.survivals.values())
     else:
         assert (

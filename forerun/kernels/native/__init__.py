@@ -75,7 +75,8 @@ class CChain(Structure):
         ("active", c_void_p), ("temperature", c_void_p), ("keys", c_void_p), ("tokens", c_void_p),
         ("ids", c_void_p), ("said", c_int32), ("state", c_int32),
         ("begin", POINTER(CProgram)), ("first", POINTER(CBatch)), ("last", c_void_p), ("first_keys", c_void_p),
-        ("left", c_void_p), ("stands", c_void_p), ("floors", c_void_p), ("sure", c_void_p), ("counts", c_void_p),
+        ("left", c_void_p), ("stands", c_void_p), ("floors", c_void_p), ("sure", c_void_p), ("beside", c_void_p),
+        ("beside_sure", c_void_p), ("counts", c_void_p),
     ]  # fmt: skip
 
 

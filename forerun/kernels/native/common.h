@@ -74,7 +74,7 @@ struct Batch {
 // rows of all, and its own positions, store and direct in the batch, `rows` further on than the level before. With `first`,
 // a pass of `begin` over what each row begins behind comes before: it says the tokens of the first level, and its states go
 // with them. Both programs have the same buffers. A row stops behind the token with which the chance that all of its tokens
-// stand falls below its floor; that chance is a product of what `stands` says of each token's own probability.
+// stand falls below its floor; that chance is a product of what `stands` says of each token's own chance.
 struct Chain {
   int32_t levels, rows, logits, vocab;      // logits: their buffer; vocab: as many of them may be said
   const int32_t *active;                    // [levels], never rising
@@ -88,12 +88,15 @@ struct Chain {
   const int32_t *last;                      // [rows] of the first pass's tokens the last of each row
   const uint64_t *first_keys;               // [rows]
   float *left;                              // [rows][width of the first buffer]: what the first pass left of those tokens
-  const float *stands;                      // [SURE] by sixteenths of a token's own probability, or null: rows never stop
+  const float *stands;                      // [SURE] by sixteenths of a token's chance, or null: rows never stop
   const float *floors;                      // [rows]
   int8_t *sure;                             // [levels + 1][rows]: sixteenths, of each token that was said
+  int64_t *beside;                          // [levels + 1][rows][BESIDE]: the likeliest of those that were not; -1 is none
+  int8_t *beside_sure;                      // [levels + 1][rows][BESIDE]: sixteenths, of those
   int32_t *counts;                          // [rows]: tokens behind the first row of `tokens` that are worth something
 };
-enum { SURE = 16, NEXT = 8 };  // parts of a probability that are told apart; successors that are kept of a law
+// Parts of a probability that are told apart; successors that are kept of a law; tokens beside one that is drafted.
+enum { SURE = 16, NEXT = 8, BESIDE = 3 };
 
 // static: each instruction set needs its own copy, or the linker keeps one of them for all
 struct Share { int from, to; };

@@ -243,10 +243,17 @@ float *spread(const float *logits, const Chain *chain, std::vector<float> &all) 
   return all.data();
 }
 
-// The likeliest of some tokens, the first of equals. They are in order: where the last may be said, all may.
-int64_t likeliest(const float *logits, const Chain *chain) {
+// How many logits are of tokens that may be said: those are in order.
+int sayable(const Chain *chain) {
+  if (!chain->ids) return chain->vocab;
   int count = chain->said;
   while (count && chain->ids[count - 1] >= chain->vocab) count--;
+  return count;
+}
+
+// The likeliest of some tokens, the first of equals.
+int64_t likeliest(const float *logits, const Chain *chain) {
+  int count = sayable(chain);
   int64_t place = count ? active->say(logits, count, 0, 0) : -1;
   return place < 0 ? 0 : chain->ids[place];
 }
@@ -268,37 +275,47 @@ void say_all(
   }
 }
 
-// The probability that a drafter gives to a token it said, in sixteenths.
-int sixteenths(const float *logits, const Chain *chain, int64_t token, float temperature) {
-  int64_t place = token;
-  int count = chain->vocab;
-  if (chain->ids) {
-    count = chain->said;
-    place = std::lower_bound(chain->ids, chain->ids + count, token) - chain->ids;
-    if (place == count) return 0;
+// How sure the drafter is of a token it said, in sixteenths, and what else it thinks of: chances among its likeliest
+// tokens, with the noise that the target draws with. What is said without being one of them is not sure at all.
+int weigh(
+    const float *logits, const Chain *chain, int64_t said, float temperature, uint64_t key, int64_t *beside, int8_t *sure
+) {
+  int32_t tokens[NEXT];
+  float logs[NEXT];
+  double chance[NEXT];
+  std::fill(beside, beside + BESIDE, -1);
+  if (!active->rank(logits, sayable(chain), tokens, logs)) return 0;
+  for (int i = 0; i < NEXT && chain->ids; i++)
+    if (tokens[i] >= 0) tokens[i] = (int32_t)chain->ids[tokens[i]];
+  const int place = (int)(std::find(tokens, tokens + NEXT, (int32_t)said) - tokens);
+  if (place == NEXT) return 0;
+  chances(tokens, logs, temperature, temperature > 0 ? &key : nullptr, chance);
+  const int own = std::min((int)(chance[place] * SURE), SURE - 1);
+  chance[place] = 0;
+  for (int found = 0; found < BESIDE; found++) {
+    const int next = (int)(std::max_element(chance, chance + NEXT) - chance);
+    if (!(chance[next] > 0)) break;
+    beside[found] = tokens[next], sure[found] = std::min((int)(chance[next] * SURE), SURE - 1);
+    chance[next] = 0;
   }
-  const float own = logits[place], scale = temperature > 0 ? 1 / temperature : 1;
-  float sum = 0;
-  for (int i = 0; i < count; i++) {
-    float apart = (logits[i] - own) * scale;
-    if (apart > -16) sum += expf(apart < 16 ? apart : 16);
-  }
-  if (!(sum >= 1)) return 0;  // logits that are not finite: nothing is sure
-  int found = (int)(SURE / sum);
-  return found < SURE ? found : SURE - 1;
+  return own;
 }
 
-// How sure the drafter is of what was just said, and whether a row that goes on should.
+// How sure the drafter is of what was just said with these keys, and whether a row that goes on should.
 bool goes_on(
-    const Program *program, const Batch *batch, const Chain *chain, int level, int rows, std::vector<float> &chance
+    const Program *program, const Batch *batch, const Chain *chain, int level, int rows, const uint64_t *keys,
+    std::vector<float> &chance
 ) {
   const int64_t first = (int64_t)level * chain->rows;
   bool any = false;
   for (int r = 0; r < rows; r++) {
-    float *logits = at(program, batch, chain->logits, r);
-    int sure = sixteenths(logits, chain, chain->tokens[first + r], chain->temperature[r]);
-    chain->sure[first + r] = sure;
     if (chance[r] < chain->floors[r]) continue;  // it has stopped
+    const int64_t i = first + r;
+    int sure = weigh(
+        at(program, batch, chain->logits, r), chain, chain->tokens[i], chain->temperature[r], keys[r],
+        chain->beside + i * BESIDE, chain->beside_sure + i * BESIDE
+    );
+    chain->sure[i] = sure;
     chance[r] *= chain->stands[sure];
     chain->counts[r] = level;
     any |= chance[r] >= chain->floors[r];
@@ -347,7 +364,7 @@ void forerun_chain(const Program *program, const Batch *batch, const Chain *chai
   if (chain->first) {
     forerun_run(chain->begin, chain->first);
     say_all(program, chain->first, chain, chain->rows, chain->first_keys, chain->tokens, all);
-    if (chain->stands && !goes_on(program, chain->first, chain, 0, chain->rows, chance)) levels = 0;
+    if (chain->stands && !goes_on(program, chain->first, chain, 0, chain->rows, chain->first_keys, chance)) levels = 0;
     gather(program, chain);
   }
   for (int level = 0; level < levels; level++) {
@@ -355,8 +372,9 @@ void forerun_chain(const Program *program, const Batch *batch, const Chain *chai
     b.ids = tokens;
     b.tokens = b.wanted = chain->active[level];
     forerun_run(program, &b);
-    say_all(program, &b, chain, b.tokens, chain->keys + (int64_t)level * chain->rows, tokens + chain->rows, all);
-    if (chain->stands && !goes_on(program, &b, chain, level + 1, b.tokens, chance)) break;
+    const uint64_t *keys = chain->keys + (int64_t)level * chain->rows;
+    say_all(program, &b, chain, b.tokens, keys, tokens + chain->rows, all);
+    if (chain->stands && !goes_on(program, &b, chain, level + 1, b.tokens, keys, chance)) break;
     b.positions += chain->rows, b.store += chain->rows, b.direct += chain->rows;
   }
 }
