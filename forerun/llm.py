@@ -67,7 +67,8 @@ class LLM:
         self.recommended = recommended(directory)
         target = make_runner(self.config, directory, device)
         view = view_of(target.decoder)
-        spec = automatic(self.config.draft, directory, native.instructions() if view.form else "")
+        instructions = native.instructions() if view.form else ""
+        spec = automatic(self.config.draft, directory, instructions, target.decoder.weight_bits)
         width, threshold = self.config.width, self.config.draft_threshold
         load = _Loading(self.config, directory, self.tokenizer, target)
         proposers = make_proposers(read_draft(spec), load, view, target.cache, width, threshold)

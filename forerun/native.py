@@ -96,6 +96,12 @@ class NativeDecoder:
         return sum(m.bytes for m in self._matrices)
 
     @property
+    def weight_bits(self) -> float:
+        """Bits of a weight of its matrices, in the mean, scales included."""
+        weights: int = sum(m.matrix.inputs * m.matrix.outputs for m in self._matrices)
+        return 8 * self.weight_bytes / weights
+
+    @property
     def precision(self) -> str:
         """In which numbers its matrices are, and whose kernels multiply them."""
         return f"{' and '.join(dict.fromkeys(m.form for m in self._matrices))}, native {native.instructions()}"

@@ -4,6 +4,7 @@ suffix+KIND:DIR_OR_HUB_ID for both: what the text repeats is copied, the rest is
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
@@ -39,16 +40,18 @@ PAIRS: dict[str, Callable[[Path, TargetView], PairHead]] = {
 }  # fmt: skip
 
 
-PAYS = ("avx512", "avx512vnni")  # instructions with which heads that come with forerun were faster than copies alone
+# By instructions the bits of a weight, in the mean, from which on a head that comes with forerun was faster than copies
+# alone: what weights are short of saves reading, and rows cost as much as ever (docs/performance.md).
+PAYS = {"avx512": 0.0, "avx512vnni": 0.0, "avx2": 8.0, "avxvnni": 8.0}
 
 
-def automatic(spec: str, model: Path, instructions: str) -> str:
+def automatic(spec: str, model: Path, instructions: str, bits: float) -> str:
     """What `auto` means for this model: what copies, and then the drafter that comes with forerun for it, where that
     was measured to pay. `instructions` are those of the native kernels, "" in torch, where a head takes longer to call
-    than it is worth; with AVX2 its rows cost what they bring (docs/performance.md)."""
+    than it is worth; `bits` are those of the model's weights."""
     if spec != "auto":
         return spec
-    found = bundled_for(model) if instructions in PAYS else None
+    found = bundled_for(model) if bits >= PAYS.get(instructions, math.inf) else None
     return "suffix" if found is None else f"suffix+{kind_of(found)}:{found}"
 
 

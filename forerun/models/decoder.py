@@ -50,6 +50,11 @@ class Decoder:
         return sum(m.numel() * m.element_size() for m in [*matrices, w.head.weight])
 
     @property
+    def weight_bits(self) -> float:
+        """Bits of a weight."""
+        return 8.0 * self.dtype.itemsize
+
+    @property
     def precision(self) -> str:
         """In which numbers its matrices are, and whose kernels multiply them."""
         return f"{str(self.dtype).removeprefix('torch.')}, torch on {self.device}"

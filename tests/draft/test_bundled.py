@@ -35,12 +35,15 @@ def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_model_goes_by_its_name(shipped: Path) -> None:
     for place in PLACES:
         assert bundled_for(Path(place)) == shipped
-        assert automatic("auto", Path(place), "avx512") == f"suffix+eagle3:{shipped}"
-        assert automatic("auto", Path(place), "avx2") == "suffix", "rows cost there what they bring"
-        assert automatic("auto", Path(place), "") == "suffix", "a head does not pay in torch"
-        assert automatic("ngram", Path(place), "avx512") == "ngram", "who asks for something gets that"
+        assert automatic("auto", Path(place), "avx512", 5.0) == f"suffix+eagle3:{shipped}"
+        assert automatic("auto", Path(place), "avx2", 8.1) == f"suffix+eagle3:{shipped}"
+        assert automatic("auto", Path(place), "avx2", 5.0) == "suffix", (
+            "rows of short weights cost there what they bring"
+        )
+        assert automatic("auto", Path(place), "", 16.0) == "suffix", "a head does not pay in torch"
+        assert automatic("ngram", Path(place), "avx512", 16.0) == "ngram", "who asks for something gets that"
     assert bundled_for(Path("/a/Qwen3-0.6B.gguf")) is None
-    assert automatic("auto", Path("/a/Qwen3-0.6B.gguf"), "avx512") == "suffix"
+    assert automatic("auto", Path("/a/Qwen3-0.6B.gguf"), "avx512", 16.0) == "suffix"
     shutil.rmtree(shipped)
     assert bundled_for(Path(PLACES[0])) is None, "an installation without it"
 
@@ -51,7 +54,7 @@ def test_auto_drafts_with_it_and_says_the_same(
 ) -> None:
     if native.library() is None:
         pytest.skip("the native kernels were not compiled")
-    monkeypatch.setattr(registry, "PAYS", (native.start(),))
+    monkeypatch.setattr(registry, "PAYS", {native.start(): 0.0})
     shutil.copytree(tiny.family("llama"), model := tmp_path / DEFAULT)
     llm, other = LLM(model, kv_tokens=1024), LLM(tiny.family("llama"), kv_tokens=1024)
     assert (llm.draft, other.draft) == ("suffix+eagle3", "suffix")
