@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
-from forerun.drafts import parse_draft
+from forerun.drafts import joined
 from forerun.errors import ConfigError, brief, nearest
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
@@ -28,9 +28,10 @@ class Config:
             None is the default model, SmolLM2-135M-Instruct.
         draft: off, ngram, suffix, recycle (or recycle:TABLE), retrieval:INDEX (or several, by commas), self:int4 (the
             model itself, rounded), self:layers=N or self:window=N (with fewer layers or keys), model:, medusa:,
-            eagle:, eagle3:, mtp: or block:DIR_OR_HUB_ID; a|b (or a+b) asks b where a has nothing, a&b makes one tree of
-            both, parentheses nest: suffix|model:.. copies what repeats and drafts the rest; auto is suffix, and for the
-            default model the drafter that comes with it behind that.
+            eagle:, eagle3:, mtp: or block:DIR_OR_HUB_ID; a|b (or a+b) asks b where a has nothing, a?b whichever is
+            measured to do better, a&b makes one tree of both, parentheses nest: suffix|model:.. copies what repeats and
+            drafts the rest; auto is suffix, and for the default model the drafter that comes with it behind that.
+            Several (a list, or --draft once for each): those without weights by turns, then the best of the others.
         depth: most tokens drafted ahead: a number, or auto to choose by measured cost and acceptance, zero included.
         width: nodes a level of the trees of a draft with weights; 1 drafts chains.
         draft_threshold: a block drafter with a confidence head goes no further along a path whose chance to stand, as
@@ -83,9 +84,10 @@ class Config:
             raise ConfigError(
                 f"quantization={self.quantization} and dtype={self.dtype} contradict each other: give one"
             )
-        if not isinstance(self.draft, str):
+        drafts = [self.draft] if isinstance(self.draft, str) else self.draft
+        if not isinstance(drafts, (list, tuple)) or not drafts or not all(isinstance(draft, str) for draft in drafts):
             raise ConfigError(f"draft={self.draft!r} is no draft: give a name such as 'suffix', or 'off'")
-        parse_draft(self.draft)
+        object.__setattr__(self, "draft", joined(drafts))
         object.__setattr__(self, "depth", parse_depth(self.depth))
         for name, low, high in (
             ("width", 1, 16),

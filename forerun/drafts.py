@@ -1,13 +1,16 @@
 """What a draft option says: the names of drafts, and how several of them draft for one request.
 
-`a|b` asks b where a has nothing (`a+b` is the same), `a&b` makes one tree of what both say, and parentheses nest.
+`a|b` asks b where a has nothing (`a+b` is the same), `a?b` whichever of the two is measured to do better, `a&b` makes
+one tree of what both say, and parentheses nest; `&` binds closest, then `?`. The second draft of a kind is called, for
+instance, model#2.
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from forerun.errors import ConfigError, brief, nearest, shown
 
@@ -17,20 +20,27 @@ LOADED = ("model", "medusa", "eagle", "eagle3", "mtp", "block")  # drafts with w
 ITSELF = re.compile(  # how a target drafts for itself
     r"int8|int4|layers=\d{1,6}(?:-\d{1,6})?(?:,\d{1,6}(?:-\d{1,6})?)*|window=[1-9]\d{0,7}"
 )
-NAME = rf"(?:{'|'.join((*SIMPLE, *COPYING, *LOADED, 'self'))})(?:[:+|&)]|$)"  # of a draft, where one begins
-WORD = re.compile(r"[^:+|&()]*")
-NEXT = re.compile(rf"[+|&](?=\(*{NAME})")  # where an argument ends
-NEXT_OF_LOADED = re.compile(rf"[|&](?=\(*{NAME})")  # a directory may be called "a+suffix"
-LIST = re.compile(r"(?:^|[+|&(])(?:retrieval:|self:layers=)[^+|&]*$")  # whose argument may be several, by commas
+NAME = rf"(?:{'|'.join((*SIMPLE, *COPYING, *LOADED, 'self'))})(?:[:+|?&)]|$)"  # of a draft, where one begins
+WORD = re.compile(r"[^:+|?&()]*")
+NEXT = re.compile(rf"[+|?&](?=\(*{NAME})")  # where an argument ends
+NEXT_OF_LOADED = re.compile(rf"[|?&](?=\(*{NAME})")  # a directory may be called "a+suffix"
+LIST = re.compile(r"(?:^|[+|?&(])(?:retrieval:|self:layers=)[^+|?&]*$")  # whose argument may be several, by commas
+SIGNS = "+?&"  # what holds drafts together, the loosest first
 DEEP, LONGEST = 8, 200  # parentheses within one another; characters of what is asked of an engine
 
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """One draft: its name, and what it needs to be told."""
+    """One draft: its kind, what it needs to be told, and which of those of its kind it is, from 1."""
 
-    name: str
+    kind: str
     argument: str = ""
+    number: int = 1
+
+    @property
+    def name(self) -> str:
+        """What it is called: model, and a second one model#2."""
+        return self.kind if self.number == 1 else f"{self.kind}#{self.number}"
 
     def __str__(self) -> str:
         return self.name
@@ -42,14 +52,17 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True)
 class Several:
-    """Drafts that draft for one request: by turns (+), or all of them in one tree (&)."""
+    """Drafts that draft for one request: by turns (+), the best of them (?), or all of them in one tree (&)."""
 
     how: str
     parts: tuple[Leaf | Several, ...]
 
     def __str__(self) -> str:
-        inner = [f"({part})" if isinstance(part, Several) and self.how == "&" else str(part) for part in self.parts]
-        return self.how.join(inner)
+        return self.how.join(f"({part})" if self.needs_parentheses(part) else str(part) for part in self.parts)
+
+    def needs_parentheses(self, part: Leaf | Several) -> bool:
+        """Whether a part binds less closely than what holds the parts together."""
+        return isinstance(part, Several) and SIGNS.index(part.how) < SIGNS.index(self.how)
 
     def leaves(self) -> Iterator[Leaf]:
         """All drafts that are named, in order."""
@@ -60,12 +73,12 @@ class Several:
 def read_draft(spec: str) -> Leaf | Several:
     """A draft option. Raises ConfigError, which says where it stops making sense."""
     found = _Reader(spec, _check).whole()
-    names = [leaf.name for leaf in found.leaves()]
-    _check_once(names, spec)
-    for name in names:
-        if name in ("off", "auto") and len(names) > 1:
-            raise ConfigError(f"{name!r} cannot go with others in {shown(spec)}: give it alone")
-    return found
+    kinds = [leaf.kind for leaf in found.leaves()]
+    _check_once([kind for kind in kinds if kind not in (*LOADED, "self")], spec)
+    for kind in kinds:
+        if kind in ("off", "auto") and len(kinds) > 1:
+            raise ConfigError(f"{kind!r} cannot go with others in {shown(spec)}: give it alone")
+    return _numbered(found, Counter())
 
 
 def read_name(name: str, known: Collection[str]) -> Leaf | Several:
@@ -80,9 +93,20 @@ def read_name(name: str, known: Collection[str]) -> Leaf | Several:
     return found
 
 
+def joined(specs: Sequence[str]) -> str:
+    """One option for several drafts: those that need no weights by turns, and of the rest the best. Raises
+    ConfigError."""
+    free = [all(leaf.kind in (*SIMPLE, *COPYING) for leaf in read_draft(spec).leaves()) for spec in specs]
+    best = [f"({spec})" for spec, is_free in zip(specs, free, strict=True) if not is_free]
+    by_turns = [spec for spec, is_free in zip(specs, free, strict=True) if is_free]
+    whole = specs[0] if len(specs) == 1 else "|".join([*by_turns, *([f"({'?'.join(best)})"] if best else [])])
+    read_draft(whole)
+    return whole
+
+
 def parse_draft(spec: str) -> tuple[tuple[str, str], ...]:
-    """The drafts of an option as (name, argument), in order. Raises ConfigError."""
-    return tuple((leaf.name, leaf.argument) for leaf in read_draft(spec).leaves())
+    """The drafts of an option as (kind, argument), in order. Raises ConfigError."""
+    return tuple((leaf.kind, leaf.argument) for leaf in read_draft(spec).leaves())
 
 
 def draft_name(spec: str) -> str:
@@ -92,7 +116,20 @@ def draft_name(spec: str) -> str:
 
 def names_in(name: str) -> list[str]:
     """The drafts in what the engine calls a proposer."""
-    return [part for part in re.split(r"[+|&()]", name) if part]
+    return [part for part in re.split(r"[+|?&()]", name) if part]
+
+
+def kind_of_name(name: str) -> str:
+    """The kind of draft that has a name: model#2 is a model."""
+    return name.partition("#")[0]
+
+
+def _numbered(said: Leaf | Several, seen: Counter[str]) -> Leaf | Several:
+    """The same, with drafts of one kind counted in order."""
+    if isinstance(said, Several):
+        return replace(said, parts=tuple(_numbered(part, seen) for part in said.parts))
+    seen[said.kind] += 1
+    return replace(said, number=seen[said.kind])
 
 
 def drafts_in(text: str) -> list[str]:
@@ -116,11 +153,14 @@ class _Reader:
     def whole(self) -> Leaf | Several:
         found = self._either()
         if self.at < len(self.spec):
-            raise ConfigError(f"{self._here()} is one ) too many, or a + | or & is missing before it")
+            raise ConfigError(f"{self._here()} is one ) too many, or a + | ? or & is missing before it")
         return found
 
     def _either(self) -> Leaf | Several:
-        return self._several("+|", self._both)
+        return self._several("+|", self._best)
+
+    def _best(self) -> Leaf | Several:
+        return self._several("?", self._both)
 
     def _both(self) -> Leaf | Several:
         return self._several("&", self._one)
@@ -156,7 +196,8 @@ class _Reader:
             self.at = self._end(name, begin)
             argument = self.spec[begin : self.at]
         self.check(name, argument, self._place(start))
-        return Leaf(name, argument)
+        kind, _, number = name.partition("#")
+        return Leaf(kind, argument, int(number) if number.isdigit() else 1)
 
     def _end(self, name: str, begin: int) -> int:
         """Where an argument ends: before what goes on with another draft, or closes a parenthesis around it."""

@@ -12,6 +12,7 @@ import typer
 
 from forerun.completion import draft_names, model_names
 from forerun.config import Config
+from forerun.drafts import joined
 from forerun.errors import ConfigError
 from forerun.sampling.params import SamplingParams
 
@@ -73,7 +74,7 @@ MODEL = inspect.Parameter(
         ),
     ],
 )  # fmt: skip
-CONFIG_TYPES = {"model": str, "quantization": str, "depth": str, "context": int, "kv_tokens": int}
+CONFIG_TYPES = {"model": str, "draft": list[str], "quantization": str, "depth": str, "context": int, "kv_tokens": int}
 SAMPLING_TYPES = {"logit_bias": list[str], "stop": list[str], "stop_token_ids": list[int], "seed": int, "logprobs": int}
 ENGINE = Group("config", Config, "Engine", CONFIG_TYPES, model=True)
 ENGINE_FLAGS = replace(ENGINE, model=False)  # for verbs with arguments of their own
@@ -130,6 +131,8 @@ def with_flags(*groups: Group) -> Callable[[Callable[..., None]], Callable[..., 
             def take(parameters: list[inspect.Parameter]) -> dict[str, Any]:
                 values = {p.name: given.pop(p.name) for p in parameters}
                 values = {name: value for name, value in values.items() if value not in (None, [])}
+                if isinstance(values.get("draft"), list):
+                    values["draft"] = joined(values["draft"])
                 return with_model(values.pop(MODEL.name, None), values)
 
             taken = {name: take(parameters) for name, parameters in flags.items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from forerun.drafts import LOADED, names_in
+from forerun.drafts import LOADED, kind_of_name, names_in
 from forerun.llm import LLM, Prompt
 from forerun.sampling.params import SamplingParams
 
@@ -15,20 +15,25 @@ READS_LAYERS = ("eagle3", "block")  # of the target, whose numbers mean another 
 
 
 def probe(llm: LLM) -> str:
-    """Let it say a few tokens at temperature 0, drafted with weights if it has a drafter with any; what is likely wrong
-    with that where next to nothing of it is accepted, and empty otherwise. Nothing of it is remembered."""
-    name = next((part for part in names_in(llm.draft) if part in LOADED), None)
+    """Let it say a few tokens at temperature 0, drafted by each drafter with weights that it has; what is likely wrong
+    with the first of which next to nothing is accepted, and empty otherwise. Nothing of it is remembered."""
+    names = [part for part in names_in(llm.draft) if kind_of_name(part) in LOADED]
+    return next(filter(None, [_probe(llm, name) for name in names or ["off"]]), "")
+
+
+def _probe(llm: LLM, name: str) -> str:
     params = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
-    (said,) = llm.generate(_prompt(llm), params, draft=name or "off", depth=DEPTH if name else None)
+    (said,) = llm.generate(_prompt(llm), params, draft=name, depth=None if name == "off" else DEPTH)
     llm.forget()
-    counts = said.stats.by_source[name] if name else None
-    if name is None or counts is None or counts.accepted >= LEAST * said.stats.steps:
+    counts = said.stats.by_source[name]
+    if name == "off" or counts.accepted >= LEAST * said.stats.steps:
         return ""
     what = f"of {counts.drafted} tokens that it drafted {counts.accepted} were accepted"
     if not counts.drafted:
         what = "it drafted nothing"
-    cause = MODEL if name == "model" else HEAD
-    cause += ", or the layers it reads are counted otherwise in its config.json" if name in READS_LAYERS else ""
+    kind = kind_of_name(name)
+    cause = MODEL if kind == "model" else HEAD
+    cause += ", or the layers it reads are counted otherwise in its config.json" if kind in READS_LAYERS else ""
     return f"the draft {name} does not pay with this target: {what} of a probe. Most likely {cause}"
 
 

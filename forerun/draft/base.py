@@ -97,6 +97,7 @@ class Proposer:
             verified as pay.
         learns: it wants the target's laws, too.
         merges: it may make one draft of what several say.
+        rivals: those of its parts of which only the best is asked.
     """
 
     name = ""
@@ -107,6 +108,7 @@ class Proposer:
     learns = False
     merges = False
     boundaries: tuple[int, ...] = ()
+    rivals: tuple[Proposer, ...] = ()
 
     def most(self, depth: int) -> int:
         """The most nodes of a draft so deep, the root apart."""

@@ -1,4 +1,4 @@
-"""Proposers made of proposers: one after the other, or all in one tree.
+"""Proposers made of proposers: one after the other, the best of them, or all in one tree.
 
 The engine asks the parts itself (`Drafting`), so that it learns what each costs and is worth. What a composition does
 is to say who is asked next, and to make one draft of what they say: `ask` is a generator that yields a part, is sent
@@ -8,14 +8,14 @@ what that offered, and returns the draft. Otherwise it only passes on what happe
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from torch import Tensor
 
 from forerun.draft.base import Proposer, Reference
-from forerun.drafts import Leaf, Several, read_name
+from forerun.drafts import SIGNS, Leaf, Several, read_name
 from forerun.types import Draft, Law
 
 
@@ -31,12 +31,26 @@ class Offer:
 
 MADE = 64  # proposers that requests made of others which are kept
 Asking = Generator[Proposer, Offer, Draft]
+Ranking = Callable[[Sequence[Proposer]], Sequence[Proposer]]  # proposers, those first that are expected to do best
 
 
-def ask(proposer: Proposer, branching: bool) -> Asking:
-    """Who is asked for a draft of a proposer, one after the other. Without `branching` it has to be a chain."""
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What matters to who is asked.
+
+    Attributes:
+        branching: drafts may be trees; otherwise they have to be chains.
+        ranking: which proposers are expected to do best for this request.
+    """
+
+    branching: bool
+    ranking: Ranking
+
+
+def ask(proposer: Proposer, asked: Asked) -> Asking:
+    """Who is asked for a draft of a proposer, one after the other."""
     if isinstance(proposer, Composition):
-        return proposer.ask(branching)
+        return proposer.ask(asked)
     return _alone(proposer)
 
 
@@ -44,9 +58,9 @@ def _alone(proposer: Proposer) -> Asking:
     return (yield proposer).taken
 
 
-def _in_turn(parts: Sequence[Proposer], branching: bool) -> Asking:
+def _in_turn(parts: Sequence[Proposer], asked: Asked) -> Asking:
     for part in parts:
-        draft = yield from ask(part, branching)
+        draft = yield from ask(part, asked)
         if len(draft) > 1:
             break
     return draft
@@ -61,17 +75,21 @@ class Composition(Proposer):
         self.inner = tuple(parts)
         self._leaves = tuple(own for part in parts for own in part.parts)
         self.name = self.sign.join(
-            f"({part.name})" if isinstance(part, Composition) and self.sign == "&" else part.name for part in parts
+            f"({part.name})"
+            if isinstance(part, Composition) and SIGNS.index(part.sign) < SIGNS.index(self.sign)
+            else part.name
+            for part in parts
         )
         self.boundaries = tuple(sorted({b for part in parts for b in part.boundaries}))
         self.learns = any(part.learns for part in parts)
         self.merges = self.sign == "&" or any(part.merges for part in parts)
+        self.rivals = self._leaves if self.sign == "?" else tuple(own for part in parts for own in part.rivals)
 
     @property
     def parts(self) -> Sequence[Proposer]:
         return self._leaves
 
-    def ask(self, branching: bool) -> Asking:
+    def ask(self, asked: Asked) -> Asking:
         """See `ask`."""
         raise NotImplementedError
 
@@ -112,8 +130,17 @@ class Either(Composition):
         self.width = max(part.width for part in parts)
         self.beside = max(part.beside for part in parts)
 
-    def ask(self, branching: bool) -> Asking:
-        return _in_turn(self.inner, branching)
+    def ask(self, asked: Asked) -> Asking:
+        return _in_turn(self.inner, asked)
+
+
+class Best(Either):
+    """Asks whichever of its parts is expected to do best first, and the next one where that has nothing."""
+
+    sign = "?"
+
+    def ask(self, asked: Asked) -> Asking:
+        return _in_turn(asked.ranking(self.inner), asked)
 
 
 class Both(Composition):
@@ -126,13 +153,13 @@ class Both(Composition):
         self.width = sum(part.width for part in parts)
         self.beside = sum(part.beside for part in parts)
 
-    def ask(self, branching: bool) -> Asking:
-        if not branching:
-            return (yield from _in_turn(self.inner, branching))
+    def ask(self, asked: Asked) -> Asking:
+        if not asked.branching:
+            return (yield from _in_turn(self.inner, asked))
         drafts = []
         for part in self.inner:
             if isinstance(part, Composition):
-                drafts.append((yield from part.ask(branching)))
+                drafts.append((yield from part.ask(asked)))
                 continue
             offer = yield part
             if offer.settles:
@@ -145,7 +172,8 @@ def composed(said: Leaf | Several, proposers: Mapping[str, Proposer]) -> Propose
     """What drafts as an option says, of these proposers."""
     if isinstance(said, Leaf):
         return proposers[said.name]
-    return (Both if said.how == "&" else Either)([composed(part, proposers) for part in said.parts])
+    kind = {"+": Either, "?": Best, "&": Both}[said.how]
+    return kind([composed(part, proposers) for part in said.parts])
 
 
 class Proposers(dict[str, Proposer]):

@@ -110,24 +110,26 @@ def make_proposers(
     pages = cache.pages
     room = {"tokens": pages.count * pages.size, "page": pages.size, "slots": len(cache.length)}
     for leaf in said.leaves():
-        name, argument = leaf.name, leaf.argument
-        if name == "recycle" and argument:
+        kind, name, argument = leaf.kind, leaf.name, leaf.argument
+        if kind == "recycle" and argument:
             proposers[name] = Recycle(Successors.load(Path(argument).expanduser(), target.vocab), max(width, 2))
-        if name == "retrieval":
+        if kind == "retrieval":
             proposers[name] = Retrieval({place: load.index(place) for place in argument.split(",")})
-        if name == "model":
+        if kind == "model":
             proposers[name] = load.model(argument, width)
-        if name == "self":
+        if kind == "self":
             proposers[name] = load.itself(argument, width)
-        if name == "medusa":
+        if kind == "medusa":
             proposers[name] = Medusa(load_heads(find_model(argument)), target, width)
-        if name in PAIRS:
-            head = PAIRS[name](find_model(argument, pickled=True), target)
-            kind = Pairs if head.mask_token is None else ParallelPairs
-            proposers[name] = kind(name, head, target, **room, width=width)
-        if name == "block":
+        if kind in PAIRS:
+            head = PAIRS[kind](find_model(argument, pickled=True), target)
+            pairs = Pairs if head.mask_token is None else ParallelPairs
+            proposers[name] = pairs(name, head, target, **room, width=width)
+        if kind == "block":
             block = load_block(find_model(argument, pickled=True), target)
             proposers[name] = Block(block, target, **room, width=width, threshold=threshold)
+        if leaf.number > 1:
+            proposers[name].name = name
     plain = said if str(said) not in ("off", "auto") else Leaf("suffix")
     for several in (plain, Several("+", (Leaf("suffix"), Leaf("recycle"))), _behind(RETRIEVAL, plain)):
         proposers[str(several)] = composed(several, proposers)

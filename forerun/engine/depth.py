@@ -12,85 +12,24 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Protocol
 
+from forerun.engine.acceptance import STRENGTH, Acceptance, Wish
 from forerun.engine.costs import Costs
 from forerun.engine.survival import Survival
 
 DEEPEST = 16
 FAR, HIGHEST = 4, 0.9  # levels over which a level's cost is taken; a floor is no higher
-LONGEST = 6  # bits of the length of a match, from which on all are alike
 HOPELESS = 0.02  # chance of acceptance below which a token is not worth considering
 PRIOR = 0.6  # acceptance assumed of a proposer nothing is known of
 OFFERED = 0.9  # and how often it has something to offer
-STRENGTH = 4.0  # how many observations the prior is worth,
-KNOWN = 0.06  # and how many more each of up to a hundred that were made of other requests
+KNOWN = 0.06  # observations that each of up to a hundred adds to the prior that were made of other requests
 PLAIN = 2  # passes without a draft that are measured before anything is compared with them
+IDLE = 8  # steps after which a rival of who drafts is tried again
 REST = 16  # steps without drafting before it is tried again, at least
 PROBE_DEPTH = 2
 PROBE_SHARE = 0.01  # of the time goes into probes of a proposer,
 ALLOWANCE = 5.0  # and the time of so many passes at once
-
-
-@dataclass(slots=True)
-class Chance:
-    """Discounted counts of what came true and what did not."""
-
-    yes: float = 0.0
-    no: float = 0.0
-
-    @property
-    def seen(self) -> float:
-        """How much was counted."""
-        return self.yes + self.no
-
-    def rate(self, prior: float, strength: float = STRENGTH) -> float:
-        """Probability that it comes true; the prior is worth so many observations."""
-        return (self.yes + strength * prior) / (self.seen + strength)
-
-    def add(self, yes: float, no: float, keep: float) -> None:
-        self.yes, self.no = keep * self.yes + yes, keep * self.no + no
-
-
-@dataclass(slots=True)
-class Acceptance:
-    """What became of one proposer's drafts, for one request or for all.
-
-    Attributes:
-        kept: of drafted tokens: those accepted, given that those before them were. A draft accepted to its end tells
-            nothing of what would have come after (censored).
-        offered: of the times it was asked: those it had something to draft.
-        rest: steps before it is asked again; None while it seems to pay.
-        right: its last draft was accepted to the end.
-    """
-
-    kept: Chance = field(default_factory=Chance)
-    offered: Chance = field(default_factory=Chance)
-    rest: int | None = None
-    right: bool = False
-
-    def add(self, drafted: int, accepted: int, keep: float) -> None:
-        """One round; 0 drafted is nothing to offer."""
-        self.offered.add(drafted > 0, drafted == 0, keep)
-        self.right = 0 < drafted == accepted
-        if drafted:
-            self.kept.add(accepted, accepted < drafted, keep)
-
-
-@dataclass(slots=True)
-class Wish:
-    """One request that could draft: its proposer, the most it may draft, its acceptance and what a level costs."""
-
-    source: str
-    limit: int
-    acceptance: Acceptance
-    width: int = 1
-
-
-def kind_of_match(source: str, match: int) -> str:
-    """Copies behind long matches are right more often: the policy keeps their acceptance apart, by powers of two."""
-    return f"{source}, {min(match.bit_length(), LONGEST)} bits"
 
 
 class DepthPolicy(Protocol):
@@ -109,6 +48,12 @@ class DepthPolicy(Protocol):
     def enough(self, chances: Sequence[float], place: tuple[int, int]) -> int:
         """How many of some nodes to verify, of which each stands with such a chance, the likeliest first; `place` as in
         `worth`."""
+
+    def ranked(self, groups: Sequence[Sequence[Wish]], place: tuple[int, int]) -> list[int]:
+        """Which groups are expected to do best for a request, best first; `place` as in `worth`."""
+
+    def tried(self, rivals: Sequence[Wish], place: tuple[int, int]) -> int | None:
+        """Which of the rivals to let draft only to see what becomes of it; asked once a step. `place` as in `worth`."""
 
     def floor(self, source: str, acceptance: Acceptance, place: tuple[int, int]) -> float:
         """The chance that a chain still stands below which no token more is worth it; `place` as in `worth`."""
@@ -211,6 +156,33 @@ class Auto:
         expected = itertools.accumulate(chances, initial=1.0)
         speeds = [gain / self.learned.of_pass(tokens + requests * count) for count, gain in enumerate(expected)]
         return speeds.index(max(speeds))
+
+    def ranked(self, groups: Sequence[Sequence[Wish]], place: tuple[int, int]) -> list[int]:
+        speeds = [max(self._hoped(wish, place) for wish in group) for group in groups]
+        return sorted(range(len(groups)), key=lambda i: -speeds[i])
+
+    def tried(self, rivals: Sequence[Wish], place: tuple[int, int]) -> int | None:
+        """The one that has been idle longest, if its proposer has credit for the time that drafting takes: what it says
+        is not verified, only compared with what the target says anyway."""
+        for wish in rivals:
+            wish.acceptance.idle += 1
+        i = max(range(len(rivals)), key=lambda i: rivals[i].acceptance.idle)
+        source, state = rivals[i].source, rivals[i].acceptance
+        if state.idle <= IDLE or not self.learned.known(place[0], PLAIN):
+            return None
+        seconds = max(self.learned.of_draft(source, PROBE_DEPTH), self.learned.lag(source))
+        price = seconds / self.learned.of_pass(place[0])
+        if self.credit[source] < min(price, ALLOWANCE):
+            return None
+        self.credit[source] -= price
+        return i
+
+    def _hoped(self, wish: Wish, place: tuple[int, int]) -> float:
+        """Tokens a second that are expected of a proposer, which may have nothing to draft. Who does best differs from
+        text to text, so other requests count for less here than where only depth is at stake."""
+        plain, known = 1 / self.learned.of_pass(place[0]), self.sources[wish.source].kept.rate(PRIOR)
+        alone = self._alone(wish, wish.acceptance.kept.rate(known), place)[1]
+        return plain + self._offer(wish) * (alone - plain)
 
     def floor(self, source: str, acceptance: Acceptance, place: tuple[int, int]) -> float:
         """A level more costs what it takes to draft, and a row of the pass; it brings a token with the chance that all

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from forerun.draft.base import Proposer, Row
-from forerun.draft.compose import Offer, ask
+from forerun.draft.compose import Asked, Offer, Ranking, ask
+from forerun.engine.acceptance import Wish, kind_of_match
 from forerun.engine.blame import blaming, together
-from forerun.engine.depth import DEEPEST, DepthPolicy, Wish, kind_of_match
+from forerun.engine.depth import DEEPEST, PROBE_DEPTH, DepthPolicy
 from forerun.engine.request import Offered, Request
 from forerun.engine.scheduler import Work
 from forerun.errors import ForerunError
@@ -35,13 +38,14 @@ class Drafting:
         """One draft for each request that draws, roots where it does not pay, there is no room, or what drafts for it
         failed: that is the request's error."""
         drafts = {w.request.id: Draft.root(w.request.tokens[-1]) for w in drawing}
-        plans = []
+        plans, place = [], (sum(w.count for w in works), len(drawing))
         for work in drawing:
             request = work.request
             with blaming(request):
                 drafts[request.id] = self._forced(work)
             if len(drafts[request.id]) == 1 and request.draft != OFF and not request.error:
-                plans.append(Plan(work, self.proposers[request.draft]))
+                plans.append(Plan(work, self.proposers[request.draft], functools.partial(self._ranked, request, place)))
+        self._try(plans, place)
         known, asking = sum(w.count for w in works) + sum(len(d) - 1 for d in drafts.values()), plans
         while asking := [plan for plan in asking if self._goes_on(plan)]:
             self._ask(asking, known + sum(len(plan.draft) - 1 for plan in plans if plan.draft))
@@ -50,6 +54,30 @@ class Drafting:
                 with blaming(plan.work.request):
                     drafts[plan.work.request.id] = self._taken(plan, plan.draft, (known, len(plans)))
         return drafts
+
+    def _ranked(self, request: Request, place: tuple[int, int], parts: Sequence[Proposer]) -> Sequence[Proposer]:
+        """Proposers, those first that are expected to do best."""
+        groups = [[_wish(request, own) for own in part.parts] for part in parts]
+        return [parts[i] for i in self.policy.ranked(groups, place)]
+
+    def _try(self, plans: Sequence[Plan], place: tuple[int, int]) -> None:
+        """Let rivals of who drafts say what they would have drafted, which is compared with what the target says."""
+        for plan in plans:
+            request, rivals = plan.work.request, plan.whole.rivals
+            if not rivals or request.depth != "auto" or self._limit(plan.work) < PROBE_DEPTH:
+                continue
+            i = self.policy.tried([_wish(request, rival) for rival in rivals], place)
+            room = len(request.tokens) + (0 if i is None else rivals[i].most(PROBE_DEPTH))
+            if i is None or not self.target.cache.pages.grow(request.slot, room):
+                continue
+            start, rival = self.clock(), rivals[i]
+            row = replace(self._row(request, rival, PROBE_DEPTH, place), stands=None)
+            (draft,) = self._proposed(rival, [row], [request])
+            self._time(rival, [row], [draft], [request], self.clock() - start)
+            if draft is not None:
+                with blaming(request):
+                    self._check(draft, PROBE_DEPTH, rival)
+                    request.offered.append(Offered(rival.name, "", draft))
 
     def _goes_on(self, plan: Plan) -> bool:
         """Whether there is somebody to ask, who does not rest."""
@@ -77,17 +105,13 @@ class Drafting:
         place = tokens, len(plans)
         for proposer, asking in groups.items():
             name, requests = proposer.name, [plan.work.request for plan in asking]
-            rows = [self._row(plan, place) for plan in asking]
+            rows = [self._row(plan.work.request, proposer, plan.depth, place) for plan in asking]
             proposed = self._proposed(proposer, rows, requests)
-            end, lag = self.clock(), max(len(r.tokens) - r.asked.get(name, 0) for r in requests)
-            seconds, start = end - start, end
-            if lag <= SHORT_LAG:
-                self.policy.record_draft(name, _drafted(proposer, rows, proposed), seconds, len(rows))
-            else:
-                self.policy.record_lag(name, seconds)
+            end = self.clock()
+            self._time(proposer, rows, proposed, requests, end - start)
+            start = end
             for plan, draft in zip(asking, proposed, strict=True):
                 request = plan.work.request
-                request.asked[name] = len(request.tokens)
                 with blaming(request):
                     offer = self._offer(plan, draft, place) if draft is not None and len(draft) > 1 else None
                     if draft is not None and offer is None:
@@ -96,6 +120,23 @@ class Drafting:
 
     def _proposed(self, proposer: Proposer, rows: Sequence[Row], requests: Sequence[Request]) -> Sequence[Draft | None]:
         return together(lambda chosen: proposer.propose([rows[i] for i in chosen]), range(len(rows)), requests)
+
+    def _time(
+        self,
+        proposer: Proposer,
+        rows: Sequence[Row],
+        proposed: Sequence[Draft | None],
+        requests: Sequence[Request],
+        seconds: float,
+    ) -> None:
+        """Remember what drafting took."""
+        name = proposer.name
+        if max(len(r.tokens) - r.asked.get(name, 0) for r in requests) <= SHORT_LAG:
+            self.policy.record_draft(name, _drafted(proposer, rows, proposed), seconds, len(rows))
+        else:
+            self.policy.record_lag(name, seconds)
+        for request in requests:
+            request.asked[name] = len(request.tokens)
 
     def _offer(self, plan: Plan, draft: Draft, place: tuple[int, int]) -> Offer:
         """A draft, and as much of it as pays alone: of nodes that were weighed, and of what was copied. What becomes of
@@ -120,7 +161,7 @@ class Drafting:
         and then it is scored with what the target says."""
         request, parts = plan.work.request, plan.whole.parts
         others = [
-            Wish(part.name, request.limit - request.produced - 1, request.acceptance[part.name], part.width)
+            _wish(request, part)
             for part in parts[parts.index(plan.asked) + 1 :]
             if request.acceptance[part.name].rest is None
         ]
@@ -188,8 +229,8 @@ class Drafting:
             depths[i] = depth
         return depths
 
-    def _row(self, plan: Plan, place: tuple[int, int]) -> Row:
-        request, proposer, stands, floor = plan.work.request, plan.asked, None, 0.0
+    def _row(self, request: Request, proposer: Proposer, depth: int, place: tuple[int, int]) -> Row:
+        stands, floor = None, 0.0
         if _stops(request, proposer):
             stands = self.policy.survival(proposer.name, request.params.greedy).stands
             if proposer.stops:
@@ -201,7 +242,7 @@ class Drafting:
             tokens=request.tokens,
             params=request.params,
             noise=Noise(request.seed, len(request.tokens) - 1),
-            depth=plan.depth,
+            depth=depth,
             coupled=request.rule.coupled,
             branching=request.rule.branching,
         )
@@ -211,11 +252,11 @@ class Plan:
     """One request while it is drafted for: `wanted` is asked next, for a draft `depth` deep, and `draft` is there once
     nobody is."""
 
-    def __init__(self, work: Work, whole: Proposer) -> None:
+    def __init__(self, work: Work, whole: Proposer, ranking: Ranking) -> None:
         self.work, self.whole = work, whole
         self.draft: Draft | None = None
         self.depth = 0
-        self._asking = ask(whole, work.request.rule.branching)
+        self._asking = ask(whole, Asked(work.request.rule.branching, ranking))
         self.wanted: Proposer | None = next(self._asking)
 
     @property
@@ -231,6 +272,12 @@ class Plan:
             self.wanted = self._asking.send(offer or Offer(root, root))
         except StopIteration as end:
             self.wanted, self.draft = None, end.value
+
+
+def _wish(request: Request, proposer: Proposer) -> Wish:
+    """What a request could draft with a proposer."""
+    limit = request.limit - request.produced - 1
+    return Wish(proposer.name, limit, request.acceptance[proposer.name], proposer.width)
 
 
 def _stops(request: Request, proposer: Proposer) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from forerun.draft.base import Reference
-from forerun.engine.depth import Acceptance
+from forerun.engine.acceptance import Acceptance
 from forerun.engine.stats import RequestStats
 from forerun.errors import ForerunError
 from forerun.models.text import TextStream

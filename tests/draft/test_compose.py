@@ -11,7 +11,7 @@ import pytest
 from forerun import LLM, ConfigError, SamplingParams
 from forerun.check import oracle
 from forerun.draft.base import Proposer, Row
-from forerun.draft.compose import MADE, Both, Either, Offer, ask, merged
+from forerun.draft.compose import MADE, Asked, Best, Both, Either, Offer, ask, merged
 from forerun.drafts import read_draft
 from forerun.kernels import native
 from forerun.types import Draft, Law
@@ -31,7 +31,8 @@ def answered(
     proposer: Proposer, has: dict[str, Draft], settles: str = "", branching: bool = True
 ) -> tuple[list[str], Draft]:
     """Who was asked, and what came of it, where some have drafts."""
-    asking, asked, root = ask(proposer, branching), list[str](), Draft.root(1)
+    backwards = Asked(branching, lambda parts: parts[::-1])
+    asking, asked, root = ask(proposer, backwards), list[str](), Draft.root(1)
     wanted = next(asking)
     try:
         while True:
@@ -56,6 +57,10 @@ def test_who_is_asked() -> None:
     nested = Both((Either((a, b)), c))
     assert nested.name == "(a+b)&c" and [part.name for part in nested.parts] == ["a", "b", "c"] and nested.merges
     assert answered(nested, {"b": B, "c": C})[0] == ["a", "b", "c"]
+    best = Either((a, Best((b, c))))
+    assert answered(best, {"b": B, "c": C}) == (["a", "c"], C), "the ranking here turns them round"
+    assert answered(best, {"b": B})[0] == ["a", "c", "b"] and best.rivals == (b, c) and not either.rivals
+    assert (best.name, Both((a, best.inner[1])).name, Best((a, both)).name) == ("a+b?c", "a&(b?c)", "a?a&b&c")
     asked, draft = answered(Either((a, Both((b, c)))), {"b": B, "c": C})
     assert asked == ["a", "b", "c"] and sorted(draft.tokens) == [1, 2, 4, 5]
 
@@ -155,7 +160,9 @@ PROMPTS = ["def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return", "
 
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("rule", ["match", "tree", "token", "block"])
-@pytest.mark.parametrize("spec", ["suffix&model:{}", "(suffix|ngram)&model:{}", "ngram|suffix&recycle&model:{}"])
+@pytest.mark.parametrize(
+    "spec", ["suffix&model:{}", "(suffix|ngram)&model:{}", "ngram|suffix&recycle&model:{}", "ngram?model:{}"]
+)
 def test_the_same_text_as_alone(kernels: str, rule: str, spec: str) -> None:
     """In batches, with preemption, at both kinds of depth."""
     llm = LLM(
@@ -185,7 +192,7 @@ def test_requests_may_compose_what_the_engine_has() -> None:
     llm = LLM(tiny.spoken(), draft=f"model:{tiny.spoken(0.05)}", dtype="float64", kv_tokens=1024)
     params = SamplingParams(max_tokens=30, seed=1)
     plain = llm.generate(PROMPTS[0], params, draft="off")[0].token_ids
-    for draft in ("suffix&model", "(suffix|ngram)&recycle", "ngram|model"):
+    for draft in ("suffix&model", "(suffix|ngram)&recycle", "ngram|model", "suffix|recycle?model"):
         (said,) = llm.generate(PROMPTS[0], params, draft=draft, prediction=PROMPTS[1])
         assert said.token_ids == plain
     before = len(llm.engine.proposers)

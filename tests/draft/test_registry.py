@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forerun import LLM, ConfigError, SamplingParams
-from forerun.drafts import draft_name, drafts_in, names_in, parse_draft
+from forerun.config import Config
+from forerun.drafts import draft_name, drafts_in, joined, kind_of_name, names_in, parse_draft
 from tests import tiny
 
 
@@ -43,22 +44,58 @@ def test_names(spec: str, found: tuple[tuple[str, str], ...]) -> None:
         ("suffix&(ngram&recycle)", "suffix&ngram&recycle", ["", "", ""]),
         ("retrieval:a,b&self:layers=0-3,9|eagle3:x", "retrieval&self+eagle3", ["a,b", "layers=0-3,9", "x"]),
         ("model:some&eagle3:thing|suffix", "model&eagle3+suffix", ["some", "thing", ""]),
+        ("suffix|eagle3:x?model:y&ngram", "suffix+eagle3?model&ngram", ["", "x", "y", ""]),
+        ("(suffix|eagle3:x)?(model:y?ngram)", "(suffix+eagle3)?model?ngram", ["", "x", "y", ""]),
+        ("suffix&(eagle3:x?model:y)", "suffix&(eagle3?model)", ["", "x", "y"]),
+        ("model:x?model:y&model:z", "model?model#2&model#3", ["x", "y", "z"]),
     ],
 )
 def test_how_several_draft(spec: str, name: str, arguments: list[str]) -> None:
     assert draft_name(spec) == name
     assert [argument for _, argument in parse_draft(spec)] == arguments
-    assert names_in(name) == [leaf for leaf, _ in parse_draft(spec)]
+    assert [kind_of_name(leaf) for leaf in names_in(name)] == [kind for kind, _ in parse_draft(spec)]
+    assert len(set(names_in(name))) == len(arguments), "everyone has a name of its own"
 
 
-@given(st.text(alphabet="+|&():,suffixngrammodel0=-", max_size=60))
+@pytest.mark.parametrize(
+    ("specs", "whole"),
+    [
+        (["suffix"], "suffix"),
+        (["model:x", "eagle3:y"], "((model:x)?(eagle3:y))"),
+        (["model:x", "suffix", "eagle3:y&recycle", "ngram"], "suffix|ngram|((model:x)?(eagle3:y&recycle))"),
+        (["suffix", "ngram"], "suffix|ngram"),
+    ],
+)
+def test_several_options_are_one(specs: list[str], whole: str) -> None:
+    assert joined(specs) == whole
+    assert Config(draft=specs).draft == Config(draft=whole).draft == whole  # type: ignore[arg-type]
+
+
+def test_two_models_draft_for_one_target() -> None:
+    """Each by a name of its own, which requests may use, and whichever does better."""
+    llm = LLM(tiny.spoken(), draft=[f"model:{tiny.spoken(0.3)}", f"model:{tiny.spoken(0.02)}"], kv_tokens=512)
+    params = SamplingParams(max_tokens=60, temperature=0.6, seed=3, ignore_eos=True)
+    plain = llm.generate("The name", params, draft="off")[0].token_ids
+    for draft, names in (
+        (None, {"model", "model#2"}),
+        ("model#2", {"model#2"}),
+        ("model&model#2", {"model", "model#2"}),
+    ):
+        for depth in (2, "auto"):
+            (said,) = llm.generate("The name", params, draft=draft, depth=depth)
+            assert said.token_ids == plain and {*said.stats.by_source} <= names
+    with pytest.raises(ConfigError, match=r"has no draft 'model#3'"):
+        llm.generate("The name", params, draft="model#3")
+
+
+@given(st.text(alphabet="+|?&():,#suffixngrammodel0=-", max_size=60))
 def test_whatever_is_written_is_read_or_refused(text: str) -> None:
     """A name that is made of an option stands for the same order of drafts."""
     try:
         name = draft_name(text)
     except ConfigError:
         return
-    assert names_in(name) == [leaf for leaf, _ in parse_draft(text)]
+    assert [kind_of_name(leaf) for leaf in names_in(name)] == [kind for kind, _ in parse_draft(text)]
 
 
 @pytest.mark.parametrize(

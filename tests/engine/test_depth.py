@@ -6,8 +6,9 @@ import random
 
 import pytest
 
+from forerun.engine.acceptance import Acceptance, Chance, Wish, kind_of_match
 from forerun.engine.costs import SETTLED
-from forerun.engine.depth import ALLOWANCE, PLAIN, PROBE_SHARE, REST, Acceptance, Auto, Chance, Wish, kind_of_match
+from forerun.engine.depth import ALLOWANCE, PLAIN, PROBE_SHARE, REST, Auto
 
 
 def learned(rate: float, draft_cost: float, slope: float) -> tuple[Auto, Acceptance]:

@@ -8,7 +8,7 @@ import pytest
 
 from forerun.draft.base import Proposer, Row
 from forerun.draft.compose import Either
-from forerun.engine.depth import Acceptance, Wish, kind_of_match
+from forerun.engine.acceptance import Acceptance, Wish, kind_of_match
 from forerun.engine.engine import Engine
 from forerun.errors import ForerunError
 from forerun.runner import Runner

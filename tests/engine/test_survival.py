@@ -8,7 +8,8 @@ import pytest
 
 from forerun import LLM, SamplingParams
 from forerun.draft.eagle_format import save_head
-from forerun.engine.depth import HIGHEST, Acceptance, Auto, Chance
+from forerun.engine.acceptance import Acceptance, Chance
+from forerun.engine.depth import HIGHEST, Auto
 from forerun.engine.survival import Survival
 from forerun.kernels import native
 from forerun.types import Draft
