@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from forerun.machine import cores, cpu_lines, processor
+
 SETS = ("avx512", "avx512vnni", "avxvnni", "avx2", "portable")  # instruction sets of the native kernels, best first
 NEEDED = {
     "avx512": ("avx512f", "avx512bw", "avx512vl", "avx512_vnni", "avx512_bf16"),
@@ -87,30 +89,10 @@ def _torch() -> Finding:
     return Finding("torch", str(torch.__version__), str(torch.__version__))
 
 
-def _cpu_lines(field: str) -> list[str]:
-    """Every value of a field of /proc/cpuinfo; empty where there is no such file."""
-    with suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return [line.partition(":")[2].strip() for line in lines if line.partition(":")[0].strip() == field]
-    return []
-
-
-def cores() -> int:
-    """Cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def processor() -> str:
-    """What the processor calls itself."""
-    return next(iter(_cpu_lines("model name")), "") or platform.processor() or platform.machine()
-
-
 def _processor() -> Finding:
     model = processor()
     known = {flag for flags in NEEDED.values() for flag in flags} | {"amx_tile", "amx_bf16", "amx_int8"}
-    flags = sorted(known & set(next(iter(_cpu_lines("flags")), "").split()))
+    flags = sorted(known & set(next(iter(cpu_lines("flags")), "").split()))
     count, all_cores = cores(), os.cpu_count() or 1
     allowed = f"{count} cores" if count == all_cores else f"{count} of {all_cores} cores"
     value = {"model": model, "cores": count, "cores_of_the_machine": all_cores, "flags": flags}
@@ -133,7 +115,7 @@ def _kernels() -> Finding:
         with suppress(ValueError):
             possible.append(native.start(instructions=name))
     active = native.start()
-    flags = set(next(iter(_cpu_lines("flags")), "").split())
+    flags = set(next(iter(cpu_lines("flags")), "").split())
     lacking = " ".join(flag for flag in NEEDED.get(SETS[0], ()) if flag not in flags)
     text, advice = f"{active}, of {', '.join(possible)}", ""
     if active != SETS[0]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,8 @@ import torch
 
 from forerun import rng
 from forerun.config import Config
-from forerun.draft.across import make_draft_model
-from forerun.draft.base import Proposer, Reference
+from forerun.draft.base import Reference
 from forerun.draft.corpus import Index
-from forerun.draft.itself import Abridged, kept_layers
-from forerun.draft.model import DraftModel
 from forerun.draft.registry import automatic, make_proposers, with_references
 from forerun.draft.view import view_of
 from forerun.drafts import draft_name, read_draft
@@ -24,13 +21,14 @@ from forerun.engine.engine import Engine
 from forerun.errors import RequestError
 from forerun.job import Completion, Job
 from forerun.kernels import native
-from forerun.load import check_vocabulary, load_tokenizer, make_runner, pick_device
+from forerun.learned import learned_of
+from forerun.load import load_tokenizer, make_runner, pick_device
+from forerun.loader import Loader, open_index
 from forerun.models.advice import recommended
 from forerun.models.decoder import Decoder
 from forerun.models.hub import find_model
 from forerun.models.text import Message, Tokenizer
 from forerun.native import NativeDecoder
-from forerun.runner import Runner
 from forerun.sampling.params import SamplingParams
 from forerun.types import Event
 
@@ -70,12 +68,22 @@ class LLM:
         instructions = native.instructions() if view.form else ""
         spec = automatic(self.config.draft, directory, instructions, target.decoder.weight_bits)
         width, threshold = self.config.width, self.config.draft_threshold
-        load = _Loading(self.config, directory, self.tokenizer, target)
+        load = Loader(self.config, directory, self.tokenizer, target)
         proposers = make_proposers(read_draft(spec), load, view, target.cache, width, threshold)
         self.draft = draft_name(spec)
         self.engine = Engine(
             target, proposers, rule=self.config.rule, chunk=self.config.chunk, tokenizer=self.tokenizer
         )
+        decoder = target.decoder
+        facts = [
+            decoder.precision,
+            self.config.threads,
+            native.threads(),
+            str(device),
+            self.config.draft,
+            self.config.width,
+        ]
+        self.learned = learned_of(self.engine.policy, directory, decoder.weight_bytes, facts)
         self._jobs: dict[int, Job] = {}
 
     @property
@@ -91,7 +99,7 @@ class LLM:
 
     def index(self, directory: Path) -> Index:
         """An index that `forerun index` made for this model. Raises LoadError, RequestError."""
-        return _index(directory, self.tokenizer, self.decoder.config.vocab)
+        return open_index(directory, self.tokenizer, self.decoder.config.vocab)
 
     def generate(
         self,
@@ -130,6 +138,7 @@ class LLM:
                 self._step()
         finally:
             self._drop(jobs)
+            self.learned.keep()
         for job in jobs:
             job.check()
         return [job.completion() for job in jobs]
@@ -228,45 +237,6 @@ class LLM:
         return self.tokenizer
 
 
-@dataclass(frozen=True, slots=True)
-class _Loading:
-    """What drafts need to have read, for a target of this configuration."""
-
-    config: Config
-    directory: Path
-    tokenizer: Tokenizer | None
-    target: Runner
-
-    def model(self, where: str, width: int) -> Proposer:
-        drafter, vocab = find_model(where), self.target.decoder.config.vocab
-        theirs = load_tokenizer(drafter)
-        if self.tokenizer is None or theirs is None:
-            check_vocabulary(self.tokenizer, drafter, vocab)  # what ids mean is not known, but how many there are
-        runner = make_runner(self.config, drafter, self.target.decoder.device, self.target)
-        return make_draft_model(runner, where, self.tokenizer, theirs, vocab, width)
-
-    def itself(self, how: str, width: int) -> Proposer:
-        shape, (kind, _, said) = self.target.decoder.config, how.partition("=")
-        if kind == "layers":
-            return Abridged(self.target, kept_layers(said, shape.layers), width=width)
-        if kind == "window":
-            return Abridged(self.target, range(shape.layers), int(said), width)
-        config = replace(self.config, draft_quantization=kind)
-        runner = make_runner(config, self.directory, self.target.decoder.device, self.target)
-        return DraftModel(runner, shape.vocab, width, "self")
-
-    def index(self, where: str) -> Index:
-        return _index(Path(where).expanduser(), self.tokenizer, self.target.decoder.config.vocab)
-
-
-def _index(directory: Path, tokenizer: Tokenizer | None, vocab: int) -> Index:
-    if tokenizer is None:
-        raise RequestError("this model directory has no tokenizer, so no index has its tokens")
-    index = Index(directory)
-    index.check(tokenizer, vocab)
-    return index
-
-
 class Stream:
     """The events of one request. Leaving the loop early ends the request; `completion` is what there is so far."""
 
@@ -289,6 +259,7 @@ class Stream:
             job.check()
         finally:
             self._llm._drop([job])
+            self._llm.learned.keep()
 
     @property
     def completion(self) -> Completion:

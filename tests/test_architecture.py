@@ -11,7 +11,19 @@ PACKAGE = Path(forerun.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 # Each floor may import from itself and from those below it.
 FLOORS = [
-    {"errors", "types", "rng", "config", "drafts", "memory", "progress", "sandbox", "sandbox_worker", "whole"},
+    {
+        "errors",
+        "types",
+        "rng",
+        "config",
+        "drafts",
+        "machine",
+        "memory",
+        "progress",
+        "sandbox",
+        "sandbox_worker",
+        "whole",
+    },
     {"kernels", "sampling", "verify"},
     {"models"},
     {"cache"},
@@ -19,7 +31,7 @@ FLOORS = [
     {"draft"},
     {"catalogue"},
     {"engine"},
-    {"completion", "flags", "job", "llm", "probe", "terminal"},
+    {"completion", "flags", "job", "learned", "llm", "loader", "probe", "terminal"},
     {"bench", "check", "doctor", "drafters_cli", "generate_cli", "index_cli", "models_cli", "server", "train"},
     {"chat", "cli", "__main__", "__init__"},
 ]

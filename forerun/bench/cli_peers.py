@@ -10,8 +10,8 @@ import typer
 from forerun.bench.choice import PASSAGE
 from forerun.bench.lists import listed, whole
 from forerun.config import parse_depth
-from forerun.doctor import cores
 from forerun.errors import ConfigError, RequestError
+from forerun.machine import cores
 
 if TYPE_CHECKING:
     from forerun.bench.peer_plan import Load

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from forerun.bench.rounds import Result
 from forerun.catalogue.memory import remember
-from forerun.doctor import processor
 from forerun.drafts import LOADED, parse_draft
+from forerun.machine import processor
 from forerun.models.hub import DEFAULT
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 STRENGTH = 4.0  # how many observations a prior is worth
-NEVER = 1 << 20
+NEVER = 1 << 20  # steps
+MOST = 1e6  # of any discounted count
 LONGEST = 6  # bits of the length of a match, from which on all are alike
 
 
@@ -48,6 +50,15 @@ class Acceptance:
     right: bool = False
     idle: int = NEVER
 
+    def state(self) -> list[float]:
+        """Its counts, for `recall` of another process."""
+        return [self.kept.yes, self.kept.no, self.offered.yes, self.offered.no]
+
+    def recall(self, state: Sequence[float]) -> None:
+        """Begin with these counts. Raises ValueError or TypeError for what `state` never gave."""
+        kept_yes, kept_no, offered_yes, offered_no = counts(state)
+        self.kept, self.offered = Chance(kept_yes, kept_no), Chance(offered_yes, offered_no)
+
     def add(self, drafted: int, accepted: int, keep: float) -> None:
         """One round; 0 drafted is nothing to offer."""
         self.idle = 0
@@ -55,6 +66,14 @@ class Acceptance:
         self.right = 0 < drafted == accepted
         if drafted:
             self.kept.add(accepted, accepted < drafted, keep)
+
+
+def counts(found: Sequence[float]) -> list[float]:
+    """Numbers from a file that may be anybody's, as counts. Raises ValueError or TypeError for what are none."""
+    numbers = [float(number) for number in found]
+    if not all(0 <= number < MOST for number in numbers):
+        raise ValueError(f"these are no counts: {numbers}")
+    return numbers
 
 
 @dataclass(slots=True)

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import bisect
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 WARM = 0.7  # share of a first measurement that is believed
 SETTLED = 8  # measurements from which a size stands for itself
@@ -21,6 +23,7 @@ LEAST_GAIN = 0.05  # of one measurement, however many there were
 MOST_SURPRISE = 1.5  # factor that one measurement may be off, at most
 FRESH = 8  # measurements until a curve is read anew: after a pass the caches are cold, and Python is slow
 TICK = 1e-9  # seconds that anything takes, whatever the clock says
+LONGEST = 1e4  # seconds that anything takes
 PACE_GAIN = 0.1  # of one measurement in the machine's pace
 
 
@@ -61,6 +64,19 @@ class Curve:
             found = min(self._interpolate(size), most, *self._larger(size))
             self._read[size] = found
         return found
+
+    def state(self, pace: float) -> list[tuple[int, float, int]]:
+        """(size, seconds at this pace, how many were measured) of each size that was seen more than once."""
+        return [(size, self.seen[size] * pace, n) for size, n in self.count.items() if n > 1]
+
+    def recall(self, state: Sequence[Sequence[float]]) -> None:
+        """Begin with these; no more of them than settle a size, so that new ones soon count for more."""
+        for size, seconds, count in state:
+            if not (int(size) > 0 and 0 < seconds < LONGEST and count > 1):
+                raise ValueError(f"{seconds} s for {size}")
+            self.count[int(size)], self.seen[int(size)] = min(int(count), SETTLED), float(seconds)
+        self.sizes[:] = sorted(self.count)
+        self._read.clear()
 
     def _larger(self, size: float) -> list[float]:
         """What sizes beyond it cost that have settled."""
@@ -148,6 +164,24 @@ class Costs:
         if curve.count.get(bucket, 0) >= SETTLED:  # else what is wrong may well be what is believed of the size
             self.pace *= surprise(curve.seen[bucket], seconds) ** PACE_GAIN
         curve.add(bucket, seconds)
+
+    @property
+    def passes(self) -> int:
+        """How many passes were measured."""
+        return sum(self._passes.count.values())
+
+    def state(self) -> dict[str, Any]:
+        """What is believed, for `recall` of another process: plain data, seconds at the pace of now."""
+        drafts = {f"{octave} {source}": curve.state(self.pace) for (source, octave), curve in self._drafts.items()}
+        return {"passes": self._passes.state(self.pace), "drafts": drafts}
+
+    def recall(self, state: Mapping[str, Any]) -> None:
+        """Begin with what another process believed. Raises ValueError, TypeError, KeyError or AttributeError for what
+        `state` never gave."""
+        self._passes.recall(state["passes"])
+        for name, sizes in state["drafts"].items():
+            octave, _, source = name.partition(" ")
+            self._drafts[source, int(octave)].recall(sizes)
 
     def seconds(self) -> tuple[dict[int, float], dict[str, dict[int, float]]]:
         """What is believed of the sizes that were measured, at the pace of now: of passes, and of drafts by proposer

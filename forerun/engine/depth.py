@@ -11,8 +11,8 @@ import heapq
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 from forerun.engine.acceptance import STRENGTH, Acceptance, Wish
 from forerun.engine.costs import Costs
@@ -91,6 +91,26 @@ class Auto:
         self.sources: dict[str, Acceptance] = defaultdict(Acceptance)
         self.survivals: dict[tuple[str, bool], Survival] = defaultdict(Survival)
         self.credit: dict[str, float] = defaultdict(lambda: ALLOWANCE)  # passes left for probes, by proposer
+
+    def state(self) -> dict[str, Any]:
+        """What was learned, as plain data for `recall` of another process: seconds and counts, no text."""
+        return {
+            "costs": self.learned.state(),
+            "sources": {name: acceptance.state() for name, acceptance in self.sources.items()},
+            "survivals": {f"{int(greedy)} {name}": s.state() for (name, greedy), s in self.survivals.items()},
+        }
+
+    def recall(self, state: Mapping[str, Any]) -> None:
+        """Begin with what another process learned. Raises ValueError, TypeError, KeyError or AttributeError, and
+        nothing is known then, for what `state` never gave."""
+        learned = Auto()
+        learned.learned.recall(state["costs"])
+        for name, found in state["sources"].items():
+            learned.sources[name].recall(found)
+        for name, found in state["survivals"].items():
+            greedy, _, source = name.partition(" ")
+            learned.survivals[source, greedy == "1"].recall(found)
+        self.learned, self.sources, self.survivals = learned.learned, learned.sources, learned.survivals
 
     def choose(self, wishes: Sequence[Wish], tokens: int) -> list[int]:
         """The best depths; those whose drafts did not pay rest until their probe, for nothing new is known of them."""

@@ -12,6 +12,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from forerun.engine.acceptance import counts
 from forerun.types import SIXTEENTHS, Draft
 
 STRENGTH = 8.0  # tokens that the drafter's own word counts for
@@ -27,6 +28,18 @@ class Survival:
     seen: list[float] = field(default_factory=lambda: [0.0] * 2 * SIXTEENTHS)
     stands: array[float] = field(default_factory=lambda: array("f", map(_own_word, range(2 * SIXTEENTHS))))
 
+    def state(self) -> list[list[float]]:
+        """Its counts, for `recall` of another process."""
+        return [self.yes, self.seen]
+
+    def recall(self, state: Sequence[Sequence[float]]) -> None:
+        """Begin with these counts. Raises ValueError or TypeError for what `state` never gave."""
+        self.yes, self.seen = (counts(found) for found in state)
+        if not len(self.yes) == len(self.seen) == 2 * SIXTEENTHS:
+            raise ValueError("there are other parts of a probability")
+        for sixteenth in range(2 * SIXTEENTHS):
+            self._say(sixteenth)
+
     def add(self, draft: Draft, path: Sequence[int], is_open: bool = False) -> None:
         """What became of a draft's tokens, of which the target said those of `path`, and no more yet if that `is_open`.
         Those behind one that does not stand say nothing."""
@@ -37,8 +50,11 @@ class Survival:
                 continue
             self.yes[sixteenth] = KEEP * self.yes[sixteenth] + (node in kept)
             self.seen[sixteenth] = KEEP * self.seen[sixteenth] + 1
-            right = self.yes[sixteenth] + STRENGTH * _own_word(sixteenth)
-            self.stands[sixteenth] = right / (self.seen[sixteenth] + STRENGTH)
+            self._say(sixteenth)
+
+    def _say(self, sixteenth: int) -> None:
+        right = self.yes[sixteenth] + STRENGTH * _own_word(sixteenth)
+        self.stands[sixteenth] = right / (self.seen[sixteenth] + STRENGTH)
 
 
 def _own_word(sixteenth: int) -> float:

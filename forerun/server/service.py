@@ -185,6 +185,7 @@ class Service:
                 return self._commands.get(timeout=REST)
             except queue.Empty:
                 self.llm.engine.grammars.prepare()
+                self.llm.learned.keep()
                 give_back()  # a twentieth of a millisecond where there is nothing
 
     def _add(self, group: Group, first: int = 0) -> None:

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from forerun import doctor
 from forerun.errors import ForerunError
 from forerun.kernels import native
+from forerun.machine import cores
 from forerun.progress import Tell, nothing
 from forerun.train.capture import Target
 from forerun.train.checkpoint import write_checkpoint
@@ -296,7 +296,7 @@ def _threads(count: int) -> Iterator[None]:
     """Give torch's products so many threads, 0 one for each core: beside the native kernels it has a
     single one, but they sleep while a drafter learns."""
     before = torch.get_num_threads()
-    torch.set_num_threads(count or doctor.cores())
+    torch.set_num_threads(count or cores())
     try:
         yield
     finally:

@@ -1,0 +1,64 @@
+"""What the depth policy learned, from one process to the next: a file of counts and seconds for each model and machine.
+
+Without it every process begins by believing nothing: it measures plain passes first, and what a drafter costs while
+its weights are not in the caches yet. It is a convenience: whatever goes wrong with the file, nothing is known, and no
+file of it changes what is generated. It holds no text.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from forerun.engine.depth import Auto, DepthPolicy
+from forerun.errors import ForerunError
+from forerun.machine import processor
+from forerun.models.packed_cache import cache_folder, model_digest
+from forerun.whole import write_whole
+
+VERSION = "learned 1"  # of what a file holds
+SMALLEST = 32 << 20  # bytes of weights: what is smaller is measured as fast as it is read
+PASSES, SECONDS = 16, 10.0  # that lie between two writes at least
+
+
+class Learned:
+    """The file of one engine, if it has one."""
+
+    def __init__(self, policy: DepthPolicy, path: Path | None) -> None:
+        """Lets the policy begin with what the file at `path` knows; None keeps nothing."""
+        self.policy, self.path = policy, path
+        self._passes, self._written = 0, float("-inf")
+        if path is not None and isinstance(policy, Auto):
+            with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
+                policy.recall(json.loads(path.read_text(encoding="utf-8")))
+            self._passes = policy.learned.passes
+
+    def keep(self) -> None:
+        """Write the file, where enough was learned since the last time."""
+        policy, now = self.policy, time.monotonic()
+        if self.path is None or not isinstance(policy, Auto) or now < self._written + SECONDS:
+            return
+        if policy.learned.passes < self._passes + PASSES:
+            return
+        self._passes, self._written = policy.learned.passes, now
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(self.path, json.dumps(policy.state()))
+        except (OSError, ForerunError):
+            self.path = None  # the next one would fail as well
+
+
+def learned_of(policy: DepthPolicy, model: Path, weight_bytes: int, facts: list[Any]) -> Learned:
+    """What is known of this model, as `facts` tell it (its precision, threads, drafts), on this machine."""
+    folder = cache_folder()
+    if folder is None or weight_bytes < SMALLEST:
+        return Learned(policy, None)
+    machine = [VERSION, platform.machine(), processor()]
+    try:
+        return Learned(policy, folder / "learned" / f"{model_digest(model, map(str, [*machine, *facts]))}.json")
+    except OSError:
+        return Learned(policy, None)

@@ -1,0 +1,58 @@
+"""What drafts need to have read: models, indices, the target again in other numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from forerun.config import Config
+from forerun.draft.across import make_draft_model
+from forerun.draft.base import Proposer
+from forerun.draft.corpus import Index
+from forerun.draft.itself import Abridged, kept_layers
+from forerun.draft.model import DraftModel
+from forerun.errors import RequestError
+from forerun.load import check_vocabulary, load_tokenizer, make_runner
+from forerun.models.hub import find_model
+from forerun.models.text import Tokenizer
+from forerun.runner import Runner
+
+
+@dataclass(frozen=True, slots=True)
+class Loader:
+    """What drafts need to have read, for a target of this configuration."""
+
+    config: Config
+    directory: Path
+    tokenizer: Tokenizer | None
+    target: Runner
+
+    def model(self, where: str, width: int) -> Proposer:
+        drafter, vocab = find_model(where), self.target.decoder.config.vocab
+        theirs = load_tokenizer(drafter)
+        if self.tokenizer is None or theirs is None:
+            check_vocabulary(self.tokenizer, drafter, vocab)  # what ids mean is not known, but how many there are
+        runner = make_runner(self.config, drafter, self.target.decoder.device, self.target)
+        return make_draft_model(runner, where, self.tokenizer, theirs, vocab, width)
+
+    def itself(self, how: str, width: int) -> Proposer:
+        shape, (kind, _, said) = self.target.decoder.config, how.partition("=")
+        if kind == "layers":
+            return Abridged(self.target, kept_layers(said, shape.layers), width=width)
+        if kind == "window":
+            return Abridged(self.target, range(shape.layers), int(said), width)
+        config = replace(self.config, draft_quantization=kind)
+        runner = make_runner(config, self.directory, self.target.decoder.device, self.target)
+        return DraftModel(runner, shape.vocab, width, "self")
+
+    def index(self, where: str) -> Index:
+        return open_index(Path(where).expanduser(), self.tokenizer, self.target.decoder.config.vocab)
+
+
+def open_index(directory: Path, tokenizer: Tokenizer | None, vocab: int) -> Index:
+    """An index that `forerun index` made for this model. Raises LoadError, RequestError."""
+    if tokenizer is None:
+        raise RequestError("this model directory has no tokenizer, so no index has its tokens")
+    index = Index(directory)
+    index.check(tokenizer, vocab)
+    return index
