@@ -67,6 +67,9 @@ class DepthPolicy(Protocol):
     def rate(self, source: str, acceptance: Acceptance) -> float:
         """The acceptance it expects of the next drafted token."""
 
+    def cost(self, tokens: float) -> float:
+        """Seconds that it expects of a pass over so many tokens."""
+
     def costs(self) -> tuple[dict[int, float], dict[str, dict[int, float]]]:
         """Seconds measured so far: of a pass by its tokens, and of drafting by proposer and depth."""
 
@@ -231,6 +234,9 @@ class Auto:
             elif chance < HOPELESS:
                 break
         return best, speed
+
+    def cost(self, tokens: float) -> float:
+        return self.learned.pace * self.learned.of_pass(tokens)
 
     def costs(self) -> tuple[dict[int, float], dict[str, dict[int, float]]]:
         return self.learned.seconds()

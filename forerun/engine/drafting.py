@@ -12,6 +12,7 @@ from forerun.draft.compose import Asked, Offer, Ranking, ask
 from forerun.engine.acceptance import Wish, kind_of_match
 from forerun.engine.blame import blaming, together
 from forerun.engine.depth import DEEPEST, PROBE_DEPTH, DepthPolicy
+from forerun.engine.guard import Guard
 from forerun.engine.request import Offered, Request
 from forerun.engine.scheduler import Work
 from forerun.errors import ForerunError
@@ -29,21 +30,29 @@ class Drafting:
     """Asks proposers for drafts as deep as the policy says and the target's cache has room for."""
 
     def __init__(
-        self, target: Runner, proposers: Mapping[str, Proposer], policy: DepthPolicy, clock: Callable[[], float]
+        self,
+        target: Runner,
+        proposers: Mapping[str, Proposer],
+        policy: DepthPolicy,
+        guard: Guard,
+        clock: Callable[[], float],
     ) -> None:
         """`clock` gives the seconds by which costs are learned."""
-        self.target, self.proposers, self.policy, self.clock = target, proposers, policy, clock
+        self.target, self.proposers, self.policy, self.guard, self.clock = target, proposers, policy, guard, clock
+        self.asked = False  # whether a proposer drafted in this step
 
     def propose(self, works: Sequence[Work], drawing: Sequence[Work]) -> dict[int, Draft]:
         """One draft for each request that draws, roots where it does not pay, there is no room, or what drafts for it
         failed: that is the request's error."""
         drafts = {w.request.id: Draft.root(w.request.tokens[-1]) for w in drawing}
         plans, place = [], (sum(w.count for w in works), len(drawing))
+        self.asked, lets = False, self.guard.lets()
         for work in drawing:
             request = work.request
             with blaming(request):
                 drafts[request.id] = self._forced(work)
-            if len(drafts[request.id]) == 1 and request.draft != OFF and not request.error:
+            is_open = request.draft != OFF and (lets or request.depth != "auto")
+            if len(drafts[request.id]) == 1 and is_open and not request.error:
                 plans.append(Plan(work, self.proposers[request.draft], functools.partial(self._ranked, request, place)))
         self._try(plans, place)
         known, asking = sum(w.count for w in works) + sum(len(d) - 1 for d in drafts.values()), plans
@@ -130,7 +139,7 @@ class Drafting:
         seconds: float,
     ) -> None:
         """Remember what drafting took."""
-        name = proposer.name
+        name, self.asked = proposer.name, True
         if max(len(r.tokens) - r.asked.get(name, 0) for r in requests) <= SHORT_LAG:
             self.policy.record_draft(name, _drafted(proposer, rows, proposed), seconds, len(rows))
         else:

@@ -22,6 +22,7 @@ from forerun.engine.admission import output_limit
 from forerun.engine.blame import blaming
 from forerun.engine.depth import Auto, DepthPolicy
 from forerun.engine.drafting import OFF, Drafting
+from forerun.engine.guard import Guard
 from forerun.engine.observe import kept, logprobs_of, round_of
 from forerun.engine.request import Request
 from forerun.engine.scheduler import Scheduler, Work
@@ -59,7 +60,8 @@ class Engine:
         self.requests: dict[int, Request] = {}
         # On CPU this thread works through every pass, so its own time is what a pass costs, whatever else runs here.
         self.clock = time.thread_time if target.decoder.device.type == "cpu" else time.perf_counter
-        self.drafting = Drafting(target, self.proposers, self.policy, self.clock)
+        self.guard = Guard(self.policy.cost)
+        self.drafting = Drafting(target, self.proposers, self.policy, self.guard, self.clock)
         self._ids = itertools.count()
         self._aborted: list[Event] = []
 
@@ -182,6 +184,10 @@ class Engine:
             rows, first = logits[first : first + len(draft)], first + len(draft)
             if verdict:
                 events += self._land(work, draft, verdict, rows, seconds)
+        if all(work.draws and work.count == 1 for work in works) and not any(map(_insists, works)):
+            said = sum(len(event.token_ids) for event in events)
+            taken = time.perf_counter() - start
+            self.guard.record(len(works), len(logits), said, taken, self.drafting.asked)
         return events
 
     def _segment(self, work: Work, draft: Draft | None) -> Segment:
@@ -310,6 +316,11 @@ class Engine:
             self._seal(request)
         self.scheduler.finish(request)
         del self.requests[request.id]
+
+
+def _insists(work: Work) -> bool:
+    """Whether it drafts to a depth of its own, whatever pays."""
+    return work.request.draft != OFF and work.request.depth != "auto"
 
 
 def _sound(works: Sequence[Work]) -> list[Work]:

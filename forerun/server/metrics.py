@@ -120,6 +120,9 @@ class _Now(Collector):
         yield GaugeMetricFamily("forerun_waiting", "Requests that wait for a place", len(scheduler.waiting))
         yield GaugeMetricFamily("forerun_kv_used", "Share of the KV pages in use", pages.used / pages.count)
         yield CounterMetricFamily("forerun_engine_failures", "Times the engine started over", self.service.failures)
+        guard = engine.guard
+        yield GaugeMetricFamily("forerun_worth", "Speed where drafted lately, as a share of plain", guard.worth)
+        yield CounterMetricFamily("forerun_rests", "Times speculation was slower and was stopped", guard.rests)
 
 
 class _Vllm(Collector):

@@ -114,6 +114,7 @@ def test_texts_are_the_same_whatever_a_drafter_is_sure_of(rule: str, temperature
     llm.engine.policy.floor = lambda *_: 0.3  # type: ignore[method-assign]
     llm.engine.policy.choose = lambda wishes, _: [2] * len(wishes)  # type: ignore[method-assign]
     llm.engine.policy.enough = lambda chances, _: len(chances)  # type: ignore[method-assign]
+    llm.engine.guard.lets = lambda: True  # type: ignore[method-assign]
     said = llm.generate(prompts, params)
     drafted = {depth for completion in said for depth in completion.stats.depths}
     nodes = {length for completion in said for length, _ in completion.stats.rounds}

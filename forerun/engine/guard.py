@@ -1,0 +1,104 @@
+"""The guard: whether speculation pays by the clock on the wall, whatever the depth policy believes.
+
+The policy decides by costs and chances that it has measured one by one. This looks at whole steps: what the tokens that
+came of drafting would have taken without. Where that is less than what was spent, a few plain steps show whether it is
+so at this moment, and then nothing is drafted for a while, which doubles each time. So a loss is bounded, whatever its
+cause: a belief that is wrong, what nobody counts, a drafter that slows everything else down.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+log = logging.getLogger("forerun.engine")
+log.addHandler(logging.NullHandler())  # who wants to read it, configures that
+
+WINDOW = 96  # steps with drafts, about, that a judgement rests on
+LEAST = 0.97  # of the speed of plain decoding
+LOSS, MOST = 4.0, 64.0  # plain steps that may be lost before that is looked at, and after it was found to be none
+FRESH = 8  # plain steps that settle what one takes now
+LONGEST = 4096  # steps without drafts, at most
+
+
+@dataclass
+class Guard:
+    """Of one engine.
+
+    Attributes:
+        cost: seconds that the depth policy expects of a pass over so many tokens.
+        factor: how many times that a plain step takes, all of it.
+        earned, spent: seconds that what was drafted lately would have taken without, and did take; discounted.
+        allowed: plain steps that may seem to be lost; twice as many each time that this was an error.
+        resting: steps without drafts that are left; `fresh` of them are there to measure.
+        unseen, due: steps with drafts since enough plain ones were seen, and after how many some are measured in any
+            case: a belief that is wrong may hide a loss.
+        pause: how long it rests next.
+        rests: how often it stopped speculation.
+    """
+
+    cost: Callable[[float], float]
+    factor: float = 1.0
+    earned: float = 0.0
+    spent: float = 0.0
+    allowed: float = LOSS
+    resting: int = 0
+    fresh: int = 0
+    unseen: int = 0
+    due: int = WINDOW
+    pause: int = WINDOW
+    rests: int = 0
+
+    @property
+    def worth(self) -> float:
+        """The speed of what was drafted lately, as a share of that of plain decoding; 1 where nothing was."""
+        return self.factor * self.earned / self.spent if self.spent else 1.0
+
+    def lets(self) -> bool:
+        """Whether anything may be drafted in this step."""
+        return self.resting == 0
+
+    def record(self, requests: int, tokens: int, said: int, seconds: float, drafted: bool) -> None:
+        """One step: so many requests, none of which read a prompt, so many `tokens` in its pass, of which so many were
+        `said`. `drafted`: a proposer was asked."""
+        if drafted:
+            keep = 1 - 1 / WINDOW
+            self.earned = keep * self.earned + said / requests * self.cost(requests)
+            self.spent = keep * self.spent + seconds
+            lost = self.spent - self.factor * self.earned
+            self.unseen += 1
+            if self.unseen >= self.due or lost > self.allowed * self.factor * self.cost(requests):
+                self.resting = self.fresh = FRESH  # what was known of plain steps may be long past
+            elif self.earned > 0.9 * WINDOW * self.cost(requests) and self.worth > 1:
+                self.pause = WINDOW
+            return
+        taken = seconds / self.cost(tokens)
+        if not self.resting:
+            self.factor *= min(max(taken / self.factor, 0.5), 2.0) ** (1 / FRESH)
+            self.unseen = max(self.unseen - WINDOW // FRESH, 0)
+            return
+        self.resting -= 1
+        if self.fresh:
+            self._measure(taken)
+
+    def _measure(self, taken: float) -> None:
+        """One plain step more; after the last of them it is known."""
+        share = 1 / (FRESH - self.fresh + 1)
+        self.factor += share * (taken - self.factor)
+        self.fresh -= 1
+        if self.fresh:
+            return
+        if self.unseen < self.due:
+            self.allowed = min(2 * self.allowed, MOST)
+        self.unseen, self.due = 0, LONGEST
+        if self.worth >= LEAST:
+            return
+        (log.info if self.rests else log.warning)(
+            "speculation gave %.2f times the speed of plain decoding: nothing is drafted for %d steps",
+            self.worth, self.pause,
+        )  # fmt: skip
+        self.rests += 1
+        self.resting, self.allowed = self.pause, LOSS
+        self.pause = min(2 * self.pause, LONGEST)
+        self.earned = self.spent = 0.0
