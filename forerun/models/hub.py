@@ -15,6 +15,7 @@ from forerun.models.names import choose, first_part, is_gguf, listed, models_of,
 
 WANTED = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "tokenizer.model", "*.txt"]
 UNWANTED = ["original/*", "onnx/*"]
+PICKLED = ("pytorch_model*.bin", "medusa_lm_head.pt", "hydra_lm_head.pt")  # by torch.save, in drafters
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
 MAGIC = b"GGUF"
 
@@ -36,7 +37,7 @@ def find_model(name: str | None, pickled: bool = False) -> Path:
     Args:
         name: a directory, a GGUF file, `ollama:NAME[:TAG]`, `lmstudio:PUBLISHER/MODEL`, or `ORG/REPO[:TAG]` on the Hub,
             which is downloaded unless it is here; None is the default model.
-        pickled: whoever reads it can also read pytorch_model*.bin.
+        pickled: whoever reads it can also read what `PICKLED` names.
     """
     if name is None:
         return default_model() or _download_default()
@@ -126,7 +127,7 @@ def _of_hub(repository: str, tag: str | None, pickled: bool) -> Path:
     try:
         if tag:
             return _gguf(repository, tag)
-        directory = _snapshot(repository, [*WANTED, "pytorch_model*.bin"] if pickled else WANTED)
+        directory = _snapshot(repository, [*WANTED, *PICKLED] if pickled else WANTED)
     except LoadError as error:
         known = _of_ollama(f"{repository}:{tag}" if tag else repository)
         raise LoadError(f"{error}{f'; {known}' if known else ''}") from None

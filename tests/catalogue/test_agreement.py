@@ -14,7 +14,8 @@ from forerun.catalogue.facts import facts_at
 from forerun.catalogue.fit import checks, fits, sizes_of
 from forerun.draft.block_format import load_block, save_block
 from forerun.draft.eagle_format import load_head, save_head
-from forerun.draft.medusa import Medusa, load_heads, save_heads
+from forerun.draft.medusa import save_heads
+from forerun.draft.medusa_format import load_heads
 from forerun.draft.mtp import load_module, save_module
 from forerun.draft.view import TargetView, view_of
 from forerun.errors import LoadError
@@ -51,7 +52,7 @@ KINDS: dict[str, tuple[Save, Load]] = {
     "block": (block, load_block),
     "block with its own embedding": (lambda path: block(path, own_embedding=True), load_block),
     "mtp": (mtp, lambda path, target: load_module(path, target).attach(target)),
-    "medusa": (medusa, lambda path, target: Medusa(load_heads(path), target)),
+    "medusa": (medusa, lambda path, target: load_heads(path).attach(target)),
 }
 CHANGES: list[dict[str, Any]] = [
     {},
