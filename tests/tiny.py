@@ -24,8 +24,9 @@ from forerun.draft.block_head import BlockConfig, BlockHead
 from forerun.draft.eagle1 import FirstHead
 from forerun.draft.eagle_head import EagleConfig, EagleHead
 from forerun.draft.hydra import HydraHeads
+from forerun.draft.level_dialects import MlpShape
 from forerun.draft.medusa import MedusaHeads
-from forerun.draft.mlp import MlpShape, MlpSpeculator
+from forerun.draft.mlp import MlpSpeculator
 from forerun.draft.mtp import MtpModule
 from forerun.kernels import native
 from forerun.models.config import load_config, make_config

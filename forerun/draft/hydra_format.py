@@ -13,15 +13,13 @@ from pathlib import Path
 
 import torch
 
-from forerun.draft.fields import read_bool, read_whole
 from forerun.draft.hydra import HydraHeads, prefix_like
-from forerun.draft.levels import MOST_LEVELS
-from forerun.draft.stored import Json, Tensors, assemble, read_config, read_tensors, size_of
+from forerun.draft.level_dialects import MOST_LEVELS, HydraShape, read_hydra
+from forerun.draft.stored import Tensors, assemble, read_config, read_tensors, size_of
 from forerun.draft.view import TargetView
-from forerun.errors import LoadError, shown
+from forerun.errors import LoadError
 
 KIND = "set of Hydra heads"
-PREFIX = "prefix-mlp"
 BEFORE = "prefix_embeding_layer."  # as it is written
 UNREAD = re.compile(rf"(.*\.)?(input_embed_fn\.weight|rotary_emb\.inv_freq)|{BEFORE}embed_tokens\.weight")
 BLOCK = re.compile(r"hydra_mlp\.(\d+)\.(\d+)\.((?:linear|res_connection)\.\w+)")
@@ -32,43 +30,33 @@ def load_hydra(directory: Path, target: TargetView) -> HydraHeads:
     """Read a directory of heads for this target, in float32. Raises LoadError, also where they do not fit."""
     raw, tensors = read_config(directory, KIND), read_tensors(directory, KIND)
     try:
-        layers, grounded, prefixed = read_layers(raw)
+        shape = read_hydra(raw)
         named: Tensors = {}
         for name, tensor in tensors.items():
-            _add(named, name.removeprefix("hydra_head."), tensor, grounded, prefixed)
+            _add(named, name.removeprefix("hydra_head."), tensor, shape)
         heads = len({name.split(".")[1] for name in named if name.startswith("lm_heads.")})
         if not 0 < heads <= MOST_LEVELS:
             raise LoadError(f"its checkpoint has {heads} heads: from 1 to {MOST_LEVELS} are supported")
         vocab, hidden = (size_of(named, "lm_heads.0.weight", axis) for axis in (0, 1))
-        prefix = prefix_like(target) if prefixed else None
-        made = assemble(lambda: HydraHeads(heads, layers, hidden, vocab, grounded=grounded, prefix=prefix), named, KIND)
+        prefix = prefix_like(target) if shape.prefixed else None
+        made = assemble(
+            lambda: HydraHeads(heads, shape.layers, hidden, vocab, grounded=shape.grounded, prefix=prefix), named, KIND
+        )
         made.attach(target)
         return made
     except LoadError as error:
         raise LoadError(f"{directory} holds no {KIND} that can be used here: {error}") from None
 
 
-def read_layers(raw: Json) -> tuple[int, bool, bool]:
-    """Residual layers of a head, whether heads read the tokens before theirs, whether a layer comes before them all.
-    Raises LoadError."""
-    kind = raw.get("hydra_head_arch", "mlp")
-    if kind not in ("mlp", PREFIX):
-        raise LoadError(f"its heads are of the kind {shown(kind)}: only mlp and {PREFIX} are supported")
-    if raw.get("hidden_state_offset", 0) != 0:
-        raise LoadError("its heads read an earlier state than the last (hidden_state_offset), which is not supported")
-    grounded = read_bool(raw, "grounded_heads", False)
-    return read_whole(raw, "hydra_num_layers", 1, MOST_LEVELS, default=1), grounded, kind == PREFIX
-
-
-def _add(named: Tensors, name: str, tensor: torch.Tensor, grounded: bool, prefixed: bool) -> None:
+def _add(named: Tensors, name: str, tensor: torch.Tensor, shape: HydraShape) -> None:
     """A tensor under its name here. Raises LoadError where two that must be one differ."""
     if UNREAD.fullmatch(name):
         return
     if match := SAYS.fullmatch(name):
         name = f"lm_heads.{match[1]}.{match[2]}"
     elif match := BLOCK.fullmatch(name):
-        place = int(match[2]) // 2 if prefixed else int(match[2])
-        name = f"{'rest' if place or not grounded else 'first'}.{match[1]}.{match[3]}"
+        place = int(match[2]) // 2 if shape.prefixed else int(match[2])
+        name = f"{'rest' if place or not shape.grounded else 'first'}.{match[1]}.{match[3]}"
     elif name.startswith(BEFORE):
         name = f"prefix.{name.removeprefix(BEFORE).replace('layers.0.', 'layer.')}"
     if not torch.equal(named.setdefault(name, tensor), tensor):

@@ -22,8 +22,6 @@ from forerun.models.config import ModelConfig
 from forerun.models.decoder import Attend
 from forerun.types import Draft
 
-MOST_LEVELS = 64
-
 
 class Prefix(nn.Module):
     """The decoder layer over the target's states, and the norm behind it."""

@@ -11,11 +11,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
-from forerun.draft.fields import read_bool, read_whole
-from forerun.draft.levels import MOST_LEVELS
+from forerun.draft.level_dialects import MOST_LEVELS, read_medusa
 from forerun.draft.medusa import MedusaHeads
 from forerun.draft.stored import Json, Tensors, assemble, read_config, read_tensors, size_of
 from forerun.errors import LoadError
@@ -58,33 +56,20 @@ def _renamed(name: str, layers: int) -> str:
 
 
 def _of_vllm(raw: Json, tensors: Tensors) -> MedusaHeads:
-    heads, layers, hidden, vocab, said = read_sizes(raw)
-    tensors = dict(tensors)
-    ids = tensors.pop("token_map", None)
-    if said < vocab:
-        tensors |= {"token_map": _ids(ids, said, vocab)}
-    if read_bool(raw, "original_lm_head", False):  # one for all of them
-        tensors |= {f"lm_heads.{i}.weight": tensors.get("lm_heads.0.weight", torch.empty(0)) for i in range(heads)}
-    scale = raw.get("logit_scale", 1.0)
-    if not isinstance(scale, (int, float)):
-        raise LoadError(f"logit_scale in config.json is {scale!r}, not a number")
+    shape, tensors = read_medusa(raw), dict(tensors)
+    ids, said = tensors.pop("token_map", None), shape.said if shape.said < shape.vocab else None
+    if said is not None:
+        tensors["token_map"] = _ids(ids, said, shape.vocab)
+    if shape.shared:
+        size_of(tensors, "lm_heads.0.weight", 0)
+        tensors |= {f"lm_heads.{i}.weight": tensors["lm_heads.0.weight"] for i in range(shape.heads)}
     for name in [name for name in tensors if name.startswith("lm_heads.")]:
         weight = tensors[name]
-        if said < vocab and len(weight) == vocab:  # of these too it says no others
+        if said is not None and len(weight) == shape.vocab:
             weight = weight[tensors["token_map"]]
-        tensors[name] = weight if scale == 1 else weight * scale
-    bias, mapped = read_bool(raw, "medusa_fc_bias", False), said if said < vocab else None
-    return assemble(lambda: MedusaHeads(heads, layers, hidden, vocab, bias=bias, said=mapped), tensors, KIND)
-
-
-def read_sizes(raw: Json) -> tuple[int, int, int, int, int]:
-    """Heads, blocks of each, size of a state, tokens there are and tokens they say, in vLLM's layout. Raises
-    LoadError."""
-    raw = {"num_heads": raw.get("medusa_num_heads"), "num_hidden_layers": raw.get("medusa_num_layers")} | raw
-    heads, layers = read_whole(raw, "num_heads", 1, MOST_LEVELS), read_whole(raw, "num_hidden_layers", 1, MOST_LEVELS)
-    hidden, vocab = read_whole(raw, "hidden_size"), read_whole(raw, "vocab_size")
-    said = vocab if raw.get("truncated_vocab_size") is None else read_whole(raw, "truncated_vocab_size", 1, vocab)
-    return heads, layers, hidden, vocab, said
+        tensors[name] = weight if shape.scale == 1 else weight * shape.scale
+    sizes = shape.heads, shape.layers, shape.hidden, shape.vocab
+    return assemble(lambda: MedusaHeads(*sizes, bias=shape.bias, said=said), tensors, KIND)
 
 
 def _ids(stored: Tensor | None, said: int, vocab: int) -> Tensor:

@@ -12,39 +12,15 @@ of the norm. Weights may be tied: all levels have one embedding, norm and head, 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from forerun.draft.level_dialects import MlpShape
 from forerun.draft.levels import LevelHeads
 
 EPS = 1e-6
-
-
-@dataclass(frozen=True, slots=True)
-class MlpShape:
-    """What there is to know of a speculator.
-
-    Attributes:
-        levels: how many tokens ahead it says.
-        hidden, vocab: of its target.
-        inner: the size of its own state.
-        tied: levels share their weights.
-        scaled: the target's state is normed once more.
-        lstm: it has a cell; it is tied then.
-        gate_embeddings: of its gates, 4, or 1 that all share.
-    """
-
-    levels: int
-    hidden: int
-    inner: int
-    vocab: int
-    tied: bool = False
-    scaled: bool = False
-    lstm: bool = False
-    gate_embeddings: int = 1
 
 
 class _Norm(nn.Module):

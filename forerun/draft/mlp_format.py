@@ -12,16 +12,12 @@ from pathlib import Path
 
 import torch
 
-from forerun.draft.fields import read_bool, read_whole
-from forerun.draft.levels import MOST_LEVELS
-from forerun.draft.mlp import MlpShape, MlpSpeculator
-from forerun.draft.stored import Json, Tensors, assemble, read_config, read_tensors, size_of
-from forerun.errors import LoadError, shown
+from forerun.draft.level_dialects import MlpShape, read_mlp
+from forerun.draft.mlp import MlpSpeculator
+from forerun.draft.stored import Tensors, assemble, read_config, read_tensors, size_of
+from forerun.errors import LoadError
 
 KIND = "MLP speculator"
-PLAIN = ("MLPSpeculatorPreTrainedModel", "ArcticMLPSpeculatorPreTrainedModel")
-VARIANTS = ("ArcticLSTMSpeculatorPreTrainedModel", "MLPVariantSpeculatorPreTrainedModel")
-METHODS = ("sum_rnn", "sum_lstm")
 GATES = ("forget", "input", "output", "cell")  # in the order in which they are computed
 DEEPER = re.compile(r"(emb|proj|ln)\.(\d+)\.0\.(\w+)")
 
@@ -30,7 +26,7 @@ def load_mlp(directory: Path) -> MlpSpeculator:
     """Read a speculator, in float32. Raises LoadError."""
     raw, tensors = read_config(directory, KIND), read_tensors(directory, KIND)
     try:
-        shape = read_shape(raw)
+        shape = read_mlp(raw)
         named = {name.removeprefix("speculator."): tensor for name, tensor in tensors.items()}
         named = _of_gates(named, shape) if shape.lstm else {DEEPER.sub(r"\1.\2.\3", k): t for k, t in named.items()}
         if shape.tied:
@@ -38,41 +34,6 @@ def load_mlp(directory: Path) -> MlpSpeculator:
         return assemble(lambda: MlpSpeculator(shape), named, KIND)
     except LoadError as error:
         raise LoadError(f"{directory} holds no {KIND} that can be used here: {error}") from None
-
-
-def read_shape(raw: Json) -> MlpShape:
-    """What config.json says. Raises LoadError."""
-    named = raw.get("architectures") or [PLAIN[0]]
-    own = named[0] if isinstance(named, list) else named
-    if own not in PLAIN + VARIANTS:
-        known = ", ".join((*PLAIN[:1], *VARIANTS[:1]))
-        raise LoadError(f"its architecture is {shown(own)}: only those such as {known} are supported")
-    levels, vocab = read_whole(raw, "n_predict", 1, MOST_LEVELS), read_whole(raw, "vocab_size")
-    tied, scaled = read_bool(raw, "tie_weights", False), read_bool(raw, "scale_input", False)
-    if own in PLAIN:
-        hidden = read_whole(raw, "emb_dim")
-        inner = read_whole(raw, "inner_dim", 0, default=0) or hidden
-        return MlpShape(levels, hidden, inner, vocab, tied, scaled)
-    sizes = {_size(raw, name) for name in ("inner_dim", "emb_dim", "proj_dim")}
-    if len(sizes) > 1:
-        raise LoadError(f"inner_dim, emb_dim and proj_dim are {sorted(sizes)}: only equal ones are supported")
-    method = raw.get("method", METHODS[0])
-    if method not in METHODS:
-        raise LoadError(f"its method is {shown(method)}: only {' and '.join(METHODS)} are supported")
-    lstm, hidden = method == METHODS[1], read_whole(raw, "input_hidden_dim")
-    if lstm and not tied:
-        raise LoadError("it has a cell, but tie_weights is false, which is not supported")
-    gates = 4 if lstm and not read_bool(raw, "tie_lstm_embs", False) else 1
-    return MlpShape(levels, hidden, sizes.pop(), vocab, tied, scaled, lstm, gates)
-
-
-def _size(raw: Json, name: str) -> int:
-    """A size that is written as a text, of one number here: several are several layers."""
-    value = raw.get(name)
-    number = int(value) if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 9 else value
-    if isinstance(number, str):
-        raise LoadError(f"{name} in config.json is {shown(value)}: only one size is supported")
-    return read_whole({name: number}, name)
 
 
 def _is_copy(name: str, shape: MlpShape) -> bool:

@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from forerun.errors import LoadError
@@ -54,6 +55,11 @@ def find_model(name: str | None, pickled: bool = False) -> Path:
     if match is None or name.startswith((".", "/", "~")):
         raise LoadError(f"there is no directory {name}, nor such a file: {_of_ollama(name) or FORMS}")
     return _of_hub(match[1], match[2], pickled)
+
+
+def is_pickled(name: str) -> bool:
+    """Whether a file is one of those that `PICKLED` names."""
+    return any(fnmatchcase(name, pattern) for pattern in PICKLED)
 
 
 def default_model() -> Path | None:

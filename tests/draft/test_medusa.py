@@ -134,7 +134,7 @@ def test_heads_that_do_not_fit(change, tmp_path) -> None:
         save_file({"lm_heads.0.weight": torch.zeros(64, 32)}, directory / "model.safetensors")
     if change == "garbage":
         (directory / "model.safetensors").write_bytes(np.random.default_rng(0).bytes(500))
-    with pytest.raises(LoadError, match="Medusa heads|cannot be read") as error:
+    with pytest.raises(LoadError, match=r"Medusa heads|cannot be read") as error:
         LLM(tiny.family("llama"), draft=f"medusa:{directory}", kv_tokens=512)
     assert "\n" not in str(error.value).split(":")[0]
 
