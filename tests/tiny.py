@@ -23,7 +23,10 @@ from tokenizers import models as tokenizer_models
 from forerun.draft.block_head import BlockConfig, BlockHead
 from forerun.draft.eagle1 import FirstHead
 from forerun.draft.eagle_head import EagleConfig, EagleHead
+from forerun.draft.hydra import HydraHeads
+from forerun.draft.level_dialects import MlpShape
 from forerun.draft.medusa import MedusaHeads
+from forerun.draft.mlp import MlpSpeculator
 from forerun.draft.mtp import MtpModule
 from forerun.kernels import native
 from forerun.models.config import load_config, make_config
@@ -164,6 +167,22 @@ def medusa(name: str, heads: int = 3) -> MedusaHeads:
     made = MedusaHeads(heads, 1, config.hidden, config.vocab)
     made.begin(torch.randn(config.vocab, config.hidden))
     return made
+
+
+def mlp(name: str, **changes: Any) -> MlpSpeculator:
+    """A speculator for `family(name)`: what it says is anything, and depends on everything it is given."""
+    torch.manual_seed(8)
+    config = load_config(family(name))
+    fields = dict(levels=3, hidden=config.hidden, inner=24, vocab=config.vocab, tied=True, scaled=True) | changes
+    return _filled(MlpSpeculator(MlpShape(**fields))).requires_grad_(False)
+
+
+def hydra(name: str, prefix: bool = False, heads: int = 3, layers: int = 3, grounded: bool = True) -> HydraHeads:
+    """Hydra heads for `family(name)`, a Llama-like layer before them with `prefix`: what they say is anything."""
+    torch.manual_seed(9)
+    config, layer = load_config(family(name)), eagle_config(name).layer if prefix else None
+    made = HydraHeads(heads, layers, config.hidden, config.vocab, grounded=grounded, prefix=layer)
+    return _filled(made).requires_grad_(False)
 
 
 def eagle_config(name: str, layer: dict[str, Any] | None = None, **changes: Any) -> EagleConfig:

@@ -14,6 +14,7 @@ from forerun.catalogue import far
 from forerun.catalogue.family import Json, Kind, Look, recognise
 from forerun.errors import LoadError, one_line
 from forerun.models.files import read_object, read_text
+from forerun.models.hub import PICKLED, is_pickled
 from forerun.models.skim import skim, token_digest
 from forerun.models.survey import tokenizer_digest
 
@@ -66,13 +67,14 @@ class Facts:
 
     @property
     def made_for(self) -> str:
-        """The target that it names: its verifier, or else the base model on its card; "" where it names none."""
+        """The target that it names: its verifier or base, or else its card's base model; "" where it names none."""
         own = self.raw.get("speculators_config")
         verifier = own.get("verifier") if isinstance(own, dict) else None
         named = verifier.get("name_or_path") if isinstance(verifier, dict) else None
         base = self.card.get("base_model")
         base = base[0] if isinstance(base, list) and base else base
-        return next((one_line(name) for name in (named, base) if isinstance(name, str) and name), "")
+        said = (named, self.raw.get("base_model_name_or_path"), base)
+        return next((one_line(name) for name in said if isinstance(name, str) and name), "")
 
     @property
     def domains(self) -> tuple[str, ...]:
@@ -118,7 +120,8 @@ def _cached(name: str) -> Path | None:
 
 def weights_of(directory: Path) -> list[Path]:
     """The files of weights in a directory."""
-    files = sorted(directory.glob("*.safetensors")) or sorted(directory.glob("pytorch_model*.bin"))
+    files = sorted(directory.glob("*.safetensors"))
+    files = files or sorted(file for pattern in PICKLED for file in directory.glob(pattern))
     return [file for file in files if file.is_file()]
 
 
@@ -158,7 +161,7 @@ def facts_far(repository: str, tensors: bool = True) -> Facts:
     raw = far.read_object(repository, "config.json", at.commit)
     digest = next((f"{name} {at.digests[name]}" for name in TOKENIZERS if at.digests.get(name)), "")
     sizes = [size for name, size in at.files.items() if name.endswith(".safetensors")]
-    sizes = sizes or [size for name, size in at.files.items() if re.fullmatch(r"pytorch_model.*\.bin", name)]
+    sizes = sizes or [size for name, size in at.files.items() if is_pickled(name)]
     digest = f"json {digest.split()[1]}" if digest.startswith("tokenizer.json") else digest
     shapes = far.read_shapes(at) if tensors else {}
     return Facts(repository, None, raw, shapes, sum(sizes), digest, at.card, at)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from forerun.draft.eagle_dialects import MASKS
+from forerun.draft.level_dialects import PLAIN, VARIANTS
 from forerun.errors import one_line
 
 Json = dict[str, Any]
@@ -97,19 +98,19 @@ def _gemma_assistant(look: Look) -> bool:
 
 
 def _mlp(look: Look) -> bool:
-    return look.raw.get("model_type") == "mlp_speculator" or look.arch.startswith(("MLPSpeculator", "ArcticLSTM"))
+    return look.raw.get("model_type") == "mlp_speculator" or look.arch in (*PLAIN, *VARIANTS)
 
 
 def _of_mlp(look: Look) -> Kind:
-    if look.raw.get("method") == "sum_lstm" or look.has("input_hidden_dim") or look.arch.startswith("ArcticLSTM"):
-        return Kind("arctic", "", "Arctic LSTM speculator", "", NOT_READ)
-    return Kind("mlp", "", "MLP speculator", "", NOT_READ)
+    if look.raw.get("method") == "sum_lstm" or look.has("input_hidden_dim") or look.arch in VARIANTS:
+        return Kind("arctic", "", "Arctic speculator", "mlp")
+    return Kind("mlp", "", "MLP speculator", "mlp")
 
 
 def _of_medusa(look: Look) -> Kind:
     if look.has("num_heads") and not look.has("medusa_num_heads"):
         return Kind("medusa", "vllm", "set of Medusa heads", "medusa")
-    return Kind("medusa", "fasterdecoding", "set of Medusa heads", "", "Medusa heads are read in vLLM's layout only")
+    return Kind("medusa", "fasterdecoding", "set of Medusa heads", "medusa")
 
 
 def _of_deepspec(look: Look) -> Kind:
@@ -172,7 +173,7 @@ TABLE: tuple[tuple[Callable[[Look], bool], Callable[[Look], Kind]], ...] = (
     (lambda k: k.has("medusa_num_heads") or k.raw.get("model_type") == "medusa", _of_medusa),
     (
         lambda k: k.has("hydra_num_heads", "hydra_head_arch"),
-        _always(Kind("hydra", "", "set of Hydra heads", "", NOT_READ)),
+        _always(Kind("hydra", "", "set of Hydra heads", "hydra")),
     ),
     (
         lambda k: "DFlash2DraftModel" in k.arch or "selector_rank" in k.block,

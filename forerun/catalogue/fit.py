@@ -16,6 +16,7 @@ from forerun.models.families import is_whole
 from forerun.models.names import LABEL, title
 from forerun.models.survey import DRAFT_SHARE
 
+LEVELS = ("medusa", "hydra", "mlp")  # drafts by heads, one a level
 LARGEST = 1 << 31  # of any size in a configuration
 
 
@@ -144,6 +145,8 @@ def _vocabulary(drafter: Facts, target: Sizes) -> Iterator[Check]:
 
 def _hidden(drafter: Facts, target: Sizes) -> Iterator[Check]:
     said = _whole(drafter.raw, "target_hidden_size")
+    if drafter.kind.draft == "mlp":
+        said = _whole(drafter.raw, "input_hidden_dim", "emb_dim")
     if drafter.kind.family in ("medusa", "mtp", "eagle"):  # they compute in states of the target's size
         said = said or _whole(layer_of(drafter.raw), "hidden_size")
     if said:
@@ -191,7 +194,7 @@ def boundaries(drafter: Facts, target: Sizes) -> tuple[int, ...] | None:
 
 
 def _embedding(drafter: Facts, target: Sizes) -> Iterator[Check]:
-    if drafter.kind.family == "medusa":
+    if drafter.kind.draft in LEVELS:
         return
     hidden, rows = _whole(layer_of(drafter.raw), "hidden_size"), _rows(drafter, "embed_tokens.weight")
     if rows and drafter.kind.draft == "block" and hidden != target.hidden and not _rows(drafter, "lm_head.weight"):

@@ -5,16 +5,18 @@ What is refused here is what reading the drafter would refuse after its download
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 from forerun.catalogue.facts import Facts
 from forerun.catalogue.family import Json
+from forerun.draft.level_dialects import read_hydra, read_medusa, read_mlp
 from forerun.errors import LoadError, shown
 from forerun.models.families import FAMILIES, is_whole
 
 LAYERS = ("llama", "qwen3")  # families of decoder layers that heads are built of (`draft/stored.py`)
 LARGEST_BLOCK = 64
-MEDUSA = ("num_heads", "num_hidden_layers", "hidden_size", "vocab_size")
+BEFORE = re.compile(r"^(model|speculator|medusa_heads?)\.")  # the names of tensors, in some files
 
 
 def refusal(facts: Facts) -> str:
@@ -72,11 +74,35 @@ def _mtp(facts: Facts) -> str:
 
 
 def _medusa(facts: Facts) -> str:
-    if missing := [name for name in MEDUSA if not is_whole(facts.raw.get(name))]:
-        return f"its config.json has no {missing[0]}"
-    if facts.path and not (facts.path / "model.safetensors").is_file():
-        return "its weights are not in model.safetensors"
-    return _lacks(facts, "blocks.0.layers.0.weight", "lm_heads.0.weight")
+    if facts.kind.dialect != "vllm":
+        return _lacks(facts, "0.0.linear.weight")
+    missing = _says(read_medusa, facts.raw) or _lacks(facts, "blocks.0.layers.0.weight", "lm_heads.0.weight")
+    return missing or _levels(facts, "blocks", facts.raw["num_heads"])
+
+
+def _hydra(facts: Facts) -> str:
+    return _says(read_hydra, facts.raw)
+
+
+def _mlp(facts: Facts) -> str:
+    missing = _says(read_mlp, facts.raw) or _lacks(facts, "head.0.weight")
+    return missing or ("" if facts.raw.get("tie_weights") else _levels(facts, "head", facts.raw["n_predict"]))
+
+
+def _levels(facts: Facts, part: str, said: int) -> str:
+    """Of heads whose header is known: whether there are as many as their configuration says."""
+    names = [BEFORE.sub("", name).split(".") for name in facts.shapes]
+    held = {name[1] for name in names if name[0] == part and len(name) > 1}
+    return f"its configuration says {said} levels, its checkpoint has {len(held)}" if held and len(held) != said else ""
+
+
+def _says(read: Callable[[Json], object], raw: Json) -> str:
+    """Why a configuration cannot be read, if it cannot."""
+    try:
+        read(raw)
+    except LoadError as error:
+        return str(error)
+    return ""
 
 
 def _model(facts: Facts) -> str:
@@ -112,11 +138,12 @@ def _layer(raw: Json, layers: int | None) -> str:
 
 def _lacks(facts: Facts, *names: str) -> str:
     """Of a drafter whose header is known: a tensor without which it is none."""
-    held = {name.removeprefix("model.") for name in facts.shapes}
+    held = {BEFORE.sub("", name) for name in facts.shapes}
     missing = [name for name in names if held and name not in held]
     return f"its checkpoint has no {missing[0]}: it is incomplete, or of another kind" if missing else ""
 
 
 READERS: dict[str, Callable[[Facts], str]] = {
-    "eagle": _eagle, "eagle3": _eagle3, "block": _block, "mtp": _mtp, "medusa": _medusa, "model": _model,
+    "eagle": _eagle, "eagle3": _eagle3, "block": _block, "mtp": _mtp, "medusa": _medusa, "hydra": _hydra, "mlp": _mlp,
+    "model": _model,
 }  # fmt: skip

@@ -12,6 +12,7 @@ from forerun.catalogue.facts import Facts, facts_of
 from forerun.catalogue.fit import Check, Sizes, checks, fits, sizes_of
 from forerun.catalogue.layout import refusal
 from forerun.errors import ConfigError, LoadError
+from forerun.models.hub import is_pickled
 
 TEXTS = (".json", ".jinja", ".txt", ".md")
 NAMED = ("tokenizer.model",)
@@ -68,7 +69,7 @@ def files_of(at: far.Repository) -> dict[str, int]:
     """The files of a drafter that are wanted, and their bytes: pickled weights only where there are no others."""
     texts = {n: size for n, size in at.files.items() if n.endswith(TEXTS) or n in NAMED}
     weights = {n: size for n, size in at.files.items() if n.endswith(".safetensors")}
-    pickled = {n: size for n, size in at.files.items() if n.startswith("pytorch_model") and n.endswith(".bin")}
+    pickled = {n: size for n, size in at.files.items() if is_pickled(n)}
     return texts | (weights or pickled)
 
 

@@ -9,11 +9,11 @@ is used as the drafter's own.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from forerun.draft.block_head import BlockConfig, BlockHead, check_fit
+from forerun.draft.fields import read_bool, read_whole
 from forerun.draft.stored import (
     MOST_LAYERS,
     Json,
@@ -30,6 +30,7 @@ from forerun.draft.stored import (
 from forerun.draft.view import TargetView
 from forerun.errors import LoadError
 from forerun.models.config import ModelConfig
+from forerun.models.families import is_whole
 
 KIND = "block drafter"
 KINDS = ("dspark", "dflash")
@@ -84,20 +85,20 @@ def _config(raw: Json, tensors: Tensors, target: TargetView) -> BlockConfig:
         )
     vocab = raw.get("draft_vocab_size")
     held = {name: tensors[name].shape[1] for name in (W1, TRUST) if name in tensors and tensors[name].ndim == 2}
-    rank = _whole(raw, "markov_rank", held.get(W1, 0), 0, layers.vocab)
+    rank = read_whole(raw, "markov_rank", 0, layers.vocab, held.get(W1, 0))
     config = BlockConfig(
         layer=layers,
         target_hidden=target.hidden,
         boundaries=ids,
-        block=_whole(raw, "block_size", None, 1, LARGEST_BLOCK),
-        mask_token=_whole(raw, "mask_token_id", None, 0, layers.vocab - 1),
-        sample_from_anchor=_flag(raw, "sample_from_anchor", _flag(raw, "query_zero_predicts_next", False)),
-        draft_vocab=layers.vocab if vocab is None else _whole(raw, "draft_vocab_size", None, 1, layers.vocab),
+        block=read_whole(raw, "block_size", 1, LARGEST_BLOCK),
+        mask_token=read_whole(raw, "mask_token_id", 0, layers.vocab - 1),
+        sample_from_anchor=read_bool(raw, "sample_from_anchor", read_bool(raw, "query_zero_predicts_next", False)),
+        draft_vocab=layers.vocab if vocab is None else read_whole(raw, "draft_vocab_size", 1, layers.vocab),
         own_embedding="embed_tokens.weight" in tensors,
         own_head="lm_head.weight" in tensors,
         markov_rank=rank,
-        confidence=_flag(raw, "enable_confidence_head", TRUST in held),
-        confidence_with_markov=_flag(raw, "confidence_head_with_markov", held.get(TRUST, 0) > layers.hidden),
+        confidence=read_bool(raw, "enable_confidence_head", TRUST in held),
+        confidence_with_markov=read_bool(raw, "confidence_head_with_markov", held.get(TRUST, 0) > layers.hidden),
     )
     if config.depth < 1:
         raise LoadError("block_size 1 leaves no slot that says a token, since the anchor's says none")
@@ -112,7 +113,7 @@ def _config(raw: Json, tensors: Tensors, target: TargetView) -> BlockConfig:
 
 def _layers(raw: Json, tensors: Tensors, vocab: int) -> ModelConfig:
     """The decoder layers that transformer_layer_config describes."""
-    count = _whole(raw, "num_hidden_layers", None, 1, MOST_LAYERS)
+    count = read_whole(raw, "num_hidden_layers", 1, MOST_LAYERS)
     types = raw.get("layer_types")
     if types is not None and (not isinstance(types, list) or set(types) - {"full_attention"}):
         raise LoadError("some of its layers have another attention than full_attention, which is not supported")
@@ -121,7 +122,7 @@ def _layers(raw: Json, tensors: Tensors, vocab: int) -> ModelConfig:
 
 def _boundaries(raw: Json) -> tuple[int, ...]:
     ids = raw.get("aux_hidden_state_layer_ids")
-    if not isinstance(ids, list) or not ids or not all(_is_whole(i) for i in ids):
+    if not isinstance(ids, list) or not ids or not all(is_whole(i) for i in ids):
         raise LoadError(f"aux_hidden_state_layer_ids in config.json is {ids!r}, not a list of hidden states to read")
     return tuple(ids)
 
@@ -141,22 +142,3 @@ def _set_vocabulary(config: BlockConfig, tensors: Tensors) -> None:
         raise LoadError(f"d2t does not name {size} different tokens of {vocab}")
     tensors["d2t"] = offsets
     tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill_(0, offsets + torch.arange(size), True)
-
-
-def _flag(raw: Json, name: str, default: bool) -> bool:
-    value = raw.get(name, default)
-    if not isinstance(value, bool):
-        raise LoadError(f"{name} in config.json is {value!r}, not true or false")
-    return value
-
-
-def _whole(raw: Json, name: str, default: int | None, low: int, high: int) -> int:
-    """A whole number that must be there unless there is a default."""
-    value: Any = raw.get(name, default)
-    if not _is_whole(value) or not low <= value <= high:
-        raise LoadError(f"{name} in config.json is {value!r}, not a whole number from {low} to {high}")
-    return int(value)
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

@@ -126,7 +126,7 @@ class Native(nn.Module):
 
     def __init__(self, linear: nn.Linear, form: str) -> None:
         super().__init__()
-        self.product = Linear(linear.weight.detach(), form)
+        self.product, self.bias = Linear(linear.weight.detach(), form), linear.bias
 
     @property
     def packed(self) -> Packed:
@@ -134,13 +134,14 @@ class Native(nn.Module):
         return self.product.packed
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.product(x)
+        out = self.product(x)
+        return out if self.bias is None else out + self.bias
 
 
 def with_native_products(module: M, form: str, leave: str | None = None) -> M:
     """The same module, its norms shared, its products in `form` on the native kernels: for drafting, not training.
 
-    Products with a bias stay as they are: the kernels add none. So do parts whose names begin with `leave`.
+    Parts whose names begin with `leave` stay as they are.
     """
     shared = {id(tensor): tensor for tensor in module.parameters()}
     fast = copy.deepcopy(module, shared)  # copies the structure only
@@ -148,6 +149,6 @@ def with_native_products(module: M, form: str, leave: str | None = None) -> M:
         if leave is not None and within.startswith(leave):
             continue
         for name, child in part.named_children():
-            if isinstance(child, nn.Linear) and child.bias is None:
+            if isinstance(child, nn.Linear):
                 setattr(part, name, Native(child, form))
     return fast

@@ -19,6 +19,7 @@ from forerun.cache.kv import KVCache
 from forerun.draft.base import Row
 from forerun.draft.features import FeatureProposer
 from forerun.draft.layers import Native, with_native_products
+from forerun.draft.levels import over_vocabulary
 from forerun.draft.native_layer import NativeLayer
 from forerun.draft.pair_head import PairHead
 from forerun.draft.tree import Tree, grow
@@ -211,9 +212,4 @@ class Pairs(FeatureProposer):
 
     def _logits(self, made: Tensor) -> Tensor:
         """Over the target's vocabulary; what the head cannot say is -inf. [F, Hd] -> [F, V]"""
-        logits = self.head.logits(made)
-        if self.ids is None:
-            return logits
-        full = logits.new_full((len(logits), self.target.vocab), -torch.inf)
-        full[:, self.ids] = logits
-        return full
+        return over_vocabulary(self.head.logits(made), self.ids, self.target.vocab)

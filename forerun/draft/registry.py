@@ -18,12 +18,16 @@ from forerun.draft.compose import Either, composed
 from forerun.draft.corpus import Index
 from forerun.draft.eagle1 import load_first_head
 from forerun.draft.eagle_format import load_head
-from forerun.draft.medusa import Medusa, load_heads
+from forerun.draft.hydra_format import load_hydra
+from forerun.draft.levels import LevelHeads, Levels
+from forerun.draft.medusa_format import load_heads
+from forerun.draft.mlp_format import load_mlp
 from forerun.draft.mtp import load_module
 from forerun.draft.ngram import NGram
 from forerun.draft.pair_head import PairHead
 from forerun.draft.pairs import Pairs
 from forerun.draft.parallel import ParallelPairs
+from forerun.draft.prefixed import Prefixed
 from forerun.draft.recycle import Recycle
 from forerun.draft.reference import References
 from forerun.draft.retrieval import Retrieval
@@ -39,6 +43,11 @@ PAIRS: dict[str, Callable[[Path, TargetView], PairHead]] = {
     "eagle": load_first_head, "eagle3": load_head, "mtp": load_module,
 }  # fmt: skip
 
+LEVELS: dict[str, Callable[[Path, TargetView], LevelHeads]] = {
+    "medusa": lambda directory, target: load_heads(directory),
+    "mlp": lambda directory, target: load_mlp(directory),
+    "hydra": load_hydra,
+}
 
 # By instructions the bits of a weight, in the mean, from which on a head that comes with forerun was faster than copies
 # alone: what weights are short of saves reading, and rows cost as much as ever (docs/performance.md).
@@ -56,19 +65,26 @@ def automatic(spec: str, model: Path, instructions: str, bits: float) -> str:
 
 
 def kind_of(directory: Path) -> str:
-    """What a directory holds: eagle3, mtp and block (dspark, dflash) in the layout of speculators, medusa, eagle and
-    eagle3 as others publish them, which their tensors show, or else a model."""
+    """What a directory holds: eagle3, mtp and block (dspark, dflash) in the layout of speculators, medusa, hydra, mlp,
+    eagle and eagle3 as others publish them, the last two told by their tensors, or else a model."""
     try:
         raw = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return "model"  # whoever reads it says what is wrong
-    kind = raw.get("speculators_model_type", raw.get("model_type")) if isinstance(raw, dict) else None
+    if not isinstance(raw, dict):
+        return "model"
+    kind = raw.get("speculators_model_type", raw.get("model_type"))
     if kind == "peagle":
         return "eagle3"
     if kind in KINDS:
         return "block"
+    if kind == "mlp_speculator":
+        return "mlp"
     if kind in LOADED:
         return str(kind)
+    for name in ("medusa", "hydra"):
+        if f"{name}_num_heads" in raw:
+            return name
     names = {name.removeprefix("model.") for name in tensor_names(directory)}
     if "fc.weight" not in names:
         return "model"
@@ -119,8 +135,12 @@ def make_proposers(
             proposers[name] = load.model(argument, width)
         if kind == "self":
             proposers[name] = load.itself(argument, width)
-        if kind == "medusa":
-            proposers[name] = Medusa(load_heads(find_model(argument)), target, width)
+        if kind in LEVELS:
+            heads = LEVELS[kind](find_model(argument, pickled=True), target)
+            if heads.prefix is None:
+                proposers[name] = Levels(name, heads, target, width)
+            else:
+                proposers[name] = Prefixed(name, heads, target, **room, width=width)
         if kind in PAIRS:
             head = PAIRS[kind](find_model(argument, pickled=True), target)
             pairs = Pairs if head.mask_token is None else ParallelPairs

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from forerun.errors import LoadError
 from forerun.models.config import ModelConfig, make_config
+from forerun.models.hub import PICKLED
 
 Json = dict[str, Any]
 Tensors = dict[str, Tensor]
@@ -59,10 +60,10 @@ def read_config(directory: Path, kind: str) -> Json:
 
 
 def read_tensors(directory: Path, kind: str) -> Tensors:
-    """All tensors of *.safetensors or, without any, of pytorch_model*.bin; floats become float32. Raises LoadError."""
-    paths = sorted(directory.glob("*.safetensors")) or sorted(directory.glob("pytorch_model*.bin"))
+    """All tensors of *.safetensors or, without any, of pickled files; floats become float32. Raises LoadError."""
+    paths = sorted(directory.glob("*.safetensors")) or _pickled(directory)
     if not paths:
-        raise LoadError(f"{directory} is no {kind}: it has neither *.safetensors nor pytorch_model*.bin")
+        raise LoadError(f"{directory} is no {kind}: it has neither *.safetensors nor {' nor '.join(PICKLED)}")
     held: Tensors = {}
     for path in paths:
         try:
@@ -83,9 +84,13 @@ def tensor_names(directory: Path) -> set[str]:
         for path in sorted(directory.glob("*.safetensors")):
             with safe_open(path, "pt") as file:
                 names |= set(file.keys())
-        for path in [] if names else sorted(directory.glob("pytorch_model*.bin")):
+        for path in [] if names else _pickled(directory):
             names |= set(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
     return names
+
+
+def _pickled(directory: Path) -> list[Path]:
+    return sorted(path for pattern in PICKLED for path in directory.glob(pattern))
 
 
 def _is_scale(held: Tensors, name: str) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from forerun.kernels import reference as kernels
 from forerun.linear import Linear
+from forerun.models.config import ModelConfig
 from forerun.models.decoder import Decoder
 from forerun.native import NativeDecoder
 from forerun.packed import Packed
@@ -21,6 +22,7 @@ class TargetView:
     """A target as its drafters see it.
 
     Attributes:
+        config: its shape.
         hidden, layers, vocab: its sizes.
         context: most tokens of one request.
         table, scale: the embedding [V, H] as it is stored, dense or packed, and what its rows are multiplied with.
@@ -31,6 +33,7 @@ class TargetView:
         form: in which its drafters compute natively (their precision never changes the text); None is torch.
     """
 
+    config: ModelConfig
     hidden: int
     layers: int
     vocab: int
@@ -69,6 +72,7 @@ def view_of(decoder: Decoder | NativeDecoder, form: str | None = "int8") -> Targ
         return torch.tanh(logits / cap) * cap if cap else logits
 
     return TargetView(
+        config=config,
         hidden=config.hidden,
         layers=config.layers,
         vocab=config.vocab,

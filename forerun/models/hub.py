@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from forerun.errors import LoadError
@@ -15,6 +16,7 @@ from forerun.models.names import choose, first_part, is_gguf, listed, models_of,
 
 WANTED = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "tokenizer.model", "*.txt"]
 UNWANTED = ["original/*", "onnx/*"]
+PICKLED = ("pytorch_model*.bin", "medusa_lm_head.pt", "hydra_lm_head.pt")  # by torch.save, in drafters
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
 MAGIC = b"GGUF"
 
@@ -36,7 +38,7 @@ def find_model(name: str | None, pickled: bool = False) -> Path:
     Args:
         name: a directory, a GGUF file, `ollama:NAME[:TAG]`, `lmstudio:PUBLISHER/MODEL`, or `ORG/REPO[:TAG]` on the Hub,
             which is downloaded unless it is here; None is the default model.
-        pickled: whoever reads it can also read pytorch_model*.bin.
+        pickled: whoever reads it can also read what `PICKLED` names.
     """
     if name is None:
         return default_model() or _download_default()
@@ -53,6 +55,11 @@ def find_model(name: str | None, pickled: bool = False) -> Path:
     if match is None or name.startswith((".", "/", "~")):
         raise LoadError(f"there is no directory {name}, nor such a file: {_of_ollama(name) or FORMS}")
     return _of_hub(match[1], match[2], pickled)
+
+
+def is_pickled(name: str) -> bool:
+    """Whether a file is one of those that `PICKLED` names."""
+    return any(fnmatchcase(name, pattern) for pattern in PICKLED)
 
 
 def default_model() -> Path | None:
@@ -126,7 +133,7 @@ def _of_hub(repository: str, tag: str | None, pickled: bool) -> Path:
     try:
         if tag:
             return _gguf(repository, tag)
-        directory = _snapshot(repository, [*WANTED, "pytorch_model*.bin"] if pickled else WANTED)
+        directory = _snapshot(repository, [*WANTED, *PICKLED] if pickled else WANTED)
     except LoadError as error:
         known = _of_ollama(f"{repository}:{tag}" if tag else repository)
         raise LoadError(f"{error}{f'; {known}' if known else ''}") from None

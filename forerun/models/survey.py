@@ -6,7 +6,7 @@ import hashlib
 import json
 import struct
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,14 @@ DTYPES = {  # of safetensors: their names elsewhere, and bits
 }  # fmt: skip
 MOST_HEADER = 100_000_000  # bytes, as the safetensors library allows
 ROOM = 1.1  # memory a model takes, in sizes of its file: the cache of keys and values comes on top
+FOR_A_TARGET = (  # what only the configurations of drafters say
+    "speculators_model_type", "medusa_num_heads", "hydra_num_heads", "draft_vocab_size", "dflash_config",
+)  # fmt: skip
+DRAFTERS = ("medusa", "eagle", "mlp_speculator")  # model types that are none
+JOINED = {
+    "fc.weight",
+    "model.fc.weight",
+}  # a target's state and a token, of EAGLE heads, whose layer is said as a Llama
 DRAFT_SHARE = 0.5  # a drafter with more of its target's parameters than this cannot pay
 
 
@@ -135,9 +143,9 @@ def _of_directory(path: Path, row: Survey) -> Survey:
     raw = read_object(path / "config.json")
     files = _weights(path)
     counts: Counter[str] = Counter()
-    for file in files:
-        for tensor in _tensors(file):
-            counts[tensor["dtype"]] += _product(tensor["shape"])
+    tensors = {name: tensor for file in files for name, tensor in _tensors(file).items()}
+    for tensor in tensors.values():
+        counts[tensor["dtype"]] += _product(tensor["shape"])
     quantised = raw.get("quantization_config") or raw.get("quantization")
     kind = max(counts, key=lambda dtype: counts[dtype] * DTYPES.get(dtype, ("", 8))[1], default="")
     return replace(
@@ -147,7 +155,7 @@ def _of_directory(path: Path, row: Survey) -> Survey:
         family=str(raw.get("model_type", "")),
         parameters=None if quantised else counts.total(),
         context=raw.get("max_position_embeddings") or raw.get("n_positions"),
-        reason=_why_no_directory(path, raw),
+        reason=_why_no_directory(path, raw, tensors),
         vocabulary=tokenizer_digest(path / "tokenizer.json"),
     )
 
@@ -159,8 +167,8 @@ def _method(settings: Any) -> str:
     return f"{settings.get('quant_method', 'mlx')}{f' {bits} bits' if bits else ''}"
 
 
-def _why_no_directory(path: Path, raw: dict[str, Any]) -> str:
-    if "speculators_model_type" in raw or "medusa_num_heads" in raw:
+def _why_no_directory(path: Path, raw: dict[str, Any], tensors: Collection[str]) -> str:
+    if raw.get("model_type") in DRAFTERS or any(name in raw for name in FOR_A_TARGET) or JOINED & set(tensors):
         return "is no model but a drafter for one, which --draft takes"
     if raw.get("model_type") not in FAMILIES:
         return f"family {raw.get('model_type') or 'without a name'} is not supported"
@@ -186,15 +194,15 @@ def _weights(path: Path) -> list[Path]:
     return sorted(names)
 
 
-def _tensors(path: Path) -> list[dict[str, Any]]:
-    """What the header of a safetensors file says of each tensor. Raises LoadError."""
+def _tensors(path: Path) -> dict[str, dict[str, Any]]:
+    """What the header of a safetensors file says of each tensor, by name. Raises LoadError."""
     try:
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
             raw = json.loads(file.read(length)) if length <= MOST_HEADER else None
         if not isinstance(raw, dict):
             raise ValueError(f"a header of {length} bytes")
-        return [tensor for name, tensor in raw.items() if name != "__metadata__"]
+        return {name: tensor for name, tensor in raw.items() if name != "__metadata__"}
     except (OSError, ValueError, AttributeError, RecursionError, struct.error) as error:
         raise LoadError(f"{path} is no safetensors file or not whole: {error}; download it again") from None
 

@@ -14,11 +14,16 @@ from forerun.catalogue.facts import facts_at
 from forerun.catalogue.fit import checks, fits, sizes_of
 from forerun.draft.block_format import load_block, save_block
 from forerun.draft.eagle_format import load_head, save_head
-from forerun.draft.medusa import Medusa, load_heads, save_heads
+from forerun.draft.hydra_format import load_hydra
+from forerun.draft.medusa import save_heads
+from forerun.draft.medusa_format import load_heads
+from forerun.draft.mlp_format import load_mlp
 from forerun.draft.mtp import load_module, save_module
 from forerun.draft.view import TargetView, view_of
 from forerun.errors import LoadError
 from tests import tiny
+from tests.draft import published
+from tests.draft.published import Published
 
 Save, Load = Callable[[Path], None], Callable[[Path, TargetView], object]
 
@@ -41,6 +46,10 @@ def medusa(path: Path) -> None:
     save_heads(tiny.medusa("llama"), path, torch.float32)
 
 
+def _write(made: Published, path: Path) -> None:
+    made.write(path)
+
+
 KINDS: dict[str, tuple[Save, Load]] = {
     "eagle3": (eagle, load_head),
     "eagle3 with its own embedding": (
@@ -51,7 +60,17 @@ KINDS: dict[str, tuple[Save, Load]] = {
     "block": (block, load_block),
     "block with its own embedding": (lambda path: block(path, own_embedding=True), load_block),
     "mtp": (mtp, lambda path, target: load_module(path, target).attach(target)),
-    "medusa": (medusa, lambda path, target: Medusa(load_heads(path), target)),
+    "mlp": (lambda path: _write(published.ibm(), path), lambda path, target: load_mlp(path).attach(target)),
+    "mlp with a cell": (
+        lambda path: _write(published.arctic("sum_lstm"), path),
+        lambda path, target: load_mlp(path).attach(target),
+    ),
+    "hydra": (lambda path: _write(published.hydra(), path), load_hydra),
+    "medusa of its authors": (
+        lambda path: _write(published.medusa(), path),
+        lambda path, target: load_heads(path).attach(target),
+    ),
+    "medusa": (medusa, lambda path, target: load_heads(path).attach(target)),
 }
 CHANGES: list[dict[str, Any]] = [
     {},
@@ -61,6 +80,12 @@ CHANGES: list[dict[str, Any]] = [
     {"eagle_aux_hidden_state_layer_ids": [1, 1, 2], "aux_hidden_state_layer_ids": [1, 1]},
     {"num_nextn_predict_layers": 2},
     {"block_size": 0},
+    {"n_predict": 65, "num_heads": 65, "hydra_num_layers": 65},
+    {"n_predict": 0, "num_heads": 4, "hydra_num_layers": "1"},
+    {"emb_dim": 99, "hydra_head_arch": "cross-attn"},
+    {"input_hidden_dim": 99, "hidden_state_offset": 2},
+    {"method": "gru", "architectures": ["Other"]},
+    {"tie_weights": "no", "grounded_heads": None},
     {"markov_head_type": "rnn"},
     {"mask_token_id": 999},
     {"hidden_size": 99, "vocab_size": 999},

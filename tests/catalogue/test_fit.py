@@ -107,7 +107,8 @@ def medusa(**changed: Any) -> Facts:
         "hidden_size": 16,
         "vocab_size": 64,
     } | changed
-    shapes = {"blocks.0.layers.0.weight": (16, 16), "lm_heads.0.weight": (64, 16)}
+    shapes = {f"blocks.{i}.layers.0.weight": (16, 16) for i in range(2)}
+    shapes |= {f"lm_heads.{i}.weight": (64, 16) for i in range(2)}
     return Facts("a/medusa", raw=raw, shapes=shapes)
 
 
@@ -123,6 +124,8 @@ def test_other_heads() -> None:
     assert fits(checks(medusa(), TARGET)) and "--draft medusa:" in told(medusa())["forerun"].text
     assert told(medusa(hidden_size=8))["hidden size"].ok is False
     assert told(medusa(vocab_size=63))["vocabulary"].ok is False, "only EAGLE-3 may leave out the padding"
+    assert "2 levels" not in told(medusa())["forerun"].text
+    assert "checkpoint has 2" in told(medusa(num_heads=3))["forerun"].text
     assert told(medusa(num_heads=None, medusa_num_heads=2))["forerun"].ok is False
     assert fits(checks(block(), TARGET)) and "--draft block:" in told(block())["forerun"].text
     for wrong in ({"block_size": 0}, {"block_size": True}, {"markov_head_type": "rnn"}):

@@ -6,12 +6,13 @@ import torch
 
 from forerun.draft.block import Block
 from forerun.draft.compose import Either
-from forerun.draft.medusa import Medusa
+from forerun.draft.levels import Levels
 from forerun.draft.model import DraftModel
 from forerun.draft.ngram import NGram
 from forerun.draft.pairs import Pairs
 from forerun.draft.parallel import ParallelPairs
 from forerun.draft.pard import Pard
+from forerun.draft.prefixed import Prefixed
 from forerun.draft.recycle import Recycle
 from forerun.draft.suffix import Suffix
 from forerun.draft.view import view_of
@@ -22,8 +23,8 @@ from forerun.sampling.params import SamplingParams
 from tests import tiny
 
 PROPOSERS = (
-    "ngram", "suffix", "recycle", "model", "tree", "medusa", "eagle", "eagle1", "parallel", "pard", "mtp", "block",
-    "both",
+    "ngram", "suffix", "recycle", "model", "tree", "medusa", "mlp", "hydra", "prefixed", "eagle", "eagle1",
+    "parallel", "pard", "mtp", "block", "both",
 )  # fmt: skip
 
 
@@ -39,8 +40,8 @@ def engine(
     device: str = "cpu",
 ) -> Engine:
     """A target (a GGUF file on native kernels), and proposers: ngram, suffix, model (chains), tree (of width 3) often
-    agree with it, pard (of width 2) about its first token, medusa, eagle, eagle1, parallel, mtp and block (of width 2)
-    now and then; both is ngram before an EAGLE-3 head."""
+    agree with it, pard (of width 2) about its first token, heads (of width 2: medusa, mlp, hydra, prefixed,
+    eagle, eagle1, parallel, mtp) and block now and then; both is ngram before an EAGLE-3 head."""
     paths = tiny.family(family), tiny.drafter(family)
     if paths[0].is_file():
         target, small = map(tiny.native_decoder, paths)
@@ -61,7 +62,10 @@ def engine(
         "model": DraftModel(runner(small), tiny.VOCAB),
         "tree": DraftModel(runner(small), tiny.VOCAB, width=3 if wide else 1),
         "pard": Pard(runner(small), 3, tiny.VOCAB, width=2 if wide else 1),
-        "medusa": Medusa(tiny.medusa(family), view, width=2 if wide else 1),
+        "medusa": Levels("medusa", tiny.medusa(family), view, width=2 if wide else 1),
+        "mlp": Levels("mlp", tiny.mlp(family, lstm=True), view, width=2 if wide else 1),
+        "hydra": Levels("hydra", tiny.hydra(family), view, width=2 if wide else 1),
+        "prefixed": Prefixed("hydra", tiny.hydra(family, prefix=True), view, **room, width=2 if wide else 1),
         "eagle": Pairs("eagle3", head, view, **room, width=2 if wide else 1),
         "eagle1": Pairs("eagle", tiny.eagle1(family), view, **room, width=2 if wide else 1),
         "parallel": ParallelPairs("eagle3", tiny.parallel(family), view, **room, width=2 if wide else 1),
@@ -99,7 +103,7 @@ def check_idle(engine: Engine) -> None:
     """Every page and slot is back, in the target's pool and in the drafters'."""
     parts = [part for p in engine.proposers.values() for part in (p.parts if isinstance(p, Either) else (p,))]
     caches = [engine.target.cache, *(p.runner.cache for p in parts if isinstance(p, DraftModel))]
-    caches += [p.cache for p in parts if isinstance(p, (Pairs, Block))]
+    caches += [p.cache for p in parts if isinstance(p, (Pairs, Block, Prefixed))]
     for cache in caches:
         cache.pages.check()
         assert cache.pages.available == cache.pages.count

@@ -29,7 +29,17 @@ from tests import tiny
 from tests.engine import build, test_structured
 
 VICTIM = 2  # the request that fails
-FEATURED = ("medusa", "eagle", "eagle1", "parallel", "mtp", "block")  # who are shown what the target thought
+FEATURED = (
+    "medusa",
+    "mlp",
+    "hydra",
+    "prefixed",
+    "eagle",
+    "eagle1",
+    "parallel",
+    "mtp",
+    "block",
+)  # who are shown what the target thought
 
 
 class Panic(BaseException):

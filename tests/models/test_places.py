@@ -31,13 +31,13 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return bare_home(tmp_path, monkeypatch)
 
 
-def safetensors(directory: Path, rows: int = 8, dtype: str = "BF16", **config: object) -> Path:
-    """A directory of a Hugging Face model with one matrix [rows, 8]."""
+def safetensors(directory: Path, rows: int = 8, dtype: str = "BF16", tensor: str = "w", **config: object) -> Path:
+    """A directory of a Hugging Face model with one matrix [rows, 8], called `tensor`."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(LLAMA | config))
     (directory / "tokenizer.json").write_text("{}")
     size = rows * 8 * {"BF16": 2, "F32": 4, "I32": 4}[dtype]
-    header = json.dumps({"w": {"dtype": dtype, "shape": [rows, 8], "data_offsets": [0, size]}}).encode()
+    header = json.dumps({tensor: {"dtype": dtype, "shape": [rows, 8], "data_offsets": [0, size]}}).encode()
     (directory / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(size))
     return directory
 
@@ -220,3 +220,24 @@ def test_tokens_are_stepped_over(home: Path) -> None:
     file = skim(path)
     assert time.thread_time() - began < 2  # generous: it takes a twentieth
     assert file.metadata["tokenizer.ggml.merges"] == [] and len(token_digest(file.metadata)) == len("gpt2 ") + 64
+
+
+DRAFTERS = {  # fields of config.json, and the name of a tensor
+    "EAGLE-1": ({"num_hidden_layers": 1}, "fc.weight"),
+    "EAGLE-3": ({"num_hidden_layers": 1, "draft_vocab_size": 4}, "midlayer.mlp.up_proj.weight"),
+    "P-EAGLE": ({"num_hidden_layers": 1, "pard_token": 3}, "model.fc.weight"),
+    "EAGLE in vLLM's wrapper": ({"model_type": "eagle", "model": {}}, "fc.weight"),
+    "MLP": ({"model_type": "mlp_speculator", "n_predict": 3}, "speculator.emb.0.weight"),
+    "Medusa": ({"model_type": "medusa", "num_heads": 3}, "blocks.0.layers.0.weight"),
+    "Medusa's authors": ({"medusa_num_heads": 3}, "0.0.linear.weight"),
+    "Hydra": ({"hydra_num_heads": 3}, "hydra_lm_head.0.weight"),
+    "speculators": ({"speculators_model_type": "eagle3"}, "layers.0.mlp.up_proj.weight"),
+}
+
+
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_a_drafter_is_no_model(kind: str, home: Path) -> None:
+    """Some are described as a Llama is, down to the last field: they would be offered, and fail to load."""
+    fields, tensor = DRAFTERS[kind]
+    row = one(safetensors(home / "mine/drafter", tensor=tensor, **fields))
+    assert not row.runs and not row.draft and row.reason == "is no model but a drafter for one, which --draft takes"

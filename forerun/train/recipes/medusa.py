@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from forerun.draft.base import Proposer
-from forerun.draft.medusa import Medusa as MedusaProposer
-from forerun.draft.medusa import MedusaHeads, load_heads, save_heads
+from forerun.draft.levels import Levels, over_vocabulary
+from forerun.draft.medusa import MedusaHeads, save_heads
+from forerun.draft.medusa_format import load_heads
 from forerun.draft.view import view_of
 from forerun.runner import Runner
 from forerun.train.capture import Batch, Target
@@ -44,7 +45,7 @@ class Medusa:
         return heads
 
     def load(self, directory: Path, target: Target) -> nn.Module:
-        return load_heads(directory)
+        return load_heads(directory).requires_grad_(True)
 
     def vocab(self, module: nn.Module, target: Target) -> int:
         return target.vocab
@@ -76,7 +77,7 @@ class Medusa:
         save_heads(module, directory, target.llm.decoder.dtype)
 
     def proposer(self, directory: Path, target: Target, runner: Runner) -> Proposer:
-        return MedusaProposer(load_heads(directory), view_of(runner.decoder))
+        return Levels("medusa", load_heads(directory), view_of(runner.decoder))
 
     def _logits(self, module: nn.Module, batch: Batch) -> list[Tensor]:
         """Of each head, at every position whose guess lies in the texts. [B, N - 1 - k, V] for head k"""
@@ -84,4 +85,5 @@ class Medusa:
         (states,) = batch.states.values()
         normalised = batch.view.normalise(states)
         ends = range(batch.mask.shape[1] - 1, 0, -1)
-        return [module.say(k, normalised[:, :end]) for k, end in zip(range(module.heads), ends, strict=False)]
+        said = [module.say(k, normalised[:, :end]) for k, end in zip(range(module.levels), ends, strict=False)]
+        return [over_vocabulary(logits, module.tokens(), batch.vocab) for logits in said]

@@ -1,0 +1,85 @@
+"""MLP speculators (Wertheimer et al. 2404.19124), Arctic's among them: a small recurrent network on the last state.
+
+Level i (from 0) adds to a projection of the state before it an embedding of the token before it, weighed so that after
+n levels half of the state is still the target's: with w = 0.5^(1 / 2n) and e = sqrt((1 - w^2) D / 2), D the inner size,
+
+    s_i+1 = gelu(norm_i(P_i s_i + e / w * E_i[token])), and the logits are H_i s_i+1
+
+with s_0 the target's last state, normed once more where `scaled`. Arctic's `sum_lstm` has gates and a cell in the place
+of the norm. Weights may be tied: all levels have one embedding, norm and head, and all but the first one projection.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from forerun.draft.level_dialects import MlpShape
+from forerun.draft.levels import LevelHeads
+
+EPS = 1e-6
+
+
+class _Norm(nn.Module):
+    """By the root mean square, then scaled and shifted."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(size)), nn.Parameter(torch.zeros(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _scaled(x) * self.weight + self.bias
+
+
+class MlpSpeculator(LevelHeads):
+    """The speculator under the names of its authors; of what is tied there is one."""
+
+    title = "levels of an MLP speculator"
+
+    def __init__(self, shape: MlpShape) -> None:
+        super().__init__(shape.levels, shape.hidden, shape.vocab)
+        self.shape = shape
+        inner, gates = shape.inner, 4 if shape.lstm else 1
+        own, steps = (1, min(2, shape.levels)) if shape.tied else (shape.levels, shape.levels)
+        self.emb = nn.ModuleList(nn.Embedding(shape.vocab, inner) for _ in range(own * shape.gate_embeddings))
+        self.proj = nn.ModuleList(
+            nn.Linear(inner if i else shape.hidden, gates * inner, bias=False) for i in range(steps)
+        )
+        self.ln = nn.ModuleList(_Norm(inner) for _ in range(2 if shape.lstm else own))
+        self.head = nn.ModuleList(nn.Linear(inner, shape.vocab, bias=False) for _ in range(own))
+        weight = 0.5 ** (0.5 / shape.levels)
+        self.share = math.sqrt((1 - weight**2) * inner / 2) / weight  # of an embedding beside a projected state
+
+    def enter(self, states: Tensor) -> Tensor:
+        return _scaled(states) / math.sqrt(2) if self.shape.scaled else states
+
+    def step(self, level: int, carried: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        own = 0 if self.shape.tied else level
+        if self.shape.lstm:
+            carried, state = self._remember(level, carried, tokens)
+        else:
+            added = self.share * self.emb[own](tokens)
+            carried = state = F.gelu(self.ln[own](self._projected(level, carried) + added))
+        logits: Tensor = self.head[own](state)
+        return logits, carried
+
+    def _remember(self, level: int, carried: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """One step with a cell, which begins empty: state and cell side by side to be carried over, and the state."""
+        state, cell = carried.chunk(2, -1) if level else (carried, 0.0)
+        embedded = torch.cat([table(tokens) for table in self.emb], -1)
+        mixed = self._projected(level, state) + self.share * embedded.repeat(1, 4 // self.shape.gate_embeddings)
+        forget, enter, leave, new = mixed.chunk(4, -1)
+        cell = forget.sigmoid() * cell + enter.sigmoid() * F.gelu(self.ln[0](new))
+        state = leave.sigmoid() * F.gelu(self.ln[1](cell))
+        return torch.cat((state, cell), -1), state
+
+    def _projected(self, level: int, state: Tensor) -> Tensor:
+        out: Tensor = self.proj[min(level, len(self.proj) - 1)](state)
+        return out
+
+
+def _scaled(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS)

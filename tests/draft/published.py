@@ -1,0 +1,313 @@
+"""Checkpoints of heads, one a level, exactly as they are published, with what the families' formulas make of them."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import LlamaConfig, LlamaModel
+
+from forerun.draft import levels
+from forerun.draft.base import Proposer
+from forerun.draft.levels import LevelHeads, Levels
+from forerun.draft.prefixed import Prefixed
+from forerun.draft.view import TargetView, view_of
+from forerun.engine.engine import Engine
+from forerun.runner import Runner
+from tests import tiny
+from tests.draft.test_mtp import last_states
+from tests.engine import build
+
+HIDDEN, VOCAB = 32, tiny.VOCAB
+ROOM = {"tokens": 1024, "page": 4, "slots": 8}
+Tensors = dict[str, Tensor]
+
+
+@dataclass
+class Published:
+    """A checkpoint: the fields of its config.json, its tensors by their published names, and its formula: logits after
+    the tokens that follow the states [n, H] of the target, the root first."""
+
+    raw: dict[str, Any]
+    tensors: Tensors
+    naive: Callable[[Tensor, Sequence[int]], Tensor]
+    file: str = "model.safetensors"
+
+    def write(self, directory: Path) -> Path:
+        directory.mkdir(exist_ok=True)
+        (directory / "config.json").write_text(json.dumps(self.raw))
+        tensors = {name: tensor.float() for name, tensor in self.tensors.items() if tensor.is_floating_point()}
+        tensors |= {name: tensor for name, tensor in self.tensors.items() if not tensor.is_floating_point()}
+        path = directory / self.file
+        torch.save(tensors, path) if path.suffix != ".safetensors" else save_file(
+            {name: tensor.clone() for name, tensor in tensors.items()}, path
+        )
+        return directory
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    """Numbers of some consequence, exact in float32."""
+    generator = torch.Generator().manual_seed(hash((shape, seed)) % 1_000_003)
+    return torch.randn(shape, generator=generator).mul(0.5 if len(shape) > 1 else 0.2).double()
+
+
+def target() -> TargetView:
+    return view_of(tiny.decoder(tiny.family("llama")))
+
+
+def through_the_engine(
+    heads: LevelHeads, width: int, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], Tensor]]:
+    """Every node that heads in float64 are asked about while requests are served in small chunks: committed tokens, its
+    path below the root, and the logits."""
+    seen, grow = [], levels.grow
+
+    def seeing(trees: list[Any], logits: Tensor, *rest: Any) -> None:
+        nodes = [(tree, node) for tree in trees for node in tree.frontier]
+        for (tree, node), row in zip(nodes, logits, strict=True):
+            path = tuple(tree.draft.tokens[i] for i in tree.draft.path_to(node)[1:])
+            seen.append((tuple(tree.row.tokens), path, row.clone()))
+        grow(trees, logits, *rest)
+
+    monkeypatch.setattr(levels, "grow", seeing)
+    decoder = tiny.decoder(tiny.family("llama"))
+    heads, view = heads.double(), view_of(decoder)
+    proposer: Proposer = Levels("heads", heads, view, width)
+    if heads.prefix is not None:
+        proposer = Prefixed("heads", heads, view, **ROOM, width=width)
+    engine = Engine(Runner(decoder, **ROOM), {"heads": proposer}, chunk=5)
+    requests = [engine.add(build.prompts()[i], build.params(i, 0.8, 7), draft="heads", depth=4) for i in (2, 3)]
+    build.finish(engine)
+    assert sum(request.stats.drafted for request in requests) > 10
+    yield from seen
+
+
+def assert_as_published(made: Published, heads: LevelHeads, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that they are asked, as deep as they go."""
+    depths, states = set(), functools.cache(last_states)
+    for tokens, path, row in through_the_engine(heads, width, monkeypatch):
+        expected = made.naive(states(tokens[:-1]), (tokens[-1], *path))
+        assert torch.allclose(row, expected, rtol=1e-4, atol=1e-4), (len(tokens), path)
+        depths.add(len(path))
+    assert depths == set(range(min(heads.levels, 4)))
+
+
+def damage(directory: Path, name: str, value: Tensor | None = None) -> None:
+    """Take a tensor out of a checkpoint, or put another in."""
+    (path,) = [file for file in directory.iterdir() if file.suffix in (".safetensors", ".pt", ".bin")]
+    tensors = load_file(path) if path.suffix == ".safetensors" else torch.load(path, weights_only=True)
+    tensors.pop(name, None)
+    tensors |= {} if value is None else {name: value}
+    save_file(tensors, path) if path.suffix == ".safetensors" else torch.save(tensors, path)
+
+
+def change(directory: Path, **values: Any) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+# ---------------------------------------------------------------- MLP speculators
+
+
+def ibm(tied: bool = False, scaled: bool = False, prefix: str = "speculator.", levels: int = 3) -> Published:
+    """IBM's accelerators; 2404.19124, section 2."""
+    inner = 24
+    raw = {
+        "architectures": ["MLPSpeculatorPreTrainedModel"], "model_type": "mlp_speculator", "emb_dim": HIDDEN,
+        "inner_dim": inner, "n_candidates": 5, "n_predict": levels, "scale_input": scaled, "tie_weights": tied,
+        "top_k_tokens_per_head": [4, 3, 2][:levels], "torch_dtype": "float16", "vocab_size": VOCAB,
+    }  # fmt: skip
+    own = {}
+    for i in range(levels):
+        j, k = (0, min(i, 1)) if tied else (i, i)
+        own[f"emb.{i}.weight"] = random(VOCAB, inner, seed=j)
+        own[f"proj.{i}.weight"] = random(inner, inner if i else HIDDEN, seed=10 + k)
+        own[f"ln.{i}.weight"], own[f"ln.{i}.bias"] = 1 + random(inner, seed=20 + j), random(inner, seed=30 + j)
+        own[f"head.{i}.weight"] = random(VOCAB, inner, seed=40 + j)
+
+    def naive(states: Tensor, tokens: Sequence[int]) -> Tensor:
+        weight = 0.5 ** (0.5 / levels)
+        s = rms(states[-1]) / math.sqrt(2) if scaled else states[-1]
+        for i, token in enumerate(tokens):
+            z = own[f"emb.{i}.weight"][token] * math.sqrt(1 - weight**2) * math.sqrt(inner / 2)
+            x = rms(weight * (own[f"proj.{i}.weight"] @ s) + z)
+            s = gelu(x * own[f"ln.{i}.weight"] + own[f"ln.{i}.bias"])
+        return own[f"head.{len(tokens) - 1}.weight"] @ s
+
+    return Published(raw, {f"{prefix}{name}": tensor for name, tensor in own.items()}, naive)
+
+
+def arctic(method: str, tied: bool = True, shared: bool = True, inner: int = 24) -> Published:
+    """Arctic's, as ArcticTraining saves them: pickled, with sizes as texts, and shared tensors written again."""
+    n = 3
+    raw = {
+        "architectures": ["ArcticLSTMSpeculatorPreTrainedModel"], "base_model_name_or_path": "some/target",
+        "input_hidden_dim": HIDDEN, "inner_dim": str(inner), "proj_dim": str(inner), "emb_dim": str(inner),
+        "model_type": "mlp_speculator", "n_candidates": n, "n_predict": n, "scale_input": True, "tie_weights": tied,
+        "tie_lstm_embs": shared, "top_k_tokens_per_head": [1] * n, "torch_dtype": "bfloat16", "vocab_size": VOCAB,
+        "method": method,
+    }  # fmt: skip
+    own: Tensors = {f"head.{i}.weight": random(VOCAB, inner, seed=0 if tied else i) for i in range(n)}
+    if method == "sum_rnn":
+        plain = ibm(tied, scaled=True, prefix="")
+        for name, tensor in plain.tensors.items():
+            part, level, kind = name.split(".")
+            if not tied or int(level) <= (part == "proj"):
+                own[f"{part}.{level}.0.{kind}"] = tensor
+        own |= {name: tensor for name, tensor in plain.tensors.items() if name.startswith("head.")}
+        own = {
+            name: tensor for name, tensor in own.items() if not name.startswith("head.") or len(name.split(".")) == 3
+        }
+        return Published(raw, own, plain.naive, "pytorch_model.bin")
+    for i, gate in enumerate(("forget", "input", "output", "cell")):
+        own[f"{gate}_emb.0.weight"] = random(VOCAB, inner, seed=0 if shared else i)
+        for step, size in enumerate((HIDDEN, inner)):
+            own[f"{gate}_proj.{step}.weight"] = random(inner, size, seed=50 + i)
+    for i, norm in enumerate(("cell_ln", "state_ln")):
+        own[f"{norm}.0.weight"], own[f"{norm}.0.bias"] = 1 + random(inner, seed=60 + i), random(inner, seed=70 + i)
+
+    def naive(states: Tensor, tokens: Sequence[int]) -> Tensor:
+        weight = 0.5 ** (0.5 / n)
+        share = math.sqrt((1 - weight**2) * (inner / 2)) / weight
+        s, cell = rms(states[-1]) / math.sqrt(2), torch.zeros(inner).double()
+        for i, token in enumerate(tokens):
+            forget, enter, leave, new = (
+                own[f"{gate}_proj.{min(i, 1)}.weight"] @ s + share * own[f"{gate}_emb.0.weight"][token]
+                for gate in ("forget", "input", "output", "cell")
+            )
+            new = gelu(rms(new) * own["cell_ln.0.weight"] + own["cell_ln.0.bias"])
+            cell = cell / (1 + (-forget).exp()) + new / (1 + (-enter).exp())
+            out = gelu(rms(cell) * own["state_ln.0.weight"] + own["state_ln.0.bias"])
+            s = out / (1 + (-leave).exp())
+        return own[f"head.{len(tokens) - 1}.weight"] @ s
+
+    return Published(raw, own, naive, "pytorch_model.bin")
+
+
+# ---------------------------------------------------------------- Hydra
+
+
+def hydra(arch: str = "mlp", grounded: bool = True, layers: int = 3, file: str = "hydra_lm_head.pt") -> Published:
+    """Hydra's heads, with the target's embedding and a dropout in every second place of `prefix-mlp`."""
+    heads, dropout = 3, arch == "prefix-mlp"
+    raw = {
+        "base_model_name_or_path": "lmsys/vicuna-7b-v1.3", "grounded_heads": grounded, "hidden_state_offset": 0,
+        "hydra_head_arch": arch, "hydra_num_heads": 4, "hydra_num_layers": layers, "transformers_version": "4.36.2",
+    }  # fmt: skip
+    own: Tensors = {"input_embed_fn.weight": target().embed(torch.arange(VOCAB)).double()}
+    for i in range(heads):
+        for j in range(layers):
+            wide, place = grounded and j == 0, 2 * j + 1 if dropout else j
+            size, seed = HIDDEN * (i + 2) if wide else HIDDEN, 10 * i + (j == 0 and grounded)
+            for part in ("linear", "res_connection") if wide else ("linear",):
+                name = f"hydra_mlp.{i}.{place}.{part}"
+                own[f"{name}.weight"] = random(HIDDEN, size, seed=seed + len(part)) * 0.5
+                own[f"{name}.bias"] = random(HIDDEN, seed=seed + len(part))
+        name = f"hydra_lm_head.{i}.1" if dropout else f"hydra_lm_head.{i}"
+        own[f"{name}.weight"], own[f"{name}.bias"] = random(VOCAB, HIDDEN, seed=100 + i), random(VOCAB, seed=100 + i)
+    before = _llama_layer() if dropout else None
+    if before is not None:
+        state = before.state_dict()
+        own |= {f"prefix_embeding_layer.{name}": tensor.double() for name, tensor in state.items()}
+        own["prefix_embeding_layer.layers.0.self_attn.rotary_emb.inv_freq"] = random(4)
+
+    def naive(states: Tensor, tokens: Sequence[int]) -> Tensor:
+        with torch.inference_mode():
+            made = states if before is None else before(inputs_embeds=states[None]).last_hidden_state[0]
+        i, x = len(tokens) - 1, made[-1]
+        if grounded:
+            x = torch.cat([x, *(own["input_embed_fn.weight"][token] for token in tokens)])
+        for j in range(layers):
+            name = f"hydra_mlp.{i}.{2 * j + 1 if dropout else j}"
+            y = own[f"{name}.linear.weight"] @ x + own[f"{name}.linear.bias"]
+            if grounded and j == 0:
+                x = own[f"{name}.res_connection.weight"] @ x + own[f"{name}.res_connection.bias"]
+            x = x + y / (1 + (-y).exp())
+        name = f"hydra_lm_head.{i}.1" if dropout else f"hydra_lm_head.{i}"
+        return own[f"{name}.weight"] @ x + own[f"{name}.bias"]
+
+    return Published(raw, own, naive, file)
+
+
+def _llama_layer() -> LlamaModel:
+    """One layer of the target's shape, as transformers computes it."""
+    config = LlamaConfig.from_pretrained(tiny.family("llama"), num_hidden_layers=1, attn_implementation="eager")
+    model = LlamaModel(config).eval()
+    with torch.no_grad():
+        for i, value in enumerate(model.parameters()):
+            value.copy_(random(*value.shape, seed=i) + (value.ndim == 1))
+    return model.double()
+
+
+# ---------------------------------------------------------------- Medusa
+
+
+def medusa(layers: int = 1, prefix: str = "", file: str = "medusa_lm_head.pt") -> Published:
+    """FasterDecoding's: their config.json says two heads, whatever there is."""
+    raw = {
+        "base_model_name_or_path": "lmsys/vicuna-7b-v1.3", "medusa_num_heads": 2, "medusa_num_layers": 1,
+        "transformers_version": "4.31.0",
+    }  # fmt: skip
+    own = {}
+    for i in range(3):
+        for j in range(layers):
+            own[f"{i}.{j}.linear.weight"] = random(HIDDEN, HIDDEN, seed=10 * i)
+            own[f"{i}.{j}.linear.bias"] = random(HIDDEN, seed=10 * i)
+        own[f"{i}.{layers}.weight"] = random(VOCAB, HIDDEN, seed=10 * i)
+
+    def naive(states: Tensor, tokens: Sequence[int]) -> Tensor:
+        i, x = len(tokens) - 1, states[-1]
+        for j in range(layers):
+            y = own[f"{i}.{j}.linear.weight"] @ x + own[f"{i}.{j}.linear.bias"]
+            x = x + y / (1 + (-y).exp())
+        return own[f"{i}.{layers}.weight"] @ x
+
+    return Published(raw, {f"{prefix}{name}": tensor for name, tensor in own.items()}, naive, file)
+
+
+def medusa_of_vllm(
+    said: int = VOCAB, whole: bool = False, bias: bool = False, shared: bool = False, scale: float = 1.0
+) -> Published:
+    """vLLM's, of which some say no more than the `said` tokens of their token_map; `whole` ones have rows of all."""
+    raw = {
+        "architectures": ["MedusaModel"], "hidden_size": HIDDEN, "max_paths": 64, "medusa_fc_bias": bias,
+        "model_type": "medusa", "num_heads": 3, "num_hidden_layers": 1, "original_lm_head": shared, "topk": 10,
+        "truncated_vocab_size": said, "vocab_size": VOCAB, "logit_scale": scale,
+    }  # fmt: skip
+    ids = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(1))[:said]
+    own = {} if said == VOCAB else {"token_map": ids}
+    for i in range(3):
+        own[f"blocks.{i}.layers.0.weight"] = random(HIDDEN, HIDDEN, seed=i)
+        if bias:
+            own[f"blocks.{i}.layers.0.bias"] = random(HIDDEN, seed=i)
+        if not shared or i == 0:
+            own[f"lm_heads.{i}.weight"] = random(VOCAB if whole else said, HIDDEN, seed=10 + i)
+
+    def naive(states: Tensor, tokens: Sequence[int]) -> Tensor:
+        i, x = len(tokens) - 1, states[-1]
+        y = own[f"blocks.{i}.layers.0.weight"] @ x + (own[f"blocks.{i}.layers.0.bias"] if bias else 0)
+        logits = scale * (own[f"lm_heads.{0 if shared else i}.weight"] @ (x + y / (1 + (-y).exp())))
+        if said == VOCAB:
+            return logits
+        full = torch.full((VOCAB,), -torch.inf).double()
+        full[ids] = logits[ids] if whole else logits
+        return full
+
+    return Published(raw, own, naive)
+
+
+def rms(x: Tensor) -> Tensor:
+    return x / (x.pow(2).mean() + 1e-6).sqrt()
+
+
+def gelu(x: Tensor) -> Tensor:
+    return x * (1 + torch.erf(x / math.sqrt(2))) / 2
