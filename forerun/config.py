@@ -27,10 +27,11 @@ class Config:
         model: a GGUF file, a Hugging Face directory, ollama:NAME, lmstudio:NAME, or a Hub id (ORG/REPO:QUANT for GGUF);
             None is the default model, SmolLM2-135M-Instruct.
         draft: off, ngram, suffix, recycle (or recycle:TABLE), retrieval:INDEX (or several, by commas), self:int4 (the
-            model itself, rounded), self:layers=N or self:window=N (with fewer layers or keys), model:, medusa:,
-            eagle:, eagle3:, mtp: or block:DIR_OR_HUB_ID; a|b (or a+b) asks b where a has nothing, a?b whichever is
-            measured to do better, a&b makes one tree of both, parentheses nest: suffix|model:.. copies what repeats and
-            drafts the rest; auto is suffix, and for the default model the drafter that comes with it behind that.
+            model itself, rounded), self:layers=N or self:window=N (with fewer layers or keys), model:, medusa:, hydra:,
+            mlp:, eagle:, eagle3:, mtp: or block:DIR_OR_HUB_ID; a|b (or a+b) asks b where a has nothing, a?b whichever
+            is measured to do better, a&b makes one tree of both, a>b has a draft for the draft model b, parentheses
+            nest: suffix|model:.. copies what repeats and drafts the rest; auto is suffix, and for the default model the
+            drafter that comes with it behind that.
             Several (a list, or --draft once for each): those without weights by turns, then the best of the others.
         depth: most tokens drafted ahead: a number, or auto to choose by measured cost and acceptance, zero included.
         width: nodes a level of the trees of a draft with weights; 1 drafts chains.

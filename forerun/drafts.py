@@ -1,7 +1,8 @@
 """What a draft option says: the names of drafts, and how several of them draft for one request.
 
 `a|b` asks b where a has nothing (`a+b` is the same), `a?b` whichever of the two is measured to do better, `a&b` makes
-one tree of what both say, and parentheses nest; `&` binds closest, then `?`. The second draft of a kind is called, for
+one tree of what both say, `a>b` has a draft for the draft model b, and parentheses nest; `>` binds closest, then `&`
+and `?`. The second draft of a kind is called, for
 instance, model#2.
 """
 
@@ -20,12 +21,12 @@ LOADED = ("model", "medusa", "hydra", "mlp", "eagle", "eagle3", "mtp", "block") 
 ITSELF = re.compile(  # how a target drafts for itself
     r"int8|int4|layers=\d{1,6}(?:-\d{1,6})?(?:,\d{1,6}(?:-\d{1,6})?)*|window=[1-9]\d{0,7}"
 )
-NAME = rf"(?:{'|'.join((*SIMPLE, *COPYING, *LOADED, 'self'))})(?:[:+|?&)]|$)"  # of a draft, where one begins
-WORD = re.compile(r"[^:+|?&()]*")
-NEXT = re.compile(rf"[+|?&](?=\(*{NAME})")  # where an argument ends
-NEXT_OF_LOADED = re.compile(rf"[|?&](?=\(*{NAME})")  # a directory may be called "a+suffix"
-LIST = re.compile(r"(?:^|[+|?&(])(?:retrieval:|self:layers=)[^+|?&]*$")  # whose argument may be several, by commas
-SIGNS = "+?&"  # what holds drafts together, the loosest first
+NAME = rf"(?:{'|'.join((*SIMPLE, *COPYING, *LOADED, 'self'))})(?:[:+|?&>)]|$)"  # of a draft, where one begins
+WORD = re.compile(r"[^:+|?&>()]*")
+NEXT = re.compile(rf"[+|?&>](?=\(*{NAME})")  # where an argument ends
+NEXT_OF_LOADED = re.compile(rf"[|?&>](?=\(*{NAME})")  # a directory may be called "a+suffix"
+LIST = re.compile(r"(?:^|[+|?&>(])(?:retrieval:|self:layers=)[^+|?&>]*$")  # whose argument may be several, by commas
+SIGNS = "+?&>"  # what holds drafts together, the loosest first
 DEEP, LONGEST = 8, 200  # parentheses within one another; characters of what is asked of an engine
 
 
@@ -52,7 +53,8 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True)
 class Several:
-    """Drafts that draft for one request: by turns (+), the best of them (?), or all of them in one tree (&)."""
+    """Drafts that draft for one request: by turns (+), the best of them (?), all of them in one tree (&), or each for
+    the next (>)."""
 
     how: str
     parts: tuple[Leaf | Several, ...]
@@ -116,7 +118,7 @@ def draft_name(spec: str) -> str:
 
 def names_in(name: str) -> list[str]:
     """The drafts in what the engine calls a proposer."""
-    return [part for part in re.split(r"[+|?&()]", name) if part]
+    return [part for part in re.split(r"[+|?&>()]", name) if part]
 
 
 def kind_of_name(name: str) -> str:
@@ -153,7 +155,7 @@ class _Reader:
     def whole(self) -> Leaf | Several:
         found = self._either()
         if self.at < len(self.spec):
-            raise ConfigError(f"{self._here()} is one ) too many, or a + | ? or & is missing before it")
+            raise ConfigError(f"{self._here()} is one ) too many, or a + | ? & or > is missing before it")
         return found
 
     def _either(self) -> Leaf | Several:
@@ -163,7 +165,10 @@ class _Reader:
         return self._several("?", self._both)
 
     def _both(self) -> Leaf | Several:
-        return self._several("&", self._one)
+        return self._several("&", self._cascade)
+
+    def _cascade(self) -> Leaf | Several:
+        return self._several(">", self._one)
 
     def _several(self, signs: str, read: Callable[[], Leaf | Several]) -> Leaf | Several:
         parts = [read()]

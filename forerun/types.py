@@ -70,10 +70,11 @@ class Draft:
         return cls([root, *tokens], list(range(-1, n)), ["", *[source] * n], [Law.GIVEN] * (n + 1), match=match)
 
     def first(self, count: int) -> Draft:
-        """The root and the `count` nodes behind it, of a draft whose tokens are GIVEN."""
+        """The root and the `count` nodes behind it, of a chain or of a draft whose tokens are GIVEN."""
         end = count + 1
         parts = self.tokens[:end], self.parents[:end], self.sources[:end], self.laws[:end]
-        return Draft(*parts, match=self.match, sure=self.sure[:count], chances=self.chances[:count])
+        probs = None if self.probs is None else self.probs[:end]
+        return Draft(*parts, probs, match=self.match, sure=self.sure[:count], chances=self.chances[:count])
 
     def add(self, token: int, parent: int, source: str, law: Law = Law.GIVEN) -> int:
         """Append a node below `parent`; returns its index."""

@@ -7,6 +7,7 @@ what that offered, and returns the draft. Otherwise it only passes on what happe
 
 from __future__ import annotations
 
+import functools
 import heapq
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,10 @@ import numpy as np
 from torch import Tensor
 
 from forerun.draft.base import Proposer, Reference
+from forerun.draft.cascade import Cascade
+from forerun.draft.model import DraftModel
 from forerun.drafts import SIGNS, Leaf, Several, read_name
+from forerun.errors import ConfigError
 from forerun.types import Draft, Law
 
 
@@ -172,8 +176,19 @@ def composed(said: Leaf | Several, proposers: Mapping[str, Proposer]) -> Propose
     """What drafts as an option says, of these proposers."""
     if isinstance(said, Leaf):
         return proposers[said.name]
-    kind = {"+": Either, "?": Best, "&": Both}[said.how]
-    return kind([composed(part, proposers) for part in said.parts])
+    parts = [composed(part, proposers) for part in said.parts]
+    if said.how == ">":
+        return functools.reduce(_cascade, parts)
+    return {"+": Either, "?": Best, "&": Both}[said.how](parts)
+
+
+def _cascade(first: Proposer, model: Proposer) -> Cascade:
+    if type(model) is not DraftModel or isinstance(first, Composition):
+        raise ConfigError(
+            f"{first.name}>{model.name} is no cascade: it takes one draft, and a draft model to draft for (model:.. or"
+            " self:int4)"
+        )
+    return Cascade(first, model)
 
 
 class Proposers(dict[str, Proposer]):

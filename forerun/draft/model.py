@@ -26,6 +26,11 @@ class DraftModel(Proposer):
     def __init__(self, runner: Runner, vocab: int, width: int = 1, name: str = "model") -> None:
         self.runner, self.vocab, self.width, self.name = runner, vocab, width, name
 
+    @property
+    def source(self) -> str:
+        """What statistics call its tokens."""
+        return self.name
+
     def open(self, slot: int, tokens: Sequence[int], references: Sequence[Reference] = (), tenant: str = "") -> None:
         self.runner.cache.open(slot, tokens, tenant)
 
@@ -38,16 +43,17 @@ class DraftModel(Proposer):
     def propose(self, rows: Sequence[Row]) -> list[Draft]:
         trees = [Tree(row) for row in rows]
         active = [tree for tree in trees if self._has_room(tree.row)]
-        logits = self._read([tree.row for tree in active]) if active else None
-        level = 1
-        while logits is not None:
-            grow(active, logits, self.width, self.name)
-            active = [tree for tree in active if tree.row.depth > level and tree.frontier]
-            if not active or self._chain(active):
+        if active:
+            self._say_first(active)
+        while active := [tree for tree in active if tree.frontier and tree.row.depth > tree.level]:
+            if self._chain(active):
                 break
-            logits = self._feed(active)
-            level += 1
+            grow(active, self._feed(active), self.width, self.source)
         return [tree.finish(self.vocab) for tree in trees]
+
+    def _say_first(self, trees: Sequence[Tree]) -> None:
+        """Read what the slots have missed, and add the first level."""
+        grow(trees, self._read([tree.row for tree in trees]), self.width, self.source)
 
     def _has_room(self, row: Row) -> bool:
         """Without room, in the pool or the model's context, the request goes on without a draft; so it does after a
@@ -104,7 +110,7 @@ class DraftModel(Proposer):
             return False
         said = self.runner.chain([tree.link(tree.fed) for tree in trees], self.vocab)
         for tree, tokens in zip(trees, said, strict=True) if said else ():
-            tree.extend(tokens, self.name)
+            tree.extend(tokens, self.source)
         return said is not None
 
     def _logits(self, segments: Sequence[Segment]) -> Tensor:

@@ -51,6 +51,11 @@ class Tree:
         """Whether its chains are drawn with the target's noise and no filter: all that a native call knows."""
         return self.row.coupled and self.row.params.unfiltered
 
+    @property
+    def level(self) -> int:
+        """How deep its frontier is."""
+        return len(self.draft.path_to(self.frontier[0])) - 1
+
     def link(self, offset: int) -> Link:
         """What a native call has to know to go on behind its last node, `offset` rows behind what is committed."""
         params, keys = self.row.params, range(self.fed, self.row.depth)

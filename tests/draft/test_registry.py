@@ -47,6 +47,9 @@ def test_names(spec: str, found: tuple[tuple[str, str], ...]) -> None:
         ("suffix|eagle3:x?model:y&ngram", "suffix+eagle3?model&ngram", ["", "x", "y", ""]),
         ("(suffix|eagle3:x)?(model:y?ngram)", "(suffix+eagle3)?model?ngram", ["", "x", "y", ""]),
         ("suffix&(eagle3:x?model:y)", "suffix&(eagle3?model)", ["", "x", "y"]),
+        ("suffix>model:x", "suffix>model", ["", "x"]),
+        ("recycle|eagle3:a>model:x&suffix", "recycle+eagle3>model&suffix", ["", "a", "x", ""]),
+        ("(suffix|ngram)>model:x>self:int4", "(suffix+ngram)>model>self", ["", "", "x", "int4"]),
         ("model:x?model:y&model:z", "model?model#2&model#3", ["x", "y", "z"]),
     ],
 )
@@ -88,7 +91,7 @@ def test_two_models_draft_for_one_target() -> None:
         llm.generate("The name", params, draft="model#3")
 
 
-@given(st.text(alphabet="+|?&():,#suffixngrammodel0=-", max_size=60))
+@given(st.text(alphabet="+|?&>():,#suffixngrammodel0=-", max_size=60))
 def test_whatever_is_written_is_read_or_refused(text: str) -> None:
     """A name that is made of an option stands for the same order of drafts."""
     try:

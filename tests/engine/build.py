@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from forerun.draft.block import Block
+from forerun.draft.cascade import Cascade
 from forerun.draft.compose import Either
 from forerun.draft.levels import Levels
 from forerun.draft.model import DraftModel
@@ -24,7 +25,7 @@ from tests import tiny
 
 PROPOSERS = (
     "ngram", "suffix", "recycle", "model", "tree", "medusa", "mlp", "hydra", "prefixed", "eagle", "eagle1",
-    "parallel", "pard", "mtp", "block", "both",
+    "parallel", "pard", "mtp", "block", "both", "cascade",
 )  # fmt: skip
 
 
@@ -72,6 +73,7 @@ def engine(
         "mtp": Pairs("mtp", tiny.mtp(family), view, **room, width=2 if wide else 1),
         "block": Block(block, view, **room, width=2 if wide else 1),
     }
+    proposers["cascade"] = Cascade(NGram(longest=3, shortest=1), DraftModel(runner(small), tiny.VOCAB))
     proposers["both"] = Either((NGram(longest=3, shortest=1), Pairs("eagle3", head, view, **room)))
     return Engine(runner(target), proposers, rule=rule, chunk=chunk)
 

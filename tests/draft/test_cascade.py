@@ -1,0 +1,159 @@
+"""A drafter for a draft model: the draft model's own drafts for less, or exact samples of its law."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+
+from forerun import LLM, ConfigError, SamplingParams
+from forerun.check import oracle
+from forerun.draft.base import Proposer, Row
+from forerun.draft.cascade import Cascade
+from forerun.draft.model import DraftModel
+from forerun.kernels import native
+from forerun.runner import Runner
+from forerun.sampling.filters import shape_logits
+from forerun.types import Draft, Law
+from forerun.verify import RULES, Noise, block, token, tree
+from tests import tiny
+from tests.draft.test_draft_model import FILTERED, GREEDY, WARM, logits_after, proposer, row, text_of
+
+KERNELS = [
+    pytest.param("native", marks=pytest.mark.skipif(native.library() is None, reason=native.reason() or "compiled")),
+    "torch",
+]
+
+
+class Scripted(Proposer):
+    """Drafts what it was told, by slot."""
+
+    name = "scripted"
+
+    def __init__(self, script: dict[int, list[int]]) -> None:
+        self.script = script
+
+    def propose(self, rows: Sequence[Row]) -> list[Draft]:
+        return [Draft.chain(r.tokens[-1], self.script.get(r.slot, [])[: r.depth], self.name) for r in rows]
+
+
+class Warmer(DraftModel):
+    """Draws at another temperature than it is asked to."""
+
+    def propose(self, rows: Sequence[Row]) -> list[Draft]:
+        return super().propose([replace(r, params=SamplingParams(temperature=1.6)) for r in rows])
+
+
+@pytest.mark.parametrize("params", [GREEDY, WARM, FILTERED], ids=["greedy", "warm", "filtered"])
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_under_match_drafts_are_those_of_the_model_alone(kernels: str, params: SamplingParams) -> None:
+    """Whatever was drafted for it: all of it right, a part, nothing, more than it was asked for, unknown tokens."""
+    if kernels == "native":
+        native.start(2)
+        decoder = tiny.native_decoder(tiny.drafter("llama"))
+        alone = DraftModel(Runner(decoder, tokens=1024, page=16, slots=8), tiny.VOCAB)
+        other = DraftModel(Runner(decoder, tokens=1024, page=16, slots=8), tiny.VOCAB)
+    else:
+        alone, other = proposer(slots=8), proposer(slots=8)
+    rows = [row(text_of(5 + 3 * slot, slot), params, depth=3 + slot % 3, slot=slot) for slot in range(6)]
+    cascade = Cascade(script := Scripted({}), other)
+    assert cascade.name == "scripted>model" and cascade.width == 1
+    for r in rows:
+        alone.open(r.slot, r.tokens)
+        cascade.open(r.slot, r.tokens)
+    expected = alone.propose(rows)
+    said = [draft.tokens[1:] for draft in expected]
+    wrong = [(t + 1) % tiny.VOCAB for t in said[1]]
+    script.script = {0: said[0], 1: wrong, 2: said[2][:1], 3: [], 4: [*said[4][:2], *wrong], 5: [said[5][0], 10**6]}
+    for _ in range(2):  # proposing changes nothing
+        found = cascade.propose(rows)
+        assert [draft.tokens for draft in found] == [draft.tokens for draft in expected]
+    assert [draft.sources[1] for draft in found] == ["scripted&model" if i not in (1, 3) else "model" for i in range(6)]
+
+
+def test_it_takes_fewer_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone, other, passes = proposer(), proposer(), list[int]()
+    one = row(text_of(9), depth=6)
+    alone.open(0, one.tokens)
+    (expected,) = alone.propose([one])
+    cascade = Cascade(Scripted({0: expected.tokens[1:5]}), other)
+    cascade.open(0, one.tokens)
+    forward = Runner.forward
+    monkeypatch.setattr(Runner, "forward", lambda self, segments: (passes.append(1), forward(self, segments))[1])
+    assert cascade.propose([one])[0].tokens == expected.tokens
+    assert len(passes) == 2, "one reads the text and four drafted tokens and says the fifth, one the sixth"
+
+
+@pytest.mark.parametrize("params", [WARM, FILTERED], ids=["warm", "filtered"])
+def test_laws_are_those_the_model_has_there(params: SamplingParams) -> None:
+    """Under the ratio rules, of every node, whether it was drafted, drawn in its place or behind."""
+    text = text_of(9, 3)
+    model = proposer()
+    cascade, kinds = Cascade(Warmer(proposer().runner, tiny.VOCAB), model), set[str]()
+    for seed in range(8):
+        one = replace(row(text, params, depth=5), coupled=False, noise=Noise(seed, len(text) - 1))
+        cascade.open(0, text)
+        (draft,) = cascade.propose([one])
+        assert len(draft) == 6 and draft.laws[1:] == [Law.SAMPLED] * 5 and draft.parents == list(range(-1, 5))
+        for node in range(5):
+            logits = logits_after(model.runner.decoder, [*text, *draft.tokens[1 : node + 1]])
+            law = shape_logits(logits[None], [params]).double().softmax(-1).numpy()[0]
+            assert draft.probs is not None and np.allclose(draft.probs[node], law, atol=1e-9)
+        kinds |= set(draft.sources[1:])
+        cascade.close(0)
+    assert kinds == {"model&model", "model"}
+
+
+def cascades(small: oracle.Table, middle: oracle.Table, depth: int) -> Iterator[tuple[Draft, float]]:
+    """Every draft that comes of checking one drafter's samples by the middle one's law, and its chance."""
+    for draft, weight in oracle.proposals(oracle.sampled, small, depth):
+        laws = oracle.rows(draft, middle)
+        for verdict, chance in oracle.outcomes(partial(token.verify_chain, draft, laws)):
+            made = Draft.root(0)
+            for node, said in enumerate(verdict.tokens[:depth]):
+                made.add(said, node, "toy", Law.SAMPLED)
+            made.probs = np.stack([middle[oracle.prefix_of(made, node)] for node in range(len(made))])
+            yield made, weight * chance
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("verify", [token.verify_chain, block.verify_chain, tree.verify_tree])
+def test_what_comes_of_checking_is_exact(verify: object, seed: int) -> None:
+    """Enumerated over all drafts and all coins of both levels, though drafts end where a token was refused."""
+    target, middle = oracle.toy_models("float", 2, 2, seed)
+    _, small = oracle.toy_models("float", 2, 2, seed + 9)
+    assert oracle.bias(verify, cascades(small, middle, 2), target, 2) < 1e-12
+    wrong = ((replace(d, probs=np.roll(d.probs, 1, -1)), w) for d, w in cascades(small, middle, 2))
+    assert oracle.bias(verify, wrong, target, 2) > 1e-6, "and with the law of another it is not"
+
+
+@pytest.mark.parametrize("rule", list(RULES))
+@pytest.mark.parametrize("spec", ["suffix>model:{}", "ngram>model:{}|recycle", "model:{}>model:{}", "suffix>self:int8"])
+def test_texts_are_the_same(rule: str, spec: str) -> None:
+    if "self" in spec and native.library() is None:
+        pytest.skip("the native kernels were not compiled")
+    places = [tiny.spoken(0.3), tiny.spoken(0.1)][2 - spec.count("{}") :]
+    llm = LLM(tiny.spoken(), draft=spec.format(*places), rule=rule, max_rows=3, kv_tokens=192)
+    prompts = ["def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return", "the name", "[1, 2, [1, 2, ["]
+    for temperature in (0.0, 0.8):
+        params = SamplingParams(max_tokens=40, temperature=temperature, seed=4, ignore_eos=True)
+        plain = [c.token_ids for c in llm.generate(prompts, params, draft="off")]
+        for depth in (4, "auto"):
+            said = llm.generate(prompts, params, depth=depth)
+            if rule == "match" or (not temperature and rule != "typical"):
+                assert [c.token_ids for c in said] == plain
+    llm.engine.target.cache.pages.check()
+
+
+@pytest.mark.parametrize("spec", ["suffix>recycle", "model:{0}>suffix", "(suffix|ngram)>model:{0}"])
+def test_what_is_no_cascade(spec: str) -> None:
+    with pytest.raises(ConfigError, match="is no cascade") as error:
+        LLM(tiny.spoken(), draft=spec.format(tiny.spoken(0.1)), kv_tokens=192)
+    assert "\n" not in str(error.value)
+    llm = LLM(tiny.spoken(), draft=f"model:{tiny.spoken(0.1)}", kv_tokens=192)
+    assert llm.generate("the name", SamplingParams(max_tokens=5), draft="suffix>model")[0].token_ids
+    with pytest.raises(ConfigError, match="is no cascade"):
+        llm.generate("the name", draft="model>suffix")
