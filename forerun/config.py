@@ -28,9 +28,9 @@ class Config:
             None is the default model, SmolLM2-135M-Instruct.
         draft: off, ngram, suffix, recycle (or recycle:TABLE), retrieval:INDEX (or several, by commas), self:int4 (the
             model itself, rounded), self:layers=N or self:window=N (with fewer layers or keys), model:, medusa:,
-            eagle:, eagle3:, mtp: or block:DIR_OR_HUB_ID; a|b (or a+b) asks b where a has nothing, a&b makes one tree of
-            both, parentheses nest: suffix|model:.. copies what repeats and drafts the rest; auto is suffix, and for the
-            default model the drafter that comes with it behind that.
+            hydra:, mlp:, eagle:, eagle3:, mtp: or block:DIR_OR_HUB_ID; a|b (or a+b) asks b where a has nothing, a&b
+            makes one tree of both, parentheses nest: suffix|model:.. copies what repeats and drafts the rest; auto is
+            suffix, and for the default model the drafter that comes with it behind that.
         depth: most tokens drafted ahead: a number, or auto to choose by measured cost and acceptance, zero included.
         width: nodes a level of the trees of a draft with weights; 1 drafts chains.
         draft_threshold: a block drafter with a confidence head goes no further along a path whose chance to stand, as
