@@ -19,6 +19,8 @@ DRAFTS = (
     "self:int4",
     "model:",
     "medusa:",
+    "hydra:",
+    "mlp:",
     "eagle:",
     "eagle3:",
     "mtp:",

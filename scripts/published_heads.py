@@ -1,0 +1,195 @@
+"""Compare drafted logits with those of the families' own code: Medusa, Hydra, MLP speculators of IBM and Arctic.
+
+python scripts/published_heads.py SOURCES
+
+SOURCES holds checkouts or unpacked wheels, whichever there are: Medusa (`pip download --no-deps medusa-llm`), Hydra
+(zankner/Hydra), fms-extras (foundation-model-stack/fms-extras, which needs ibm-fms beside it) and ArcticTraining
+(snowflakedb/ArcticTraining). Their modules are filled with random numbers, saved as they save them, read by forerun,
+and asked for the same states and tokens. Fails where logits differ by more than 1e-4. Their code is run: read it first.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
+
+from forerun import LLM
+from forerun.draft.levels import LevelHeads
+from forerun.draft.registry import LEVELS, kind_of
+from forerun.draft.view import TargetView, view_of
+from forerun.models.rope import rope_tables
+
+HIDDEN, VOCAB, LEVELS_AHEAD, POSITIONS, MOST = 32, 64, 3, 6, 1e-4
+BASE = LlamaConfig(
+    vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=128, attn_implementation="eager",
+)  # fmt: skip
+Case = tuple[str, dict[str, Any], dict[str, Tensor], str, Callable[[Tensor, Tensor], Any]]
+
+
+def load(name: str, path: Path, **stubs: Any) -> Any:
+    """A module of theirs by its file; `stubs` are modules that it imports and does not need here."""
+    for stub, content in stubs.items():
+        sys.modules[stub.replace("__", ".")] = content
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def filled(module: nn.Module) -> nn.Module:
+    with torch.no_grad():
+        for value in module.parameters():
+            value.normal_(0.0, 0.3).add_(float(value.ndim == 1))
+    return module.eval()
+
+
+def medusa(sources: Path, base: LlamaForCausalLM) -> Iterator[Case]:
+    named = {f"medusa__model__{name}": MagicMock() for name in ("modeling_llama_kv", "utils", "kv_cache")}
+    theirs = load("medusa.model.medusa_model", sources / "Medusa/medusa/model/medusa_model.py", **named)
+    theirs.AutoTokenizer = MagicMock()
+    for layers in (1, 2):
+        heads = filled(theirs.MedusaModel(base, LEVELS_AHEAD, layers).medusa_head)
+        raw = {"medusa_num_heads": 2, "medusa_num_layers": 1, "base_model_name_or_path": "base"}
+
+        def say(states: Tensor, tokens: Tensor, heads: Any = heads) -> Any:
+            return [head(states) for head in heads]
+
+        yield f"Medusa, {layers} layers", raw, heads.state_dict(), "medusa_lm_head.pt", say
+
+
+def hydra(sources: Path, base: LlamaForCausalLM) -> Iterator[Case]:
+    llama = ModuleType("modeling_llama_kv")
+    llama.LlamaModel = LlamaModel  # type: ignore[attr-defined]
+    folder = sources / "Hydra/hydra/model/hydra_heads"
+    plain = load("hydra_mlp", folder / "mlp_head.py").HydraMLP
+    prefixed = load("hydra_prefix", folder / "prefix_mlp_head.py", hydra__model__modeling_llama_kv=llama).HydraPrefixMLP
+    for arch, make in (("mlp", plain), ("prefix-mlp", prefixed)):
+        for grounded, layers in ((True, 3), (True, 1), (False, 2)):
+            heads = make(layers, LEVELS_AHEAD, grounded, base.model.embed_tokens, BASE)
+            kept = base.model.embed_tokens.weight.clone()
+            filled(heads)
+            base.model.embed_tokens.weight.data.copy_(kept)  # theirs is the target's
+            raw = {
+                "hydra_num_heads": LEVELS_AHEAD, "hydra_num_layers": layers, "hydra_head_arch": arch,
+                "grounded_heads": grounded, "hidden_state_offset": 0,
+            }  # fmt: skip
+
+            def say(states: Tensor, tokens: Tensor, heads: Any = heads) -> Any:
+                # the first of their tokens is that of the first state: ours begin behind it
+                ids = torch.cat((torch.zeros(1, dtype=torch.int64), tokens))
+                padded = torch.cat((states, torch.zeros(len(ids) - len(states), HIDDEN)))
+                return [said[0, : len(states)] for said in heads(padded[None], ids[None])[0]]
+
+            yield (
+                f"Hydra, {arch}, grounded {grounded}, {layers} layers",
+                raw,
+                heads.state_dict(),
+                "hydra_lm_head.pt",
+                say,
+            )
+
+
+def speculators(sources: Path) -> Iterator[Case]:
+    sys.path.insert(0, str(sources / "ibm-fms"))
+    from fms.utils import serialization  # type: ignore[import-not-found]
+
+    serialization.register_adapter = MagicMock()  # of an older fms, and not needed here
+    common = {"n_predict": LEVELS_AHEAD, "vocab_size": VOCAB, "model_type": "mlp_speculator"}
+    ibm = {**common, "emb_dim": HIDDEN, "inner_dim": 24, "architectures": ["MLPSpeculatorPreTrainedModel"]}
+    extras = load("fms_speculator", sources / "fms-extras/fms_extras/models/speculator.py")
+    folder = sources / "ArcticTraining/projects"
+    mlp = load("arctic_mlp", folder / "mlp_speculator/mlp_speculator/speculator.py")
+    lstm = load("arctic_lstm", folder / "arctic_lstm_speculator/speculator/speculator.py")
+    made: list[tuple[str, dict[str, Any], Any, str]] = []
+    for tied in (False, True):
+        raw = ibm | {"tie_weights": tied, "scale_input": tied}
+        own = extras.MLPSpeculator(HIDDEN, 24, VOCAB, LEVELS_AHEAD, tie_weights=tied, scale_input=tied)
+        made.append((f"IBM, tied {tied}", raw, own, "speculator."))
+        raw = raw | {"architectures": ["ArcticMLPSpeculatorPreTrainedModel"]}
+        made.append((f"Arctic, tied {tied}", raw, mlp.MLPSpeculator(SimpleNamespace(**raw)), ""))
+    for method, tied, shared in (("sum_rnn", False, False), ("sum_rnn", True, False), ("sum_lstm", True, True),
+                                 ("sum_lstm", True, False)):  # fmt: skip
+        raw = {
+            **common, "architectures": ["ArcticLSTMSpeculatorPreTrainedModel"], "input_hidden_dim": HIDDEN,
+            "inner_dim": "24", "emb_dim": "24", "proj_dim": "24", "method": method, "tie_weights": tied,
+            "tie_lstm_embs": shared, "scale_input": True,
+        }  # fmt: skip
+        made.append(
+            (f"Arctic, {method}, tied {tied}, {shared}", raw, lstm.ArcticLSTMSpeculator(SimpleNamespace(**raw)), "")
+        )
+    for name, raw, own, prefix in made:
+        tensors = {f"{prefix}{k}": tensor for k, tensor in filled(own).state_dict().items()}
+
+        def say(states: Tensor, tokens: Tensor, own: Any = own) -> Any:
+            return own(states[None], tokens[None])[:, 0]
+
+        yield name, raw, tensors, "pytorch_model.bin", say
+
+
+def drafted(heads: LevelHeads, states: Tensor, tokens: Tensor) -> list[Tensor]:
+    """What forerun's heads say: level i behind tokens i and on."""
+    if heads.prefix is not None:
+        c = heads.prefix.config
+        rotation = tuple(table[: len(states)] for table in rope_tables(c, c.ropes[0], 128, torch.float32))
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(0, 1)
+
+        states = heads.prefix(states, rotation, attend)
+    said, carried = [], heads.enter(states)
+    for level in range(heads.levels):
+        logits, carried = heads.step(level, carried, tokens[level : level + len(states)])
+        said.append(logits)
+    return said
+
+
+@torch.inference_mode()
+def compare(case: Case, target: TargetView) -> float:
+    """The largest difference of any logit."""
+    _, raw, tensors, file, say = case
+    with tempfile.TemporaryDirectory() as folder:
+        directory = Path(folder)
+        (directory / "config.json").write_text(json.dumps(raw))
+        torch.save(tensors, directory / file)
+        heads = LEVELS[kind_of(directory)](directory, target)
+    heads.attach(target)
+    states, tokens = torch.randn(POSITIONS, HIDDEN), torch.randint(VOCAB, (POSITIONS + LEVELS_AHEAD,))
+    pairs = zip(say(states, tokens), drafted(heads, states, tokens), strict=True)
+    return max(float((theirs - ours).abs().max()) for theirs, ours in pairs)
+
+
+def main(sources: Path) -> int:
+    """Compare all that is there. Returns the exit status."""
+    torch.manual_seed(0)
+    base = LlamaForCausalLM(BASE).eval()
+    worst = 0.0
+    with tempfile.TemporaryDirectory() as folder:
+        base.save_pretrained(folder)
+        target = view_of(LLM(folder, draft="off", kernels="torch", kv_tokens=256).decoder)
+        cases = [*medusa(sources, base)] if (sources / "Medusa").is_dir() else []
+        cases += [*hydra(sources, base)] if (sources / "Hydra").is_dir() else []
+        cases += [*speculators(sources)] if (sources / "fms-extras").is_dir() else []
+        for case in cases:
+            apart = compare(case, target)
+            worst = max(worst, apart)
+            print(f"{case[0]}: {apart:.1e}")
+    return int(not cases or not worst <= MOST)
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))
