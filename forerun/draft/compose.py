@@ -205,11 +205,12 @@ class Proposers(dict[str, Proposer]):
             return draft
         said = read_name(draft, [name for name, p in self.items() if name == p.name and not isinstance(p, Composition)])
         if str(said) not in self:
+            made = composed(said, self)
             for unused in [name for name in self._made if name not in wanted][: max(len(self._made) - MADE + 1, 0)]:
                 self._made.remove(unused)
                 del self[unused]
             self._made.append(str(said))
-            self[str(said)] = composed(said, self)
+            self[str(said)] = made
         return str(said)
 
 

@@ -155,5 +155,7 @@ def test_what_is_no_cascade(spec: str) -> None:
     assert "\n" not in str(error.value)
     llm = LLM(tiny.spoken(), draft=f"model:{tiny.spoken(0.1)}", kv_tokens=192)
     assert llm.generate("the name", SamplingParams(max_tokens=5), draft="suffix>model")[0].token_ids
+    before = set(llm.engine.proposers)
     with pytest.raises(ConfigError, match="is no cascade"):
         llm.generate("the name", draft="model>suffix")
+    assert set(llm.engine.proposers) == before and "model>suffix" not in llm.engine.proposers._made
