@@ -37,6 +37,7 @@ PROMPT = "def walk(path):\n    for name in os.listdir(path):\n"
 MODEL = str(tiny.spoken())
 LONG = 8000  # tokens: some 24 texts of that take longer than any test waits
 ONE = {"prompt": PROMPT, "max_tokens": 24, "temperature": 0.8, "seed": 3, "return_token_ids": True}
+GUARD = "times the speed of plain decoding: nothing is drafted"  # once, where speculation does not pay
 
 
 def until(condition: Callable[[], Any], what: str, seconds: float = 30.0) -> Any:
@@ -163,7 +164,8 @@ def serving(*flags: str, **env: str) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    """One server for everything that must not end it; at its end it must be idle and have said nothing.
+    """One server for everything that must not end it; at its end it must be idle and have said nothing, but
+    for the guard, perhaps: drafts of so small a model hardly pay.
 
     Every chunk of a stream names the model: with a name so long, what nobody reads soon fills a socket's buffers.
     """
@@ -173,7 +175,8 @@ def server() -> Iterator[Server]:
         until(server.idle, "nothing runs, waits or holds pages")
         server.process.send_signal(signal.SIGTERM)
         assert server.end(10) == 0
-        assert len(server.said) == 1, [line[-300:] for line in server.said[1:]]
+        said = [line[-300:] for line in server.said[1:] if GUARD not in line]
+        assert not said, said
 
 
 def load(server: Server, count: int, tokens: int) -> list[Iterator[str]]:
