@@ -18,6 +18,8 @@ log.addHandler(logging.NullHandler())  # who wants to read it, configures that
 WINDOW = 96  # steps with drafts, about, that a judgement rests on
 LEAST = 0.97  # of the speed of plain decoding
 LOSS, MOST = 4.0, 64.0  # plain steps that may be lost before that is looked at, and after it was found to be none
+COLD = 8  # steps with drafts, the first of a process, that are not counted
+OUTLIER = 3.0  # times the mean of such steps that one may count for: the system puts a process aside now and then
 FRESH = 8  # plain steps that settle what one takes now
 LONGEST = 4096  # steps without drafts, at most
 
@@ -29,7 +31,9 @@ class Guard:
     Attributes:
         cost: seconds that the depth policy expects of a pass over so many tokens.
         factor: how many times that a plain step takes, all of it.
-        earned, spent: seconds that what was drafted lately would have taken without, and did take; discounted.
+        earned, spent, count: seconds that what was drafted lately would have taken without, and did take, and steps;
+            discounted.
+        cold: steps with drafts that are not counted yet.
         allowed: plain steps that may seem to be lost; twice as many each time that this was an error.
         resting: steps without drafts that are left; `fresh` of them are there to measure.
         unseen, due: steps with drafts since enough plain ones were seen, and after how many some are measured in any
@@ -42,6 +46,8 @@ class Guard:
     factor: float = 1.0
     earned: float = 0.0
     spent: float = 0.0
+    count: float = 0.0
+    cold: int = COLD
     allowed: float = LOSS
     resting: int = 0
     fresh: int = 0
@@ -62,10 +68,14 @@ class Guard:
     def record(self, requests: int, tokens: int, said: int, seconds: float, drafted: bool) -> None:
         """One step: so many requests, none of which read a prompt, so many `tokens` in its pass, of which so many were
         `said`. `drafted`: a proposer was asked."""
+        if drafted and self.cold:
+            self.cold -= 1
+            return
         if drafted:
-            keep = 1 - 1 / WINDOW
+            keep, mean = 1 - 1 / WINDOW, self.spent / self.count if self.count else seconds
             self.earned = keep * self.earned + said / requests * self.cost(requests)
-            self.spent = keep * self.spent + seconds
+            self.spent = keep * self.spent + min(seconds, OUTLIER * mean)
+            self.count = keep * self.count + 1
             lost = self.spent - self.factor * self.earned
             self.unseen += 1
             if self.unseen >= self.due or lost > self.allowed * self.factor * self.cost(requests):
@@ -101,4 +111,4 @@ class Guard:
         self.rests += 1
         self.resting, self.allowed = self.pause, LOSS
         self.pause = min(2 * self.pause, LONGEST)
-        self.earned = self.spent = 0.0
+        self.earned = self.spent = self.count = 0.0
