@@ -15,9 +15,9 @@ from dataclasses import dataclass
 log = logging.getLogger("forerun.engine")
 log.addHandler(logging.NullHandler())  # who wants to read it, configures that
 
-WINDOW = 96  # steps with drafts, about, that a judgement rests on
+WINDOW = 256  # steps with drafts, about, that a judgement rests on
 LEAST = 0.97  # of the speed of plain decoding
-LOSS, MOST = 4.0, 64.0  # plain steps that may be lost before that is looked at, and after it was found to be none
+LOSS, MOST = 12.0, 96.0  # plain steps that may be lost, what trying drafters costs included, and after that was none
 COLD = 8  # steps with drafts, the first of a process, that are not counted
 OUTLIER = 3.0  # times the mean of such steps that one may count for: the system puts a process aside now and then
 FRESH = 8  # plain steps that settle what one takes now
