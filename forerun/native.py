@@ -27,6 +27,7 @@ from forerun.models.config import ModelConfig
 from forerun.models.packed_cache import PackedCache, open_cache
 from forerun.models.quantized import is_quantised
 from forerun.models.rope import rope_tables
+from forerun.models.shortlist import spread
 from forerun.models.weights import Layer, Norm, Source, load_weights
 from forerun.packed import (
     Mixed,
@@ -50,9 +51,13 @@ ROOM = 64  # tokens that buffers have room for at first; they grow
 class NativeDecoder:
     """A loaded model as a program of native operations. CPU only; float32, bfloat16, int8 or int4 weights."""
 
-    def __init__(self, config: ModelConfig, path: Path, form: str, context: int, keep: bool = False) -> None:
+    def __init__(
+        self, config: ModelConfig, path: Path, form: str, context: int, keep: bool = False, said: Tensor | None = None
+    ) -> None:
         """`form` is float32, bfloat16, int8 or int4; in int4 the head stays int8. With `keep`, matrices that are stored
-        in numbers that a native format holds exactly stay what they are. `context`: positions to prepare."""
+        in numbers that a native format holds exactly stay what they are. `context`: positions to prepare. `said` [Vd] int64, ascending: the tokens that are
+        scored, if not all; logits of others are -inf."""
+        self.said = said
         self.config, self.context, self.form = config, context, form
         self.device = torch.device("cpu")
         self.dtype = torch.float32 if form == "float32" else torch.bfloat16  # of the embedding and the KV cache
@@ -62,9 +67,10 @@ class NativeDecoder:
         tables: list[Packed] = []  # an embedding in the numbers of its file, which may be the head too
 
         def make(part: str, source: Source, bias: Tensor | None) -> Packed | Mixed:
-            if part == "head" and config.tied and tables:
+            if part == "head" and config.tied and tables and said is None:
                 return tables[0]
-            return pack(source, bias, form, keep, gated=part == "up" and config.gated, cache=cache)
+            kept = PackedCache(None) if part == "head" and said is not None else cache  # which holds the whole head
+            return pack(source, bias, form, keep, gated=part == "up" and config.gated, cache=kept)
 
         def table(source: Source) -> Tensor | Packed:
             held = source.read()
@@ -73,7 +79,7 @@ class NativeDecoder:
             tables.extend(all_packed([pack_blocks(held, None, gated=False)]))
             return tables[0]
 
-        self.weights = load_weights(config, path, self.dtype, self.device, make, table)
+        self.weights = load_weights(config, path, self.dtype, self.device, make, table, said)
         cache.finish()
         if keep and path.is_file():
             say_what_is_rounded(path)
@@ -118,20 +124,29 @@ class NativeDecoder:
         native.loaded().forerun_run(recorded.program, batch.fill(pointers, scratch, cache))
         logits, *saved = recorded.buffers.arrays[LOGITS:]
         features = {b: torch.from_numpy(x[: batch.tokens].copy()) for b, x in zip(key, saved, strict=True)}
-        return Forward(torch.from_numpy(logits[: batch.wanted].copy()), features)
+        found = torch.from_numpy(logits[: batch.wanted].copy())
+        return Forward(found if self.said is None else spread(found, self.said, self.config.vocab), features)
 
     def chain(self, links: Sequence[Link], cache: KVCache, vocab: int) -> list[list[int]]:
         """Say token after token behind each link, as many as it has keys, in one native call; the slots have room.
         Tokens from `vocab` up are never said."""
         if () not in self._recorded:
             self._recorded[()] = self._record(())
-        return self._recorded[()].chain(links, cache, min(vocab, self.config.vocab))
+        ids = None if self.said is None else self.said.numpy()
+        return self._recorded[()].chain(links, cache, min(vocab, self.config.vocab), ids)
 
     def _widths(self) -> list[int]:
         c = self.config
         heads = (c.heads + 2 * c.kv_heads) * c.head_dim
         inner = -(-c.intermediate // 16) * 16
-        return [c.hidden, heads, c.heads * c.head_dim, inner, c.hidden, c.vocab]
+        return [
+            c.hidden,
+            heads,
+            c.heads * c.head_dim,
+            inner,
+            c.hidden,
+            c.vocab if self.said is None else len(self.said),
+        ]
 
     def _record(self, boundaries: tuple[int, ...]) -> Recorded:
         """The decoder, operation by operation; hidden states at `boundaries` are saved on the way."""

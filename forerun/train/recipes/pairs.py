@@ -145,7 +145,7 @@ class Eagle3(PairRecipe):
         with torch.no_grad():
             weights = target.head.cpu()
             if said < c.vocab:
-                ids = corpus.counts(c.vocab).argsort(descending=True, stable=True)[:said].sort().values
+                ids = corpus.frequent(c.vocab, said, c.end_ids)
                 head.say_only(ids)
                 weights = weights[ids]
             head.lm_head.weight.copy_(weights)
