@@ -42,9 +42,9 @@ class Config:
             or else the dtype; a dtype given by name dequantises them.
         draft_quantization: the same for a draft model, whose precision never changes the text; auto is int8 with the
             native kernels (but a quantised checkpoint's own integers first), none keeps the dtype.
-        draft_shortlist: a file of the tokens that a draft model (model:, self:int8 or self:int4) scores, which forerun
-            train --recipe shortlist makes: its head then reads their rows alone. Without it, what lies beside the model as
-            shortlist.safetensors, or all tokens.
+        draft_shortlist: a file of the tokens that a draft model (model:, self:int8 or self:int4) scores, made by
+            forerun train --recipe shortlist: no others are drafted, and only their rows of its head are read. Without
+            it, what lies beside the model as shortlist.safetensors, or all tokens.
         kernels: native (compiled, exact in every dtype), torch, or auto: native on CPU where they can be used.
         device: auto takes CUDA where there is one.
         threads: CPU threads; 0 leaves torch's choice.
@@ -89,15 +89,10 @@ class Config:
             )
         if not isinstance(self.draft, str):
             raise ConfigError(f"draft={self.draft!r} is no draft: give a name such as 'suffix', or 'off'")
-        leaves = parse_draft(self.draft)
+        parse_draft(self.draft)
         listed = self.draft_shortlist
         if listed is not None and not isinstance(listed, str):
             raise ConfigError(f"draft_shortlist={listed!r} is no file: give its path as text")
-        if listed is not None and not any(_is_model(name, argument) for name, argument in leaves):
-            raise ConfigError(
-                f"draft_shortlist={listed!r} is for a draft model, which draft={self.draft!r} has not: give"
-                " one, such as draft=model:DIRECTORY or self:int4, or leave it out"
-            )
         object.__setattr__(self, "depth", parse_depth(self.depth))
         for name, low, high in (
             ("width", 1, 16),
@@ -129,11 +124,6 @@ class Config:
             if name not in known:
                 raise ConfigError(f"there is no option {name!r}: {nearest(name, known)}")
         return cls(**options)
-
-
-def _is_model(name: str, argument: str) -> bool:
-    """Whether a draft is a whole model with weights of its own."""
-    return name == "model" or (name == "self" and argument in ("int8", "int4"))
 
 
 def parse_depth(depth: int | str) -> int | str:

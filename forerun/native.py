@@ -55,8 +55,8 @@ class NativeDecoder:
         self, config: ModelConfig, path: Path, form: str, context: int, keep: bool = False, said: Tensor | None = None
     ) -> None:
         """`form` is float32, bfloat16, int8 or int4; in int4 the head stays int8. With `keep`, matrices that are stored
-        in numbers that a native format holds exactly stay what they are. `context`: positions to prepare. `said` [Vd] int64, ascending: the tokens that are
-        scored, if not all; logits of others are -inf."""
+        in numbers that a native format holds exactly stay what they are. `context`: positions to prepare. `said`
+        is that of `Decoder`."""
         self.said = said
         self.config, self.context, self.form = config, context, form
         self.device = torch.device("cpu")

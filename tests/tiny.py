@@ -200,11 +200,14 @@ def eagle1(name: str, bias: bool = True, qkv_bias: bool = False, own: bool = Fal
     return _filled(FirstHead(layer, load_config(family(name)).layers, bias, own)).requires_grad_(False)
 
 
-def mtp(name: str, layer: dict[str, Any] | None = None, seed: int = 6) -> MtpModule:
+def mtp(name: str, layer: dict[str, Any] | None = None, seed: int = 6, draft_vocab: int = VOCAB) -> MtpModule:
     """A multi-token module for `family(name)`: what it says is anything, and depends on everything it is given."""
     torch.manual_seed(seed)
-    module = MtpModule(eagle_config(name, layer).layer, load_config(family(name)).layers)
-    return _filled(module).requires_grad_(False)
+    c = eagle_config(name, layer).layer
+    module = _filled(MtpModule(c, load_config(family(name)).layers, draft_vocab if draft_vocab < VOCAB else None))
+    if module.d2t is not None:
+        module.say_only(torch.randperm(c.vocab)[:draft_vocab].sort().values)
+    return module.requires_grad_(False)
 
 
 def block_config(name: str, layer: dict[str, Any] | None = None, **changes: Any) -> BlockConfig:
@@ -225,10 +228,8 @@ def block(config: BlockConfig, seed: int = 7) -> BlockHead:
     """A block drafter of that shape: what it says is anything, and depends on everything it is given."""
     torch.manual_seed(seed)
     head = _filled(BlockHead(config))
-    if head.d2t is not None and head.t2d is not None:
-        ids = torch.randperm(config.layer.vocab)[: config.draft_vocab].sort().values
-        head.d2t.copy_(ids - torch.arange(len(ids)))
-        head.t2d.zero_()[ids] = True
+    if head.d2t is not None:
+        head.say_only(torch.randperm(config.layer.vocab)[: config.draft_vocab].sort().values)
     return head.requires_grad_(False)
 
 

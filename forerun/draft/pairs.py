@@ -24,6 +24,7 @@ from forerun.draft.pair_head import PairHead
 from forerun.draft.tree import Tree, grow
 from forerun.draft.view import TargetView
 from forerun.models.rope import rope_tables
+from forerun.models.shortlist import spread
 from forerun.native import Start
 from forerun.types import Draft
 
@@ -211,8 +212,4 @@ class Pairs(FeatureProposer):
     def _logits(self, made: Tensor) -> Tensor:
         """Over the target's vocabulary; what the head cannot say is -inf. [F, Hd] -> [F, V]"""
         logits = self.head.logits(made)
-        if self.ids is None:
-            return logits
-        full = logits.new_full((len(logits), self.target.vocab), -torch.inf)
-        full[:, self.ids] = logits
-        return full
+        return logits if self.ids is None else spread(logits, self.ids, self.target.vocab)

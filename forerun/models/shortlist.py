@@ -88,9 +88,9 @@ def shortlist_beside(model: Path) -> Path | None:
 
 
 def ids_of(d2t: Tensor | None, size: int, vocab: int) -> Tensor:
-    """The tokens that offsets name, [size] int64. Raises LoadError unless they are ascending, of `vocab`, and `size`."""
+    """The tokens that offsets name, int64 [size]. Raises LoadError unless they are so many of `vocab`, ascending."""
     if d2t is None or d2t.shape != (size,) or not size or d2t.is_floating_point() or d2t.dtype == torch.bool:
-        raise LoadError(f"it says {size} of {vocab} tokens, but has no d2t of {size} whole numbers")
+        raise LoadError(f"it says {size} of {vocab} tokens, but there is no d2t of {size} whole numbers")
     offsets = d2t.long()
     if offsets[0] < 0 or (offsets.diff() < 0).any() or offsets[-1] > vocab - size:
         raise LoadError(f"d2t does not name {size} different tokens of {vocab} in ascending order")

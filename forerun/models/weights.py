@@ -273,7 +273,8 @@ def load_weights(
     over or quantised in a way that is not supported.
 
     `make` turns each linear layer, named as in `Layer` or "head", into what the decoder multiplies with; `table` the
-    embedding into what it reads rows of. `said` [Vd] int64 are the tokens that the head has rows for, in order; None: all.
+    embedding into what it reads rows of. `said` [Vd] int64 are the tokens that the head has rows for; None:
+    all.
     """
     from forerun.models.gguf.weights import GgufBuilder
 

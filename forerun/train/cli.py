@@ -33,12 +33,12 @@ TRAINING = Group("training", Training, "Training", {"learning_rate": float})
 LOSSES = Group("losses", AheadOptions, "Losses")
 COMMON = tuple(f.name for f in fields(AheadOptions))
 RECIPES = (
-    Group("small_lm", SmallLMOptions, "Recipe small-lm", {"init": str, "layers": int}, COMMON),
+    Group("small_lm", SmallLMOptions, "Recipe small-lm", {"init": str, "layers": int}, (*COMMON, "draft_vocab")),
     Group("medusa", MedusaOptions, "Recipe medusa", leave_out=COMMON),
     Group(
         "pairs", EagleOptions, "Recipes eagle3 and mtp", {"draft_vocab": int, "intermediate": int}, (*COMMON, "init")
     ),
-    Group("block", BlockOptions, "Recipe block", {"mask_token": int}, COMMON),
+    Group("block", BlockOptions, "Recipe block", {"mask_token": int}, (*COMMON, "draft_vocab")),
 )
 TABLE, SHORTLIST = "table", "shortlist"  # which are no recipes of drafters
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]

@@ -37,9 +37,9 @@ class Listed:
 def make_shortlist(
     target: str | None, data: Sequence[str], size: int | None, training: Training, out: Path, tell: Tell
 ) -> Listed:
-    """Count the tokens of `data`, or of `training.write` texts that the target writes where there is none, and write the
-    file `out` with the `size` most frequent ones. Tokens that end a text are always among them. Data alone are read with
-    the target's tokenizer, and the model itself is not loaded.
+    """Count the tokens of `data`, or of `training.write` texts that the target writes where there is none, and write
+    the file `out` with the `size` most frequent ones. Tokens that end a text are always among them. To count data takes
+    the target's tokenizer alone: the model is not loaded.
 
     Raises:
         ForerunError: an option, a model, data or a file that cannot be.
