@@ -34,6 +34,7 @@ M = TypeVar("M", bound=torch.nn.Module)
 
 VOCAB = 64
 WORDED = 328  # logits of `worded` models: more than their tokenizer has tokens, as in real models
+LISTED = tuple(i for i in range(VOCAB) if i % 4)  # tokens of a shortlist
 SPOKEN = 8192  # positions of `spoken` models
 _BASE: dict[str, Any] = dict(
     vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
@@ -306,13 +307,15 @@ def _tokenizer() -> Tokenizer:
 
 
 @functools.cache
-def decoder(directory: Path, dtype: torch.dtype = torch.float64, device: str = "cpu") -> Decoder:
-    """A loaded decoder of 256 positions, shared by the tests that use it."""
-    return load_decoder(directory, dtype, torch.device(device), 256)
+def decoder(
+    directory: Path, dtype: torch.dtype = torch.float64, device: str = "cpu", said: tuple[int, ...] | None = None
+) -> Decoder:
+    """A loaded decoder of 256 positions, shared by the tests that use it; `said` are the tokens that it scores."""
+    return load_decoder(directory, dtype, torch.device(device), 256, said and torch.tensor(said))
 
 
 @functools.cache
-def native_decoder(path: Path) -> NativeDecoder:
+def native_decoder(path: Path, said: tuple[int, ...] | None = None) -> NativeDecoder:
     """The same on native kernels, of a quantised model in its own numbers."""
     native.start(2)
-    return NativeDecoder(load_config(path), path, "bfloat16", 256, keep=True)
+    return NativeDecoder(load_config(path), path, "bfloat16", 256, keep=True, said=said and torch.tensor(said))

@@ -22,7 +22,7 @@ from forerun.sampling.params import SamplingParams
 from tests import tiny
 
 PROPOSERS = (
-    "ngram", "suffix", "recycle", "model", "tree", "medusa", "eagle", "eagle1", "parallel", "pard", "mtp", "block",
+    "ngram", "suffix", "recycle", "model", "listed", "tree", "medusa", "eagle", "eagle1", "parallel", "pard", "mtp", "block",
     "both",
 )  # fmt: skip
 
@@ -38,14 +38,16 @@ def engine(
     dtype: torch.dtype = torch.float64,
     device: str = "cpu",
 ) -> Engine:
-    """A target (a GGUF file on native kernels), and proposers: ngram, suffix, model (chains), tree (of width 3) often
-    agree with it, pard (of width 2) about its first token, medusa, eagle, eagle1, parallel, mtp and block (of width 2)
+    """A target (a GGUF file on native kernels), and proposers: ngram, suffix, model (chains), listed (the
+    same, with a shortlist), tree (of width 3) often agree with it, pard (of width 2) about its first token, medusa, eagle, eagle1, parallel, mtp and block (of width 2)
     now and then; both is ngram before an EAGLE-3 head."""
     paths = tiny.family(family), tiny.drafter(family)
     if paths[0].is_file():
         target, small = map(tiny.native_decoder, paths)
+        listed = tiny.native_decoder(paths[1], tiny.LISTED)
     else:
         target, small = (tiny.decoder(path, dtype, device) for path in paths)
+        listed = tiny.decoder(paths[1], dtype, device, tiny.LISTED)
 
     def runner(decoder: object) -> Runner:
         return Runner(decoder, tokens=tokens, page=page, slots=slots)  # type: ignore[arg-type]
@@ -59,6 +61,7 @@ def engine(
         "suffix": Suffix(shortest=1),
         "recycle": Recycle(width=3 if wide else 1),
         "model": DraftModel(runner(small), tiny.VOCAB),
+        "listed": DraftModel(runner(listed), tiny.VOCAB),
         "tree": DraftModel(runner(small), tiny.VOCAB, width=3 if wide else 1),
         "pard": Pard(runner(small), 3, tiny.VOCAB, width=2 if wide else 1),
         "medusa": Medusa(tiny.medusa(family), view, width=2 if wide else 1),

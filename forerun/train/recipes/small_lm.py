@@ -108,7 +108,7 @@ class SmallLM:
 
 
 def score_only(module: nn.Module, ids: Tensor) -> None:
-    """Let a language model score these tokens alone, ascending. Its head stays whole: the list lies beside it on disk."""
+    """Let a language model score these tokens alone, ascending. Its head stays whole: the list is a file beside it."""
     module.register_buffer("scored", ids, persistent=False)
 
 
