@@ -131,7 +131,7 @@ class Corpus:
     def counts(self, vocab: int) -> Tensor:
         """How often each token stands where it is learnt, or in prompts if there is nothing else. int64 [vocab]"""
         texts = [example.tokens[example.given :] for example in self.examples] or self.prompts
-        return torch.bincount(torch.tensor([token for text in texts for token in text]), minlength=vocab)[:vocab]
+        return torch.bincount(_flat(texts), minlength=vocab)[:vocab]
 
     def frequent(self, vocab: int, count: int, ends: Sequence[int]) -> Tensor:
         """The `count` tokens of `vocab` that stand there most often, ascending, and before all others those that end a
@@ -172,6 +172,11 @@ class Order:
         if epoch != self._epoch:
             self._epoch, self._shuffled = epoch, np.random.default_rng([self.seed, epoch]).permutation(self.count)
         return int(self._shuffled[at])
+
+
+def _flat(texts: Sequence[Sequence[int]]) -> Tensor:
+    """All tokens of some texts, int64 [T]."""
+    return torch.tensor([token for text in texts for token in text], dtype=torch.int64)
 
 
 def _documents(name: str) -> Iterator[Document | None]:
