@@ -139,14 +139,8 @@ class NativeDecoder:
         c = self.config
         heads = (c.heads + 2 * c.kv_heads) * c.head_dim
         inner = -(-c.intermediate // 16) * 16
-        return [
-            c.hidden,
-            heads,
-            c.heads * c.head_dim,
-            inner,
-            c.hidden,
-            c.vocab if self.said is None else len(self.said),
-        ]
+        said = c.vocab if self.said is None else len(self.said)
+        return [c.hidden, heads, c.heads * c.head_dim, inner, c.hidden, said]
 
     def _record(self, boundaries: tuple[int, ...]) -> Recorded:
         """The decoder, operation by operation; hidden states at `boundaries` are saved on the way."""

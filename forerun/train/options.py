@@ -99,9 +99,8 @@ class PairOptions(AheadOptions):
         thin: each further token of those is drafted behind every nth of the places that the one before it was; 1 takes
             all of them, which costs as much again for each token.
         intermediate: width of the layer's MLP; the target's if it is not given.
-        draft_vocab: tokens it can say, the most frequent ones of the data, with a head of its own for them; of an
-            EAGLE-3 head, where it is not given, as many as cost about what the layer costs, from 8192 to 32000; of
-            recipes mtp, block and small-lm (which keeps its head) all.
+        draft_vocab: tokens it can say, the most frequent ones of the data; where it is not given, as many as cost about
+            what the layer costs, from 8192 to 32000 (eagle3), or all (mtp, and so small-lm and block, which have it too).
         init: the head to begin with, a directory or Hub id; it has its own shape.
     """
 

@@ -171,9 +171,8 @@ class Mtp(PairRecipe):
 
     def _new(self, target: Target, corpus: Corpus) -> nn.Module:
         c = target.llm.decoder.config
-        module = MtpModule(
-            layer_like(c, self.options.intermediate), c.layers, min(self.options.draft_vocab or c.vocab, c.vocab)
-        )
+        said = min(self.options.draft_vocab or c.vocab, c.vocab)
+        module = MtpModule(layer_like(c, self.options.intermediate), c.layers, said)
         if module.lm_head is not None:
             begin_listed(module, module.lm_head, target, corpus)
         module.begin(target.llm.decoder.weights.norm.weight)
