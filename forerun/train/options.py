@@ -100,8 +100,8 @@ class PairOptions(AheadOptions):
             all of them, which costs as much again for each token.
         intermediate: width of the layer's MLP; the target's if it is not given.
         draft_vocab: tokens it can say, the most frequent ones of the data; where it is not given, as many as cost about
-            what the layer costs, from 8192 to 32000 (eagle3), or all (mtp, and so small-lm and block, which have it too).
-        init: the head to begin with, a directory or Hub id; it has its own shape.
+        draft_vocab: tokens it can say, the most frequent ones of the data; where it is not given, as many as cost what
+            the layer costs, from 8192 to 32000 (eagle3), or all (mtp; small-lm and block have this option, too).
     """
 
     rate: ClassVar[float] = 1e-3
