@@ -99,7 +99,6 @@ class PairOptions(AheadOptions):
         thin: each further token of those is drafted behind every nth of the places that the one before it was; 1 takes
             all of them, which costs as much again for each token.
         intermediate: width of the layer's MLP; the target's if it is not given.
-        draft_vocab: tokens it can say, the most frequent ones of the data; where it is not given, as many as cost about
         draft_vocab: tokens it can say, the most frequent ones of the data; where it is not given, as many as cost what
             the layer costs, from 8192 to 32000 (eagle3), or all (mtp; small-lm and block have this option, too).
     """
