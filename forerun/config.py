@@ -44,6 +44,9 @@ class Config:
             or else the dtype; a dtype given by name dequantises them.
         draft_quantization: the same for a draft model, whose precision never changes the text; auto is int8 with the
             native kernels (but a quantised checkpoint's own integers first), none keeps the dtype.
+        draft_shortlist: a file of the tokens that a draft model (model:, self:int8 or self:int4) scores, made by
+            forerun train --recipe shortlist: no others are drafted, and only their rows of its head are read. Without
+            it, what lies beside the model as shortlist.safetensors, or all tokens.
         kernels: native (compiled, exact in every dtype), torch, or auto: native on CPU where they can be used.
         device: auto takes CUDA where there is one.
         threads: CPU threads; 0 leaves torch's choice.
@@ -63,6 +66,7 @@ class Config:
     dtype: str = "auto"
     quantization: str | None = None
     draft_quantization: str = "auto"
+    draft_shortlist: str | None = None
     kernels: str = "auto"
     device: str = "auto"
     threads: int = 0
@@ -89,6 +93,9 @@ class Config:
         if not isinstance(drafts, (list, tuple)) or not drafts or not all(isinstance(draft, str) for draft in drafts):
             raise ConfigError(f"draft={self.draft!r} is no draft: give a name such as 'suffix', or 'off'")
         object.__setattr__(self, "draft", joined(drafts))
+        listed = self.draft_shortlist
+        if listed is not None and not isinstance(listed, str):
+            raise ConfigError(f"draft_shortlist={listed!r} is no file: give its path as text")
         object.__setattr__(self, "depth", parse_depth(self.depth))
         for name, low, high in (
             ("width", 1, 16),

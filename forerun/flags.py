@@ -74,7 +74,15 @@ MODEL = inspect.Parameter(
         ),
     ],
 )  # fmt: skip
-CONFIG_TYPES = {"model": str, "draft": list[str], "quantization": str, "depth": str, "context": int, "kv_tokens": int}
+CONFIG_TYPES = {
+    "model": str,
+    "draft": list[str],
+    "quantization": str,
+    "draft_shortlist": str,
+    "depth": str,
+    "context": int,
+    "kv_tokens": int,
+}
 SAMPLING_TYPES = {"logit_bias": list[str], "stop": list[str], "stop_token_ids": list[int], "seed": int, "logprobs": int}
 ENGINE = Group("config", Config, "Engine", CONFIG_TYPES, model=True)
 ENGINE_FLAGS = replace(ENGINE, model=False)  # for verbs with arguments of their own

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from forerun.cache.kv import KVCache
 from forerun.config import Config
@@ -18,6 +19,7 @@ from forerun.models.decoder import Decoder, default_context, load_decoder, longe
 from forerun.models.gguf.container import open_gguf
 from forerun.models.gguf.vocabulary import LACKING
 from forerun.models.quantized import is_quantised
+from forerun.models.shortlist import read_shortlist, shortlist_beside
 from forerun.models.text import Tokenizer
 from forerun.native import NativeDecoder
 from forerun.runner import Runner
@@ -82,20 +84,29 @@ def make_runner(config: Config, directory: Path, device: torch.device, target: R
     context = min(config.context, longest) if config.context else default_context(shape)
     _check_tables(config, shape, directory, context)
     is_native, form = pick_form(config, device, shape.raw, drafter=target is not None)
+    said = None if target is None else _said(config, shape, directory, target)
     decoder: Decoder | NativeDecoder
     if is_native:
         native.start(config.threads)
         torch.set_num_threads(1)  # two pools spinning on the same cores cost more than they give
         asked = config.quantization if target is None else config.draft_quantization
         keep = config.dtype == "auto" and asked not in ("int8", "int4")  # a checkpoint's own quantisation
-        decoder = NativeDecoder(shape, directory, form, context, keep)
+        decoder = NativeDecoder(shape, directory, form, context, keep, said)
     else:
-        decoder = load_decoder(directory, getattr(torch, form), device, context)
+        decoder = load_decoder(directory, getattr(torch, form), device, context, said)
     if target:
         tokens = target.cache.pages.count * target.cache.pages.size
     else:
         tokens = config.kv_tokens or fit_kv_tokens(config, decoder)
     return Runner(decoder, tokens=tokens, page=config.page, slots=config.max_rows)
+
+
+def _said(config: Config, shape: ModelConfig, directory: Path, target: Runner) -> Tensor | None:
+    """The tokens that a draft model scores, [Vd] int64: those of the shortlist that is asked for, or lies beside it;
+    None: all. Raises LoadError."""
+    where = Path(config.draft_shortlist).expanduser() if config.draft_shortlist else shortlist_beside(directory)
+    sizes = shape.vocab, target.decoder.config.vocab
+    return None if where is None else read_shortlist(where).for_model(where, sizes)
 
 
 def _check_tables(config: Config, shape: ModelConfig, directory: Path, context: int) -> None:

@@ -7,12 +7,8 @@ float32 between operations; a product reads them as its format asks (float32, bf
 from __future__ import annotations
 
 import copy
-import ctypes
-from array import array
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -22,11 +18,12 @@ from torch import Tensor
 from forerun.cache.attention import Segment
 from forerun.cache.kv import KVCache
 from forerun.kernels import native
-from forerun.kernels.native import CChain, CNorm, COp, CProgram, address
+from forerun.kernels.native import CNorm, COp
 from forerun.models.config import ModelConfig
 from forerun.models.packed_cache import PackedCache, open_cache
 from forerun.models.quantized import is_quantised
 from forerun.models.rope import rope_tables
+from forerun.models.shortlist import spread
 from forerun.models.weights import Layer, Norm, Source, load_weights
 from forerun.packed import (
     Mixed,
@@ -40,19 +37,21 @@ from forerun.packed import (
     say_what_is_rounded,
     stays,
 )
-from forerun.passes import Link, Pass, Said, Steps
+from forerun.passes import Link, Pass
+from forerun.recorded import ATTENDED, BRANCH, HIDDEN, LOGITS, QKV, Recorded, X
 from forerun.types import Forward
-
-X, QKV, ATTENDED, HIDDEN, BRANCH, LOGITS = range(6)  # buffers
-ROOM = 64  # tokens that buffers have room for at first; they grow
 
 
 class NativeDecoder:
     """A loaded model as a program of native operations. CPU only; float32, bfloat16, int8 or int4 weights."""
 
-    def __init__(self, config: ModelConfig, path: Path, form: str, context: int, keep: bool = False) -> None:
+    def __init__(
+        self, config: ModelConfig, path: Path, form: str, context: int, keep: bool = False, said: Tensor | None = None
+    ) -> None:
         """`form` is float32, bfloat16, int8 or int4; in int4 the head stays int8. With `keep`, matrices that are stored
-        in numbers that a native format holds exactly stay what they are. `context`: positions to prepare."""
+        in numbers that a native format holds exactly stay what they are. `context`: positions to prepare. `said`
+        is that of `Decoder`."""
+        self.said = said
         self.config, self.context, self.form = config, context, form
         self.device = torch.device("cpu")
         self.dtype = torch.float32 if form == "float32" else torch.bfloat16  # of the embedding and the KV cache
@@ -62,9 +61,10 @@ class NativeDecoder:
         tables: list[Packed] = []  # an embedding in the numbers of its file, which may be the head too
 
         def make(part: str, source: Source, bias: Tensor | None) -> Packed | Mixed:
-            if part == "head" and config.tied and tables:
+            if part == "head" and config.tied and tables and said is None:
                 return tables[0]
-            return pack(source, bias, form, keep, gated=part == "up" and config.gated, cache=cache)
+            kept = PackedCache(None) if part == "head" and said is not None else cache  # which holds the whole head
+            return pack(source, bias, form, keep, gated=part == "up" and config.gated, cache=kept)
 
         def table(source: Source) -> Tensor | Packed:
             held = source.read()
@@ -73,7 +73,7 @@ class NativeDecoder:
             tables.extend(all_packed([pack_blocks(held, None, gated=False)]))
             return tables[0]
 
-        self.weights = load_weights(config, path, self.dtype, self.device, make, table)
+        self.weights = load_weights(config, path, self.dtype, self.device, make, table, said)
         cache.finish()
         if keep and path.is_file():
             say_what_is_rounded(path)
@@ -124,20 +124,23 @@ class NativeDecoder:
         native.loaded().forerun_run(recorded.program, batch.fill(pointers, scratch, cache))
         logits, *saved = recorded.buffers.arrays[LOGITS:]
         features = {b: torch.from_numpy(x[: batch.tokens].copy()) for b, x in zip(key, saved, strict=True)}
-        return Forward(torch.from_numpy(logits[: batch.wanted].copy()), features)
+        found = torch.from_numpy(logits[: batch.wanted].copy())
+        return Forward(spread(found, self.said, self.config.vocab), features)
 
     def chain(self, links: Sequence[Link], cache: KVCache, vocab: int) -> list[list[int]]:
         """Say token after token behind each link, as many as it has keys, in one native call; the slots have room.
         Tokens from `vocab` up are never said."""
         if () not in self._recorded:
             self._recorded[()] = self._record(())
-        return self._recorded[()].chain(links, cache, min(vocab, self.config.vocab))
+        ids = None if self.said is None else self.said.numpy()
+        return self._recorded[()].chain(links, cache, min(vocab, self.config.vocab), ids)
 
     def _widths(self) -> list[int]:
         c = self.config
         heads = (c.heads + 2 * c.kv_heads) * c.head_dim
         inner = -(-c.intermediate // 16) * 16
-        return [c.hidden, heads, c.heads * c.head_dim, inner, c.hidden, c.vocab]
+        said = c.vocab if self.said is None else len(self.said)
+        return [c.hidden, heads, c.heads * c.head_dim, inner, c.hidden, said]
 
     def _record(self, boundaries: tuple[int, ...]) -> Recorded:
         """The decoder, operation by operation; hidden states at `boundaries` are saved on the way."""
@@ -209,117 +212,3 @@ class NativeDecoder:
         tensor = tensor.contiguous()
         self._keep.append(tensor)
         return tensor.data_ptr()
-
-
-class Recorded:
-    """A program and its buffers."""
-
-    def __init__(self, c: ModelConfig, ops: list[COp], widths: np.ndarray) -> None:
-        self.ops, self.widths = (COp * len(ops))(*ops), widths  # kept: the program points to both
-        self.program = CProgram(
-            ops=self.ops, count=len(ops), buffers=len(widths), heads=c.heads, kv_heads=c.kv_heads,
-            head_dim=c.head_dim, layers=c.layers, widths=widths.ctypes.data,
-        )  # fmt: skip
-        row_bytes = native.loaded().forerun_scratch_row_bytes
-        self.buffers = _Buffers(widths, max(int(row_bytes(int(w))) for i, w in enumerate(widths) if i != LOGITS))
-
-    def chain(
-        self,
-        links: Sequence[Link],
-        cache: KVCache,
-        vocab: int,
-        ids: np.ndarray | None = None,
-        given: Mapping[int, np.ndarray] = MappingProxyType({}),
-    ) -> list[list[int]]:
-        """Say token after token behind each link, below `vocab`: the program has a pass over one token a link and its
-        logits. `ids` [Vd] int64 are the tokens that these are of, if not the first. `given`: what buffers begin with,
-        a row for each link."""
-        steps = Steps(links, cache)
-        pointers, scratch = self.buffers.fit(len(links), len(links))
-        for buffer, rows in given.items():
-            self.buffers.arrays[buffer][: len(links)] = rows[steps.order]
-        chain = _chain(steps, vocab, ids)
-        native.loaded().forerun_chain(self.program, steps.fill(pointers, scratch, cache), chain)
-        return steps.said()
-
-    def round(
-        self,
-        starts: Sequence[Start],
-        cache: KVCache,
-        vocab: int,
-        ids: np.ndarray | None,
-        state: int,
-        begin: Recorded,
-        given: Sequence[int],
-        stands: array[float] | None,
-    ) -> tuple[list[Said], np.ndarray]:
-        """Read what each start brings, and say token after token behind it: the same in one call. What was read is not
-        committed. `state` is the buffer of what each token is paired with. `begin` is the program of the first pass,
-        with the same buffers, of which `given` take what the starts bring. With `stands` chains end as their links'
-        floors say, and what is said is weighed. Also what the layers left of each start's last token, [starts, H]."""
-        steps = Steps([start.link for start in starts], cache)
-        ordered = [starts[i] for i in steps.order]
-        first = Pass([start.segment for start in ordered], cache)
-        pointers, scratch = self.buffers.fit(first.tokens, len(starts))
-        for buffer, parts in zip(given, zip(*(start.states for start in ordered), strict=True), strict=True):
-            np.concatenate(parts, out=self.buffers.arrays[buffer][: first.tokens])
-        keys = array("Q", [start.key for start in ordered])
-        last, batch = array("i", first.want.tolist()), first.fill(pointers, scratch, cache)
-        chain = _chain(steps, vocab, ids)
-        chain.state, chain.begin = state, ctypes.pointer(begin.program)
-        chain.first, chain.last = ctypes.pointer(batch), address(last)
-        left = np.empty((len(starts), int(self.widths[X])), np.float32)
-        chain.first_keys, chain.left = address(keys), left.ctypes.data
-        if stands is not None:
-            chain.stands, chain.floors = address(stands), address(steps.floors)
-            steps.weigh()
-            chain.sure, chain.counts = address(steps.sure), address(steps.counts)
-            chain.beside, chain.beside_sure = address(steps.beside), address(steps.beside_sure)
-        native.loaded().forerun_chain(self.program, steps.fill(pointers, scratch, cache), chain)
-        said = [Said([begun, *rest]) for begun, rest in zip(steps.begun(), steps.said(), strict=True)]
-        if stands is not None:
-            said = [Said(s.tokens, *weights) for s, weights in zip(said, steps.weights(), strict=True)]
-        return said, left[np.argsort(steps.order)]
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """Where a round begins in one slot: what is read first, whose last token says the one that `link` goes on from.
-
-    Attributes:
-        segment: tokens that nobody has read yet; it wants the last one's logits.
-        states: float32 [tokens, width] each, what they are paired with is made of.
-        key: the stream of noise that the first token is said with.
-        link: the token in it is not known yet.
-    """
-
-    segment: Segment
-    states: Sequence[np.ndarray]
-    key: int
-    link: Link
-
-
-def _chain(steps: Steps, vocab: int, ids: np.ndarray | None) -> CChain:
-    return CChain(
-        levels=steps.levels, rows=steps.tokens, logits=LOGITS, vocab=vocab, active=address(steps.active),
-        temperature=address(steps.temperature), keys=address(steps.keys), tokens=address(steps.drafted),
-        ids=None if ids is None else ids.ctypes.data, said=0 if ids is None else len(ids),
-    )  # fmt: skip
-
-
-class _Buffers:
-    """A program's buffers, grown when a pass needs more rows. All but LOGITS have a row for each token."""
-
-    def __init__(self, widths: np.ndarray, scratch: int) -> None:
-        self.widths, self.scratch_row, self.rows, self.wanted = widths, scratch, 0, 0
-
-    def fit(self, rows: int, wanted: int) -> tuple[int, int]:
-        """(pointers to the buffers, pointer to scratch) with room for so many rows, and wanted rows of logits."""
-        if rows > self.rows or wanted > self.wanted:
-            self.rows, self.wanted = max(rows, self.rows, ROOM), max(wanted, self.wanted, ROOM)
-            counts = [self.wanted if i == LOGITS else self.rows for i in range(len(self.widths))]
-            self.arrays = [np.zeros((n, w), np.float32) for n, w in zip(counts, self.widths, strict=True)]
-            self.pointers = array("Q", [a.ctypes.data for a in self.arrays])
-            self.scratch = np.zeros(self.rows * self.scratch_row + 64, dtype=np.uint8)
-            self.at = address(self.pointers), -(-self.scratch.ctypes.data // 64) * 64
-        return self.at

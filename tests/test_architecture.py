@@ -27,7 +27,7 @@ FLOORS = [
     {"kernels", "sampling", "verify"},
     {"models"},
     {"cache"},
-    {"native", "packed", "passes", "runner", "linear", "load"},
+    {"native", "packed", "passes", "recorded", "runner", "linear", "load"},
     {"draft"},
     {"catalogue"},
     {"engine"},

@@ -37,6 +37,7 @@ M = TypeVar("M", bound=torch.nn.Module)
 
 VOCAB = 64
 WORDED = 328  # logits of `worded` models: more than their tokenizer has tokens, as in real models
+LISTED = tuple(i for i in range(VOCAB) if i % 4)  # tokens of a shortlist
 SPOKEN = 8192  # positions of `spoken` models
 _BASE: dict[str, Any] = dict(
     vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
@@ -219,11 +220,14 @@ def eagle1(name: str, bias: bool = True, qkv_bias: bool = False, own: bool = Fal
     return _filled(FirstHead(layer, load_config(family(name)).layers, bias, own)).requires_grad_(False)
 
 
-def mtp(name: str, layer: dict[str, Any] | None = None, seed: int = 6) -> MtpModule:
+def mtp(name: str, layer: dict[str, Any] | None = None, seed: int = 6, draft_vocab: int = VOCAB) -> MtpModule:
     """A multi-token module for `family(name)`: what it says is anything, and depends on everything it is given."""
     torch.manual_seed(seed)
-    module = MtpModule(eagle_config(name, layer).layer, load_config(family(name)).layers)
-    return _filled(module).requires_grad_(False)
+    c = eagle_config(name, layer).layer
+    module = _filled(MtpModule(c, load_config(family(name)).layers, draft_vocab if draft_vocab < VOCAB else None))
+    if module.d2t is not None:
+        module.say_only(torch.randperm(c.vocab)[:draft_vocab].sort().values)
+    return module.requires_grad_(False)
 
 
 def block_config(name: str, layer: dict[str, Any] | None = None, **changes: Any) -> BlockConfig:
@@ -244,10 +248,8 @@ def block(config: BlockConfig, seed: int = 7) -> BlockHead:
     """A block drafter of that shape: what it says is anything, and depends on everything it is given."""
     torch.manual_seed(seed)
     head = _filled(BlockHead(config))
-    if head.d2t is not None and head.t2d is not None:
-        ids = torch.randperm(config.layer.vocab)[: config.draft_vocab].sort().values
-        head.d2t.copy_(ids - torch.arange(len(ids)))
-        head.t2d.zero_()[ids] = True
+    if head.d2t is not None:
+        head.say_only(torch.randperm(config.layer.vocab)[: config.draft_vocab].sort().values)
     return head.requires_grad_(False)
 
 
@@ -324,13 +326,15 @@ def _tokenizer() -> Tokenizer:
 
 
 @functools.cache
-def decoder(directory: Path, dtype: torch.dtype = torch.float64, device: str = "cpu") -> Decoder:
-    """A loaded decoder of 256 positions, shared by the tests that use it."""
-    return load_decoder(directory, dtype, torch.device(device), 256)
+def decoder(
+    directory: Path, dtype: torch.dtype = torch.float64, device: str = "cpu", said: tuple[int, ...] | None = None
+) -> Decoder:
+    """A loaded decoder of 256 positions, shared by the tests that use it; `said` are the tokens that it scores."""
+    return load_decoder(directory, dtype, torch.device(device), 256, said and torch.tensor(said))
 
 
 @functools.cache
-def native_decoder(path: Path) -> NativeDecoder:
+def native_decoder(path: Path, said: tuple[int, ...] | None = None) -> NativeDecoder:
     """The same on native kernels, of a quantised model in its own numbers."""
     native.start(2)
-    return NativeDecoder(load_config(path), path, "bfloat16", 256, keep=True)
+    return NativeDecoder(load_config(path), path, "bfloat16", 256, keep=True, said=said and torch.tensor(said))

@@ -13,7 +13,7 @@ from typing import Any
 from forerun.catalogue import far
 from forerun.catalogue.family import Json, Kind, Look, recognise
 from forerun.errors import LoadError, one_line
-from forerun.models.files import read_object, read_text
+from forerun.models.files import read_object, read_text, weight_files
 from forerun.models.hub import PICKLED, is_pickled
 from forerun.models.skim import skim, token_digest
 from forerun.models.survey import tokenizer_digest
@@ -120,7 +120,7 @@ def _cached(name: str) -> Path | None:
 
 def weights_of(directory: Path) -> list[Path]:
     """The files of weights in a directory."""
-    files = sorted(directory.glob("*.safetensors"))
+    files = weight_files(directory)
     files = files or sorted(file for pattern in PICKLED for file in directory.glob(pattern))
     return [file for file in files if file.is_file()]
 

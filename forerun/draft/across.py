@@ -21,6 +21,7 @@ from forerun.draft.pard import draft_model
 from forerun.draft.retold import Retold, behind, continued
 from forerun.draft.tree import Tree, grow
 from forerun.draft.vocabularies import Shared, Words, same_tokens
+from forerun.errors import LoadError
 from forerun.kernels.draw import gumbel_argmax
 from forerun.models.config import note
 from forerun.models.text import Tokenizer
@@ -200,5 +201,8 @@ def make_draft_model(
     if tokenizer is None or draft_tokenizer is None or same_tokens(tokenizer, draft_tokenizer, vocab):
         return draft_model(runner, where, vocab, width)
     shared = Shared(Words(tokenizer, vocab), Words(draft_tokenizer, runner.decoder.config.vocab))
+    said = runner.decoder.said
+    if said is not None and all(shared.to_target[token] < 0 for token in said.tolist()):
+        raise LoadError(f"the shortlist of {where} has no token that the target shares: make one of the data you use")
     note(shared.told)
     return AcrossModel(runner, shared)

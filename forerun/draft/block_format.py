@@ -14,6 +14,7 @@ import torch
 
 from forerun.draft.block_head import BlockConfig, BlockHead, check_fit
 from forerun.draft.fields import read_bool, read_whole
+from forerun.draft.listed import check_map
 from forerun.draft.stored import (
     MOST_LAYERS,
     Json,
@@ -64,7 +65,7 @@ def load_block(directory: Path, target: TargetView) -> BlockHead:
     try:
         config = _config(raw, tensors, target)
         check_fit(config, target)
-        _set_vocabulary(config, tensors)
+        check_map(tensors, config.draft_vocab, config.layer.vocab)
         return assemble(lambda: BlockHead(config), tensors, KIND)
     except LoadError as error:
         raise LoadError(f"{directory} holds no block drafter that can be used here: {error}") from None
@@ -125,20 +126,3 @@ def _boundaries(raw: Json) -> tuple[int, ...]:
     if not isinstance(ids, list) or not ids or not all(is_whole(i) for i in ids):
         raise LoadError(f"aux_hidden_state_layer_ids in config.json is {ids!r}, not a list of hidden states to read")
     return tuple(ids)
-
-
-def _set_vocabulary(config: BlockConfig, tensors: Tensors) -> None:
-    """See that d2t is offsets of ascending ids, and make t2d what follows from it."""
-    size, vocab = config.draft_vocab, config.layer.vocab
-    tensors.pop("t2d", None)
-    if size == vocab:
-        tensors.pop("d2t", None)
-        return
-    stored = tensors.get("d2t")
-    if stored is None or stored.shape != (size,) or stored.is_floating_point():
-        raise LoadError(f"it says {size} of {vocab} tokens, but its checkpoint has no d2t of {size} whole numbers")
-    offsets = stored.long()
-    if offsets[0] < 0 or (offsets.diff() < 0).any() or offsets[-1] + size > vocab:
-        raise LoadError(f"d2t does not name {size} different tokens of {vocab}")
-    tensors["d2t"] = offsets
-    tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill_(0, offsets + torch.arange(size), True)

@@ -19,11 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from forerun.draft.layers import DecoderLayer
+from forerun.draft.listed import Listed
 from forerun.draft.view import TargetView
 from forerun.errors import LoadError
 from forerun.kernels import reference as kernels
 from forerun.models.config import ModelConfig
 from forerun.models.decoder import Attend
+from forerun.models.shortlist import spread
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +40,7 @@ class BlockConfig:
         mask_token: the target's token that fills the slots behind the anchor.
         sample_from_anchor: slot k says the token at position start + k + 1, start being the anchor's (DSpark);
             otherwise the one at its own position start + k, and slot 0 says nothing (DFlash).
-        draft_vocab: tokens it can say; fewer than `vocab` with a map, see `BlockHead.d2t`.
+        draft_vocab: tokens it can say; fewer than `vocab` with a map, see `Listed`.
         own_embedding, own_head: it has an embedding and a head of its own; otherwise the target's are used.
         markov_rank: of the Markov head; 0 has none.
         confidence: there is a confidence head.
@@ -106,20 +108,17 @@ class _Confidence(nn.Module):
         return out
 
 
-class BlockHead(nn.Module):
+class BlockHead(Listed):
     """The head as it is trained and stored; tensors are called as in the speculators format.
 
-    `d2t` [Vd] int64 is there where the head says fewer tokens than the target has: its token i is the target's token
-    i + d2t[i]; `t2d` [V] bool marks those tokens. `target` is there once it is attached.
+    `target` is there once it is attached.
     """
 
-    d2t: Tensor | None
-    t2d: Tensor | None
     target: TargetView
 
     def __init__(self, config: BlockConfig) -> None:
         super().__init__()
-        c, reduced = config.layer, config.draft_vocab < config.layer.vocab
+        c = config.layer
         self.config = config
         self.fc = nn.Linear(len(config.boundaries) * config.target_hidden, c.hidden, bias=False)
         self.hidden_norm = nn.RMSNorm(c.hidden, c.norm_eps)
@@ -133,8 +132,7 @@ class BlockHead(nn.Module):
             self.markov_head = _Markov(config)
         if config.confidence:
             self.confidence_head = _Confidence(config)
-        self.register_buffer("d2t", torch.zeros(config.draft_vocab, dtype=torch.int64) if reduced else None)
-        self.register_buffer("t2d", torch.arange(c.vocab) < config.draft_vocab if reduced else None)
+        self.list_tokens(config.draft_vocab, c.vocab)
 
     def attach(self, target: TargetView) -> None:
         """Let it borrow from this target. Raises LoadError if the head is not made for it."""
@@ -170,16 +168,14 @@ class BlockHead(nn.Module):
         out: Tensor = self.lm_head(made) if self.config.own_head else self.target.head(made)
         return out
 
+    def behind(self, logits: Tensor, previous: Tensor) -> Tensor:
+        """The same behind the tokens `previous`. [.., Vd], [..] -> [.., Vd]"""
+        return logits + self.markov_head(previous) if self.config.markov_rank else logits
+
     def follow(self, logits: Tensor, previous: Tensor) -> Tensor:
         """The same over the target's vocabulary, behind the tokens `previous`; what it cannot say is -inf.
         [.., Vd], [..] -> [.., V]"""
-        if self.config.markov_rank:
-            logits = logits + self.markov_head(previous)
-        if self.d2t is None:
-            return logits
-        ids = self.d2t + torch.arange(len(self.d2t), device=logits.device)
-        full = logits.new_full((*logits.shape[:-1], self.config.layer.vocab), -torch.inf)
-        return full.index_copy(-1, ids, logits)
+        return spread(self.behind(logits, previous), self.tokens(), self.config.layer.vocab)
 
     def trust(self, made: Tensor, previous: Tensor) -> Tensor:
         """The logit of how likely the token behind `previous` is to stand, whichever it is. [.., Hd], [..] -> [..]"""

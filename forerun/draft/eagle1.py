@@ -55,6 +55,7 @@ class FirstHead(PairHead):
         """`bias`: what joins a pair adds one. `own_embedding`: it has one that is not the target's."""
         super().__init__()
         self.layer, self.boundaries = layer, (target_layers,)
+        self.list_tokens(layer.vocab, layer.vocab)
         self.fc = nn.Linear(2 * layer.hidden, layer.hidden, bias=bias)
         self.layers = nn.ModuleList([_Layer(layer)])
         self.embed_tokens = nn.Embedding(layer.vocab, layer.hidden) if own_embedding else None

@@ -30,6 +30,7 @@ from forerun.draft.stored import (
 from forerun.draft.view import TargetView
 from forerun.errors import LoadError
 from forerun.models.config import ModelConfig
+from forerun.models.shortlist import maps_of
 
 KIND = "EAGLE-3 head"
 
@@ -144,4 +145,4 @@ def _set_vocabulary(config: EagleConfig, tensors: Tensors) -> None:
     if size < vocab:
         if torch.equal(ids, order):
             print(f"note: d2t of this EAGLE-3 head is all zero: it only says the tokens below {size}", file=sys.stderr)
-        tensors["d2t"], tensors["t2d"] = ids - order, torch.zeros(vocab, dtype=torch.bool).index_fill_(0, ids, True)
+        tensors["d2t"], tensors["t2d"] = maps_of(ids, vocab)

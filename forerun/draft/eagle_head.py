@@ -27,7 +27,7 @@ class EagleConfig:
         layer: its decoder layer, of a family like Llama; `vocab` is the target's.
         target_hidden: size of the target's hidden states.
         boundaries: which of them it reads, in the order in which they stand in g.
-        draft_vocab: tokens it can say; fewer than `vocab` with a map, see `EagleHead.d2t`.
+        draft_vocab: tokens it can say; fewer than `vocab` with a map, see `Listed`.
         own_embedding: it has an embedding of its own; otherwise the target's is used.
         norm_before_fc: g is normed as a whole before it is fused.
         fc_norm: each state in g is normed by itself before it is fused.
@@ -89,14 +89,11 @@ class _Joined(JoinedLayer):
 class EagleHead(PairHead):
     """The head as it is trained and stored; tensors are called as in the speculators format.
 
-    `d2t` [Vd] int64 is there where the head says fewer tokens than the target has: its token i is the target's token
-    i + d2t[i]; `t2d` [V] bool marks those tokens. `mask_hidden` [1, 1, n * H] is what a head that drafts in parallel
-    reads where there are no states. Letters: n boundaries, H the target's hidden size, Hd the head's.
+    `mask_hidden` [1, 1, n * H] is what a head that drafts in parallel reads where there are no states. Letters: n
+    boundaries, H the target's hidden size, Hd the head's.
     """
 
     inner = "layers"
-    d2t: Tensor | None
-    t2d: Tensor | None
 
     def __init__(self, config: EagleConfig) -> None:
         super().__init__()
@@ -116,15 +113,7 @@ class EagleHead(PairHead):
         self.lm_head = nn.Linear(c.hidden, config.draft_vocab, bias=False)
         if config.own_embedding:
             self.embed_tokens = nn.Embedding(c.vocab, c.hidden)
-        reduced = config.draft_vocab < c.vocab
-        self.register_buffer("d2t", torch.zeros(config.draft_vocab, dtype=torch.int64) if reduced else None)
-        self.register_buffer("t2d", torch.arange(c.vocab) < config.draft_vocab if reduced else None)
-
-    def say_only(self, ids: Tensor) -> None:
-        """Which of the target's tokens the head says: `draft_vocab` of them, ascending."""
-        assert self.d2t is not None and self.t2d is not None
-        self.d2t.copy_(ids - torch.arange(len(ids), device=ids.device))
-        self.t2d.zero_()[ids] = True
+        self.list_tokens(config.draft_vocab, c.vocab)
 
     def attach(self, target: TargetView) -> None:
         check_fit(self.config, target)
@@ -132,7 +121,7 @@ class EagleHead(PairHead):
 
     def tokens(self) -> Tensor | None:
         if self.d2t is not None:
-            return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+            return super().tokens()
         said = self.config.draft_vocab
         return None if said == self.target.vocab else torch.arange(said, device=self.target.device)
 

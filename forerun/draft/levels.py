@@ -20,6 +20,7 @@ from forerun.draft.view import TargetView
 from forerun.errors import LoadError
 from forerun.models.config import ModelConfig
 from forerun.models.decoder import Attend
+from forerun.models.shortlist import spread
 from forerun.types import Draft
 
 
@@ -95,22 +96,12 @@ def grow_levels(
         nodes = [(tree, node) for tree in growing for node in tree.frontier]
         tokens = torch.tensor([tree.draft.tokens[node] for tree, node in nodes], device=carried.device)
         logits, carried = heads.step(level, carried, tokens)
-        grow(growing, over_vocabulary(logits, heads.tokens(), target.vocab), width, source)
+        grow(growing, spread(logits, heads.tokens(), target.vocab), width, source)
         growing = [tree for tree in growing if tree.row.depth > level + 1 and tree.frontier]
         if not growing:
             return
         place = {(id(tree), node): i for i, (tree, node) in enumerate(nodes)}
         carried = carried[[place[id(tree), tree.draft.parents[node]] for tree in growing for node in tree.frontier]]
-
-
-def over_vocabulary(logits: Tensor, ids: Tensor | None, vocab: int) -> Tensor:
-    """Logits of the tokens `ids` [Vd], None for all, over the target's vocabulary: all others are -inf.
-    [.., Vd] -> [.., V]"""
-    if ids is None:
-        return logits
-    full = logits.new_full((*logits.shape[:-1], vocab), -torch.inf)
-    full[..., ids] = logits
-    return full
 
 
 class Levels(Proposer):

@@ -3,7 +3,8 @@
 As in DeepSeek-V3 (2412.19437) and Qwen3-Next: the pair of the embedding of token t + 1 and the target's normalised last
 state of token t, each normed, are joined, go through one ordinary decoder layer and a last norm, and the target's own
 head says token t + 2. Applied again to its own normalised output it drafts further; FastMTP (2509.18362) trains for
-that. Embedding and head are the target's: nothing of them is stored.
+that. Embedding and head are the target's: nothing of them is stored, unless it says part of the vocabulary (`Listed`),
+with a head of its own for that.
 
 A directory is written, and read, in the `mtp` layout of speculators 0.9.
 """
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from forerun.draft.layers import JoinedLayer
+from forerun.draft.listed import check_map
 from forerun.draft.pair_head import PairHead, Parts
 from forerun.draft.stored import (
     assemble,
@@ -24,6 +26,7 @@ from forerun.draft.stored import (
     read_config,
     read_layer,
     read_tensors,
+    size_of,
     write,
 )
 from forerun.draft.view import TargetView
@@ -53,10 +56,14 @@ class MtpModule(PairHead):
 
     inner = "mtp_layers"
 
-    def __init__(self, layer: ModelConfig, target_layers: int) -> None:
+    def __init__(self, layer: ModelConfig, target_layers: int, draft_vocab: int | None = None) -> None:
+        """`draft_vocab`: tokens it can say, with a map where they are fewer than the target has; None: all."""
         super().__init__()
         self.layer, self.boundaries = layer, (target_layers,)
         self.mtp_layers = nn.ModuleList([_Layer(layer)])
+        self.draft_vocab = draft_vocab or layer.vocab
+        self.list_tokens(self.draft_vocab, layer.vocab)
+        self.lm_head = nn.Linear(layer.hidden, self.draft_vocab, bias=False) if self.d2t is not None else None
 
     def begin(self, norm: Tensor) -> None:
         """Begin with the target's own norm [H] before its head."""
@@ -86,7 +93,7 @@ class MtpModule(PairHead):
         own = self.joined
         return Parts(
             own.token_layernorm, own.hidden_layernorm, own.input_proj, own.input_layernorm, own.self_attn,
-            own.post_attention_layernorm, own.mlp, own.final_layernorm, [own.final_layernorm], None,
+            own.post_attention_layernorm, own.mlp, own.final_layernorm, [own.final_layernorm], self.lm_head,
         )  # fmt: skip
 
     @property
@@ -97,7 +104,8 @@ class MtpModule(PairHead):
         return layer
 
     def logits(self, made: Tensor) -> Tensor:
-        return self.target.head(made)
+        out: Tensor = self.target.head(made) if self.lm_head is None else self.lm_head(made)
+        return out
 
     def state(self, made: Tensor) -> Tensor:
         return made
@@ -106,7 +114,8 @@ class MtpModule(PairHead):
 def save_module(module: MtpModule, directory: Path, target: str | None, dtype: torch.dtype) -> None:
     """Write a module; `target` is the name of its target. Raises OSError."""
     described = describe_speculator("mtp", "MTPDraftModel", describe_layer(module.layer), 3, target)
-    write(module, described | {"num_nextn_predict_layers": 1}, directory, dtype)
+    own = {"num_nextn_predict_layers": 1, "draft_vocab_size": module.draft_vocab}
+    write(module, described | own, directory, dtype)
 
 
 def load_module(directory: Path, target: TargetView) -> MtpModule:
@@ -119,6 +128,12 @@ def load_module(directory: Path, target: TargetView) -> MtpModule:
         if raw.get("num_nextn_predict_layers", 1) != 1:
             raise LoadError(f"it has {raw['num_nextn_predict_layers']!r} layers: only modules of one are supported")
         config = read_layer(layer, tensors, target.vocab, PREFIX)
-        return assemble(lambda: MtpModule(config, target.layers), tensors, KIND)
+        said = size_of(tensors, "lm_head.weight", 0) if "lm_head.weight" in tensors else config.vocab
+        if raw.get("draft_vocab_size") not in (None, said):
+            raise LoadError(f"draft_vocab_size is {raw['draft_vocab_size']!r}, but its head has {said} rows")
+        if said > config.vocab:
+            raise LoadError(f"it says {said} tokens, more than the {config.vocab} of its vocabulary")
+        check_map(tensors, said, config.vocab)
+        return assemble(lambda: MtpModule(config, target.layers, said), tensors, KIND)
     except LoadError as error:
         raise LoadError(f"{directory} holds no MTP module that can be used here: {error}") from None

@@ -18,9 +18,9 @@ from forerun.cache.kv import KVCache
 from forerun.draft.pair_head import PairHead
 from forerun.kernels import native
 from forerun.kernels.native import CNorm, COp
-from forerun.native import ATTENDED, HIDDEN, LOGITS, QKV, Recorded, Start, X
 from forerun.packed import Packed, embed_op
 from forerun.passes import Link, Pass, Said
+from forerun.recorded import ATTENDED, HIDDEN, LOGITS, QKV, Recorded, Start, X
 
 EMBEDDED, STATE, FUSED, FEATURES = range(LOGITS + 1, LOGITS + 5)  # buffers; of FEATURES there may be several
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from forerun.draft.layers import Mlp, SelfAttention
+from forerun.draft.listed import Listed
 from forerun.draft.view import TargetView
 from forerun.models.config import ModelConfig
 from forerun.models.decoder import Attend
@@ -45,7 +46,7 @@ class Parts:
     says: nn.Module | None
 
 
-class PairHead(nn.Module):
+class PairHead(Listed):
     """Base of all heads on pairs.
 
     Attributes:
@@ -67,10 +68,6 @@ class PairHead(nn.Module):
     def attach(self, target: TargetView) -> None:
         """Let it borrow from this target. Raises LoadError if the head is not made for it."""
         raise NotImplementedError
-
-    def tokens(self) -> Tensor | None:
-        """The target's token ids the head says, in the order of its logits, [Vd] int64; None: all of them."""
-        return None
 
     @property
     def embedding(self) -> nn.Embedding | None:

@@ -19,13 +19,13 @@ from forerun.cache.kv import KVCache
 from forerun.draft.base import Row
 from forerun.draft.features import FeatureProposer
 from forerun.draft.layers import Native, with_native_products
-from forerun.draft.levels import over_vocabulary
 from forerun.draft.native_layer import NativeLayer
 from forerun.draft.pair_head import PairHead
 from forerun.draft.tree import Tree, grow
 from forerun.draft.view import TargetView
 from forerun.models.rope import rope_tables
-from forerun.native import Start
+from forerun.models.shortlist import spread
+from forerun.recorded import Start
 from forerun.types import BESIDE, Draft
 
 
@@ -212,4 +212,4 @@ class Pairs(FeatureProposer):
 
     def _logits(self, made: Tensor) -> Tensor:
         """Over the target's vocabulary; what the head cannot say is -inf. [F, Hd] -> [F, V]"""
-        return over_vocabulary(self.head.logits(made), self.ids, self.target.vocab)
+        return spread(self.head.logits(made), self.ids, self.target.vocab)

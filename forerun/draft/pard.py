@@ -43,8 +43,11 @@ class Pard(DraftModel):
 
 def draft_model(runner: Runner, where: str, vocab: int, width: int) -> DraftModel:
     """A draft model, drafting as it was trained to; `where` is what messages call it. Raises LoadError."""
+    said = runner.decoder.said
     try:
         token = mask_of(runner.decoder.config)
+        if said is not None and said[0] >= vocab:
+            raise LoadError(f"its shortlist has none of the {vocab} tokens of the target")
     except LoadError as error:
         raise LoadError(f"{where} is no draft model that can be used here: {error}") from None
     return DraftModel(runner, vocab, width) if token is None else Pard(runner, token, vocab, width)

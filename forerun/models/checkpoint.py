@@ -8,7 +8,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from forerun.errors import LoadError, one_line
-from forerun.models.files import indexed
+from forerun.models.files import indexed, weight_files
 from forerun.models.quantized import PARTS, Scheme, Stored
 from forerun.models.unpack import read_stored
 
@@ -34,7 +34,7 @@ class Checkpoint:
             if missing:
                 raise LoadError(f"{index} names files that are not there: {missing}; download them again")
             return paths
-        paths = sorted(path for path in self.directory.glob("*.safetensors") if path.is_file())
+        paths = [path for path in weight_files(self.directory) if path.is_file()]
         if not paths:
             pickled = any(self.directory.glob("*.bin"))
             hint = "convert its .bin files to safetensors" if pickled else "give a Hugging Face model directory"

@@ -16,6 +16,7 @@ from torch import Tensor
 from forerun.kernels import reference as kernels
 from forerun.models.config import ModelConfig, load_config
 from forerun.models.rope import rope_tables
+from forerun.models.shortlist import spread
 from forerun.models.weights import Layer, Linear, Norm, load_weights
 from forerun.types import Forward
 
@@ -26,10 +27,15 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 class Decoder:
     """A loaded model: `forward` maps tokens and positions to logits."""
 
-    def __init__(self, config: ModelConfig, directory: Path, dtype: torch.dtype, device: torch.device, context: int):
-        """`context` is how many positions to prepare for."""
+    def __init__(
+        self, config: ModelConfig, directory: Path, dtype: torch.dtype, device: torch.device, context: int,
+        said: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """`context` is how many positions to prepare for; `said` [Vd] int64, ascending, the tokens that are scored, if
+        not all: logits of others are -inf."""
         self.config, self.dtype, self.device, self.context = config, dtype, device, context
-        self.weights = load_weights(config, directory, dtype, device)
+        self.weights = load_weights(config, directory, dtype, device, said=said)
+        self.said = None if said is None else said.to(device)
         tables = [rope_tables(config, rope, context, dtype) for rope in config.ropes]
         self.ropes = [(cos.to(device), sin.to(device)) for cos, sin in tables]
         self.kept: Sequence[int] = range(config.layers)
@@ -93,7 +99,7 @@ class Decoder:
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if c.logit_softcap:
             logits = torch.tanh(logits / c.logit_softcap) * c.logit_softcap
-        return Forward(logits, features)
+        return Forward(spread(logits, self.said, c.vocab), features)
 
     def _attention(
         self, x: Tensor, i: int, layer: Layer, rotation: tuple[Tensor, Tensor] | None, attend: Attend
@@ -130,10 +136,13 @@ class Decoder:
         return kernels.linear(x, linear.weight, linear.bias)
 
 
-def load_decoder(directory: Path, dtype: torch.dtype, device: torch.device, context: int | None = None) -> Decoder:
-    """Read a Hugging Face model directory. `context` limits the positions; None takes the model's own."""
+def load_decoder(
+    directory: Path, dtype: torch.dtype, device: torch.device, context: int | None = None, said: Tensor | None = None
+) -> Decoder:
+    """Read a Hugging Face model directory. `context` limits the positions; None takes the model's own. `said`: the
+    tokens to score, as in `Decoder`."""
     config = load_config(directory)
-    return Decoder(config, directory, dtype, device, context or default_context(config))
+    return Decoder(config, directory, dtype, device, context or default_context(config), said)
 
 
 def default_context(config: ModelConfig) -> int:

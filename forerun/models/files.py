@@ -8,6 +8,7 @@ from typing import Any
 
 from forerun.errors import LoadError, one_line, shown
 
+SHORTLIST = "shortlist.safetensors"  # beside a model: which of its tokens it scores when it drafts
 LARGEST = 64 << 20  # bytes; the longest lists of tensors and of added tokens have a few
 
 
@@ -48,6 +49,11 @@ def inside(directory: Path, name: str) -> Path:
     if "\0" in name or ".." in Path(name).parts or Path(name).is_absolute():
         raise LoadError(f"{directory} names the file {shown(name)}, which is not in it; download it again")
     return path
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The safetensors files of a directory that hold a model's tensors."""
+    return sorted(path for path in directory.glob("*.safetensors") if path.name != SHORTLIST)
 
 
 def indexed(index: Path) -> list[Path]:

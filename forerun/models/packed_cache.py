@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from forerun.models.files import weight_files
 from forerun.models.gguf.container import open_gguf
 
 FORMS = ("int8", "int4")  # what is kept: the rest is as stored
@@ -148,7 +149,7 @@ def model_digest(directory: Path, facts: Iterable[str]) -> str:
 
 def _files(directory: Path) -> list[Path]:
     settings = [directory / name for name in ("config.json", "model.safetensors.index.json")]
-    return [path for path in settings if path.exists()] + sorted(directory.glob("*.safetensors"))
+    return [path for path in settings if path.exists()] + weight_files(directory)
 
 
 def _read_index(path: Path) -> dict[str, Kept]:

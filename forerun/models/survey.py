@@ -15,7 +15,7 @@ from forerun.errors import LoadError
 from forerun.memory import free_ram
 from forerun.models.config import load_config
 from forerun.models.families import FAMILIES
-from forerun.models.files import indexed, read_object
+from forerun.models.files import indexed, read_object, weight_files
 from forerun.models.gguf.kinds import why_not
 from forerun.models.places import Found
 from forerun.models.skim import skim, token_digest
@@ -185,7 +185,7 @@ def _why_no_directory(path: Path, raw: dict[str, Any], tensors: Collection[str])
 def _weights(path: Path) -> list[Path]:
     """The safetensors files of a directory. Raises LoadError where its index names one that is not there."""
     index = path / "model.safetensors.index.json"
-    names = set(path.glob("*.safetensors"))
+    names = set(weight_files(path))
     if index.is_file():
         names = set(indexed(index))
     missing = sorted(file.name for file in names if not file.is_file())

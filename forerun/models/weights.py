@@ -40,6 +40,15 @@ class Linear:
 Matrix = Tensor | Stored | Blocks  # a linear layer's weight, or an embedding
 
 
+def chosen_rows(held: Matrix, rows: Tensor) -> Matrix:
+    """Some rows of a matrix, as they are stored. rows [n] int64"""
+    if isinstance(held, Tensor):
+        return held[rows.to(held.device)]
+    if isinstance(held, Blocks):
+        return held.chosen(rows)
+    return Stored(held.values[rows], held.scale[rows], held.group)
+
+
 @dataclass(slots=True)
 class Source:
     """The weight of a linear layer as the checkpoint holds it.
@@ -140,9 +149,10 @@ class Builder:
 
     def __init__(
         self, config: ModelConfig, path: Path, dtype: torch.dtype, device: torch.device, make: MakeLinear,
-        table: MakeTable,
+        table: MakeTable, said: Tensor | None = None,
     ) -> None:  # fmt: skip
         self.config, self.dtype, self.device, self.make, self.table = config, dtype, device, make, table
+        self.said = said
         keys = config.kv_heads * config.head_dim
         self.sizes = {"qkv": [config.heads * config.head_dim, keys, keys], "up": [config.intermediate] * 2}
         self.open(path)
@@ -243,6 +253,9 @@ class Builder:
         elif isinstance(embed, Tensor):
             read = lambda: embed  # noqa: E731
         self.finish()
+        whole, said = read, self.said
+        if said is not None:
+            shape, read = (len(said), c.hidden), lambda: chosen_rows(whole(), said)
         head = self.make("head", self.source("head", shape, read), None)
         return Weights(embed, layers, norm, head, positions)
 
@@ -254,14 +267,16 @@ def load_weights(
     device: torch.device,
     make: MakeLinear = lambda _, source, bias: Linear(source.weight(), bias),
     table: MakeTable = lambda source: source.weight(),
+    said: Tensor | None = None,
 ) -> Weights:
     """Read every tensor of the model in a directory or a GGUF file. Raises LoadError for one missing, misshapen, left
     over or quantised in a way that is not supported.
 
     `make` turns each linear layer, named as in `Layer` or "head", into what the decoder multiplies with; `table` the
-    embedding into what it reads rows of.
+    embedding into what it reads rows of. `said` [Vd] int64 are the tokens that the head has rows for; None:
+    all.
     """
     from forerun.models.gguf.weights import GgufBuilder
 
     builder = GgufBuilder if path.is_file() else Builder
-    return builder(config, path, dtype, device, make, table).build()
+    return builder(config, path, dtype, device, make, table, said).build()

@@ -33,14 +33,14 @@ TRAINING = Group("training", Training, "Training", {"learning_rate": float})
 LOSSES = Group("losses", AheadOptions, "Losses")
 COMMON = tuple(f.name for f in fields(AheadOptions))
 RECIPES = (
-    Group("small_lm", SmallLMOptions, "Recipe small-lm", {"init": str, "layers": int}, COMMON),
+    Group("small_lm", SmallLMOptions, "Recipe small-lm", {"init": str, "layers": int}, (*COMMON, "draft_vocab")),
     Group("medusa", MedusaOptions, "Recipe medusa", leave_out=COMMON),
     Group(
         "pairs", EagleOptions, "Recipes eagle3 and mtp", {"draft_vocab": int, "intermediate": int}, (*COMMON, "init")
     ),
-    Group("block", BlockOptions, "Recipe block", {"mask_token": int}, COMMON),
+    Group("block", BlockOptions, "Recipe block", {"mask_token": int}, (*COMMON, "draft_vocab")),
 )
-TABLE = "table"
+TABLE, SHORTLIST = "table", "shortlist"  # which are no recipes of drafters
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
@@ -53,8 +53,8 @@ def train(
     recipe: Annotated[
         str | None,
         typer.Option(
-            help=f"What to train: {' or '.join(OPTIONS)}, or {TABLE} for recycle; else the first that has the"
-            " options given."
+            help=f"What to train: {' or '.join(OPTIONS)}, or {TABLE} for recycle, or {SHORTLIST} for a draft model"
+            " (--draft-vocab tokens); else the first that has the options given."
         ),
     ] = None,
     data: Annotated[
@@ -67,7 +67,7 @@ def train(
     save_data: Annotated[
         str | None, typer.Option(help="A .jsonl file for what the target wrote, which --data reads.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="The directory to make.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The directory to make; of a shortlist, the file.")] = None,
     go_on: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoint of --out.")] = False,
     drafter: Annotated[
         str | None, typer.Option("--eval", help="Train nothing: measure this drafter by task, and on held-out --data.")
@@ -97,6 +97,14 @@ def train(
                 f"recipe {TABLE} has no options of its own, and nothing to resume or to save: leave them out"
             )
         _make_table(target, data or (), Training(**training), out, as_json)
+        return
+    if recipe == SHORTLIST:
+        size = chosen.pop("draft_vocab", None)
+        if chosen or save_data or go_on:
+            raise ConfigError(
+                f"recipe {SHORTLIST} has draft_vocab alone, and nothing to resume or to save: leave out all else"
+            )
+        _make_shortlist(target, data or (), size, Training(**training), out, as_json)
         return
     Training(**training)  # what is wrong is cheaper to find before torch is imported
     if recipe or not go_on:  # a run that goes on has its own
@@ -141,6 +149,27 @@ def _make_table(target: str | None, data: Sequence[str], training: Training, out
     print(
         f"{out}: {made.laws:,} laws, from {made.learnt:,} of {made.texts} texts in {made.seconds:.0f} s\n"
         f"next: forerun generate ... {f'--model {target} ' if target else ''}--draft suffix+recycle:{out}"
+    )
+
+
+def _make_shortlist(
+    target: str | None, data: Sequence[str], size: int | None, training: Training, out: Path, as_json: bool
+) -> None:
+    """The tokens that a draft model scores."""
+    EagleOptions(draft_vocab=size)  # what is wrong is cheaper to find before torch is imported
+    from forerun.bench.report import print_json
+    from forerun.progress import progress
+    from forerun.train.shortlist import make_shortlist
+
+    with progress(as_json) as tell:
+        made = make_shortlist(target, data, size, training, out, tell)
+    if as_json:
+        print_json({"file": str(out), **asdict(made)})
+        return
+    print(
+        f"{out}: {made.tokens:,} of {made.vocab:,} tokens, {100 * made.covered:.2f} % of the {made.counted:,} that were"
+        f" counted, in {made.seconds:.0f} s\n"
+        f"next: forerun generate ... --draft model:DRAFT_MODEL --draft-shortlist {out}"
     )
 
 

@@ -30,6 +30,7 @@ SUFFIXES = (
     ".sh", ".sql", ".html", ".css",
 )  # fmt: skip
 NOT_OF_THE_LIBRARY = ("site-packages/", "test/", "idlelib/", "lib2to3/", "pydoc_data/", "encodings/", "config-")
+LARGEST_COUNT = (1 << 63) - 1
 WHAT_IS_DATA = "give text files, directories of source, .jsonl of prompts, texts or messages, or the word library"
 
 
@@ -130,7 +131,14 @@ class Corpus:
     def counts(self, vocab: int) -> Tensor:
         """How often each token stands where it is learnt, or in prompts if there is nothing else. int64 [vocab]"""
         texts = [example.tokens[example.given :] for example in self.examples] or self.prompts
-        return torch.bincount(torch.tensor([token for text in texts for token in text]), minlength=vocab)[:vocab]
+        return torch.bincount(_flat(texts), minlength=vocab)[:vocab]
+
+    def frequent(self, vocab: int, count: int, ends: Sequence[int]) -> Tensor:
+        """The `count` tokens of `vocab` that stand there most often, ascending, and before all others those that end a
+        text, which data do not show. int64 [count]"""
+        counts = self.counts(vocab)
+        counts[[end for end in ends if end < vocab]] = LARGEST_COUNT
+        return counts.argsort(descending=True, stable=True)[:count].sort().values
 
     def _windows(self, ids: list[int], tokens: int, prompt_tokens: int) -> None:
         for at in range(0, len(ids), tokens):
@@ -164,6 +172,11 @@ class Order:
         if epoch != self._epoch:
             self._epoch, self._shuffled = epoch, np.random.default_rng([self.seed, epoch]).permutation(self.count)
         return int(self._shuffled[at])
+
+
+def _flat(texts: Sequence[Sequence[int]]) -> Tensor:
+    """All tokens of some texts, int64 [T]."""
+    return torch.tensor([token for text in texts for token in text], dtype=torch.int64)
 
 
 def _documents(name: str) -> Iterator[Document | None]:

@@ -70,6 +70,16 @@ def places(ids: Tensor, vocab: int) -> Tensor:
     return found
 
 
+def numbered(tokens: Tensor, ids: Tensor | None, vocab: int) -> tuple[Tensor, Tensor]:
+    """(the numbers that tokens have among `ids`, 0 for those that are not there; which of them are): of a drafter that
+    says the tokens `ids` [Vd] of `vocab` alone, None: all. [...] int64 -> [...] int64, [...] bool"""
+    if ids is None:
+        return tokens, torch.ones_like(tokens, dtype=torch.bool)
+    numbers = places(ids, vocab)[tokens]
+    sayable = numbers < len(ids)
+    return torch.where(sayable, numbers, 0), sayable
+
+
 def at_temperature(logits: Tensor, temperature: float) -> Tensor:
     """Logits as sampling sees them: divided by the temperature; at 0 only the first likeliest is left. [..., V]"""
     logits = logits.float()

@@ -47,10 +47,12 @@ class SmallLMOptions(LossOptions):
         init: a directory, GGUF file or Hub id of a model of the target's vocabulary to begin with; for recipes eagle3
             and mtp a head that was trained before.
         layers: of the target, evenly spaced, its embeddings, norm and head with them; 2 if there is no init.
+        draft_vocab: tokens it scores, the most frequent ones of the data; all if it is not given.
     """
 
     init: str | None = None
     layers: int | None = None
+    draft_vocab: int | None = None
 
     def __post_init__(self) -> None:
         LossOptions.__post_init__(self)
@@ -97,13 +99,15 @@ class PairOptions(AheadOptions):
         thin: each further token of those is drafted behind every nth of the places that the one before it was; 1 takes
             all of them, which costs as much again for each token.
         intermediate: width of the layer's MLP; the target's if it is not given.
-        init: the head to begin with, a directory or Hub id; it has its own shape.
+        draft_vocab: tokens it can say, the most frequent ones of the data; where it is not given, as many as cost what
+            the layer costs, from 8192 to 32000 (eagle3), or all (mtp; small-lm and block have this option, too).
     """
 
     rate: ClassVar[float] = 1e-3
     unroll: int = 3
     thin: int = 2
     intermediate: int | None = None
+    draft_vocab: int | None = None
     init: str | None = None
 
     def __post_init__(self) -> None:
@@ -118,13 +122,10 @@ class EagleOptions(PairOptions):
     """An EAGLE-3 head: one decoder layer on hidden states of the target from several depths.
 
     Args:
-        draft_vocab: tokens it can say, the most frequent ones of the data; where it is not given, as many as cost about
-            what the layer costs, from 8192 to 32000.
         portable: make the paper's layer, which other engines know: it begins at random and learns more slowly than one
             whose pairs are joined before it, and which begins as the target's last.
     """
 
-    draft_vocab: int | None = None
     portable: bool = False
 
 
@@ -140,6 +141,7 @@ class BlockOptions(AheadOptions):
         confidence: weight of learning how likely each token is to stand; 0 has no such head.
         mask_token: fills the slots behind the first; one that texts hardly use if it is not given.
         anchors: tokens of each text that a block is drafted from in one pass of training.
+        draft_vocab: tokens it can say, the most frequent ones of the data, with a head of its own; all if not given.
     """
 
     block_size: int = 7
@@ -149,6 +151,7 @@ class BlockOptions(AheadOptions):
     confidence: float = 0.0
     mask_token: int | None = None
     anchors: int = 64
+    draft_vocab: int | None = None
 
     def __post_init__(self) -> None:
         AheadOptions.__post_init__(self)

@@ -52,7 +52,7 @@ class Naive:
         weights = module.double().state_dict()
         self.c, self.w = module.layer, {name.removeprefix("mtp_layers.0."): w for name, w in weights.items()}
         self.cos, self.sin = rope_tables(self.c, self.c.ropes[0], 256, torch.float64)
-        self.decoder = tiny.decoder(tiny.family("llama"))
+        self.decoder, self.ids = tiny.decoder(tiny.family("llama")), module.tokens()
 
     def norm(self, x: Tensor, name: str) -> Tensor:
         return norm(x, self.w[f"{name}.weight"])
@@ -89,11 +89,15 @@ class Naive:
         for token in path:
             states = torch.cat((states, self.made(ids, states)[-1:]))
             ids.append(token)
-        return self.made(ids, states)[-1] @ self.decoder.weights.head.weight.T
+        made = self.made(ids, states)[-1]
+        if self.ids is None:
+            return made @ self.decoder.weights.head.weight.T
+        return torch.full((tiny.VOCAB,), -torch.inf).double().index_copy(0, self.ids, made @ self.w["lm_head.weight"].T)
 
 
+@pytest.mark.parametrize("said", [tiny.VOCAB, 40])
 @pytest.mark.parametrize("width", [1, 3])
-def test_every_node_has_the_logits_of_the_naive_module(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_node_has_the_logits_of_the_naive_module(width: int, said: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Through the engine, in small chunks and with preemption, chains and trees."""
     seen, grow = [], pairs.grow
 
@@ -105,7 +109,7 @@ def test_every_node_has_the_logits_of_the_naive_module(width: int, monkeypatch: 
         grow(trees, logits, *rest)
 
     monkeypatch.setattr(pairs, "grow", seeing)
-    module, decoder = tiny.mtp("llama").double(), tiny.decoder(tiny.family("llama"))
+    module, decoder = tiny.mtp("llama", draft_vocab=said).double(), tiny.decoder(tiny.family("llama"))
     proposer = Pairs("mtp", module, view_of(decoder), **ROOM, width=width)
     engine = Engine(Runner(decoder, **ROOM), {"mtp": proposer}, chunk=5)
     requests = [engine.add(build.prompts()[i], build.params(i, 0.8, 9), draft="mtp", depth=3) for i in (2, 3)]
@@ -117,10 +121,11 @@ def test_every_node_has_the_logits_of_the_naive_module(width: int, monkeypatch: 
         assert torch.allclose(row, naive.logits(tokens, path), rtol=1e-6, atol=1e-6), (len(tokens), path)
 
 
+@pytest.mark.parametrize("said", [tiny.VOCAB, 40])
 @pytest.mark.parametrize("kernels", ["torch", "auto"])
-def test_a_module_comes_back_and_drafts_for_its_target(kernels: str, tmp_path: Path) -> None:
+def test_a_module_comes_back_and_drafts_for_its_target(kernels: str, said: int, tmp_path: Path) -> None:
     """Saved, loaded, drafting: the text is that of plain decoding."""
-    module = tiny.mtp("llama")
+    module = tiny.mtp("llama", draft_vocab=said)
     save_module(module, tmp_path / "mtp", "some/target", torch.float32)
     loaded = load_module(tmp_path / "mtp", target())
     expected = module.state_dict()
@@ -157,6 +162,27 @@ BROKEN = {
 def test_broken_directories_are_refused_in_one_line(case: str, tmp_path: Path) -> None:
     save_module(tiny.mtp("llama"), tmp_path, None, torch.float32)
     breaking, says = BROKEN[case]
+    breaking(tmp_path)
+    with pytest.raises(LoadError, match=says) as error:
+        load_module(tmp_path, target())
+    assert "\n" not in str(error.value)
+
+
+LISTED = {
+    "another number": (lambda d: change(d, draft_vocab_size=41), "41, but its head has 40 rows"),
+    "no map": (lambda d: drop(d, "d2t"), "no d2t"),
+    "no order": (lambda d: drop(d, "d2t", torch.arange(40).flip(0)), "ascending"),
+    "past the end": (lambda d: drop(d, "d2t", torch.full((40,), 25)), "ascending"),
+    "no head": (lambda d: drop(d, "lm_head.weight"), "40, but its head has 64 rows"),
+    "too large a head": (lambda d: (change(d, draft_vocab_size=65), drop(d, "lm_head.weight", torch.zeros(65, 32))),
+                         "65 tokens, more than the 64"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", LISTED)
+def test_maps_of_tokens_that_cannot_be_are_refused_in_one_line(case: str, tmp_path: Path) -> None:
+    save_module(tiny.mtp("llama", draft_vocab=40), tmp_path, None, torch.float32)
+    breaking, says = LISTED[case]
     breaking(tmp_path)
     with pytest.raises(LoadError, match=says) as error:
         load_module(tmp_path, target())

@@ -24,7 +24,7 @@ from forerun.sampling.params import SamplingParams
 from tests import tiny
 
 PROPOSERS = (
-    "ngram", "suffix", "recycle", "model", "tree", "medusa", "mlp", "hydra", "prefixed", "eagle", "eagle1",
+    "ngram", "suffix", "recycle", "model", "listed", "tree", "medusa", "mlp", "hydra", "prefixed", "eagle", "eagle1",
     "parallel", "pard", "mtp", "block", "both", "cascade",
 )  # fmt: skip
 
@@ -40,14 +40,17 @@ def engine(
     dtype: torch.dtype = torch.float64,
     device: str = "cpu",
 ) -> Engine:
-    """A target (a GGUF file on native kernels), and proposers: ngram, suffix, model (chains), tree (of width 3) often
-    agree with it, pard (of width 2) about its first token, heads (of width 2: medusa, mlp, hydra, prefixed,
-    eagle, eagle1, parallel, mtp) and block now and then; both is ngram before an EAGLE-3 head."""
+    """A target (a GGUF file on native kernels), and proposers: ngram, suffix, model (chains), listed (the same with a
+    shortlist), tree (of width 3) often agree with it, pard (of width 2) about its first token, heads (of width 2:
+    medusa, mlp, hydra, prefixed, eagle, eagle1, parallel, mtp) and block now and then; both is ngram before an EAGLE-3
+    head."""
     paths = tiny.family(family), tiny.drafter(family)
     if paths[0].is_file():
         target, small = map(tiny.native_decoder, paths)
+        listed = tiny.native_decoder(paths[1], tiny.LISTED)
     else:
         target, small = (tiny.decoder(path, dtype, device) for path in paths)
+        listed = tiny.decoder(paths[1], dtype, device, tiny.LISTED)
 
     def runner(decoder: object) -> Runner:
         return Runner(decoder, tokens=tokens, page=page, slots=slots)  # type: ignore[arg-type]
@@ -61,6 +64,7 @@ def engine(
         "suffix": Suffix(shortest=1),
         "recycle": Recycle(width=3 if wide else 1),
         "model": DraftModel(runner(small), tiny.VOCAB),
+        "listed": DraftModel(runner(listed), tiny.VOCAB),
         "tree": DraftModel(runner(small), tiny.VOCAB, width=3 if wide else 1),
         "pard": Pard(runner(small), 3, tiny.VOCAB, width=2 if wide else 1),
         "medusa": Levels("medusa", tiny.medusa(family), view, width=2 if wide else 1),

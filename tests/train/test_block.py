@@ -113,6 +113,30 @@ def test_the_loss_is_that_of_each_anchor_and_slot(aimed: Target, corpus: Corpus)
         assert parameter.grad.abs().sum() > 0, name
 
 
+def test_a_head_of_some_tokens_learns_the_laws_of_these(aimed: Target, corpus: Corpus) -> None:
+    """Its rows begin as the target's; the loss is over what it can say, of the target's law made to sum to 1, while
+    how sure it should be follows from the whole law."""
+    head, batch = head_of(aimed, corpus, replace(OPTIONS, draft_vocab=100)), aimed.batch(TEXTS)
+    fresh = Block(replace(OPTIONS, draft_vocab=100)).build(aimed, corpus)
+    assert isinstance(fresh, BlockHead)
+    ids = head.tokens()
+    assert ids is not None and torch.equal(fresh.lm_head.weight, aimed.head[ids])
+    total, weight = 0.0, 0.0
+    for row, text in enumerate(TEXTS):
+        for i in range(max(text.given - 1, 1), len(text.tokens) - 1):
+            for k, (logits, trust) in enumerate(proposed(head, aimed, batch, row, i)):
+                if i + k < len(text.tokens) - 1 and text.tokens[i + k + 1] in ids.tolist():
+                    p, q = batch.law.logs[row, i + k].exp()[ids], logits.softmax(-1)[ids]
+                    among = p / p.sum()
+                    stands, sure = torch.minimum(p, q).sum(), torch.tensor(trust).sigmoid()
+                    loss = (among * (among.log() - q.log())).sum()
+                    loss -= 0.7 * (stands * sure.log() + (1 - stands) * (1 - sure).log())
+                    total, weight = total + 0.5**k * float(loss), weight + 0.5**k
+    assert weight and Block(replace(OPTIONS, draft_vocab=100)).loss(head, batch).item() == pytest.approx(
+        total / weight, rel=1e-3
+    )
+
+
 def test_a_head_begins_with_the_norm_of_the_target_and_no_bias(aimed: Target, corpus: Corpus) -> None:
     """What its slots say is then of the size that the target's head is made for."""
     head = RECIPE.build(aimed, corpus)

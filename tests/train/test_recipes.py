@@ -10,12 +10,15 @@ from forerun.cache.attention import Segment
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.config import load_config
 from forerun.models.decoder import load_decoder
+from forerun.models.files import SHORTLIST
+from forerun.models.shortlist import read_shortlist
 from forerun.runner import Runner
 from forerun.train.capture import Target
 from forerun.train.data import Corpus, Example
 from forerun.train.options import SmallLMOptions
 from forerun.train.prune import kept_layers, prune
 from forerun.train.recipes import SmallLM
+from forerun.train.recipes.small_lm import scored
 from tests import quantise, tiny
 
 TEXTS = [Example(tuple(range(3, 25)), 1), Example(tuple(range(40, 9, -2)), 7)]
@@ -115,3 +118,29 @@ def test_models_that_do_not_fit(target: Target, corpus: Corpus, tmp_path: Path) 
         with pytest.raises(ForerunError, match=says) as error:
             SmallLM(SmallLMOptions(**options)).build(target, corpus)  # type: ignore[arg-type]
         assert "\n" not in str(error.value)
+
+
+def test_a_model_that_scores_some_tokens(target: Target, corpus: Corpus, tmp_path: Path) -> None:
+    """The loss and the outlook are over those, the head stays whole, and what is written says which they are."""
+    recipe = SmallLM(SmallLMOptions(layers=2, kl=1.0, tv=0.0, draft_vocab=60))
+    module, batch = recipe.build(target, corpus), target.batch(TEXTS)
+    ids = scored(module)
+    assert ids is not None and len(ids) == 60
+    with torch.no_grad():
+        logits, loss, count = module(input_ids=batch.tokens[:, :-1]).logits, 0.0, 0
+        outlook = recipe.analytic(module, batch, 1)
+        for i, text in enumerate(TEXTS):
+            for j in range(text.given - 1, len(text.tokens) - 1):
+                q, p = logits[i, j, ids].softmax(-1), batch.law.logs[i, j].exp()[ids]
+                assert outlook.overlap[i, j, 0].item() == pytest.approx(torch.minimum(p, q).sum().item(), abs=1e-5)
+                if text.tokens[j + 1] in ids.tolist():
+                    p = p / p.sum()
+                    loss, count = loss + float((p * (p / q).log()).sum()), count + 1
+        assert recipe.loss(module, batch).item() == pytest.approx(loss / count, rel=1e-4)
+    recipe.export(module, target, tmp_path)
+    assert read_shortlist(tmp_path / SHORTLIST).ids.tolist() == ids.tolist()
+    again = recipe.load(tmp_path, target)
+    assert scored(again).tolist() == ids.tolist()  # type: ignore[union-attr]
+    assert again.get_parameter("lm_head.weight").shape[0] == target.vocab
+    proposer = recipe.proposer(tmp_path, target, target.runner(1, 64))
+    assert proposer.runner.decoder.said.tolist() == ids.tolist()  # type: ignore[attr-defined]

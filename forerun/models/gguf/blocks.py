@@ -32,19 +32,21 @@ PART = 1 << 22  # bytes of a file that are turned into floats together
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Rows of one tensor; `order` [rows] are their numbers where they stand in another order there."""
+    """Rows of one tensor; `order` [rows] are their numbers where they are not all of it, one after the other."""
 
     entry: Entry
     order: np.ndarray[Any, np.dtype[np.int64]] | None = None
 
     def __len__(self) -> int:
-        return self.entry.shape[0]
+        return self.entry.shape[0] if self.order is None else len(self.order)
 
     def read(self, first: int, count: int) -> Rows:
         """Rows as they are stored, uint8 [count, row bytes]. Raises LoadError."""
         if self.order is None:
             return self.entry.read(first, count)
-        return self.entry.read()[self.order[first : first + count]]
+        rows = self.order[first : first + count]
+        low = int(rows.min())
+        return self.entry.read(low, int(rows.max()) + 1 - low)[rows - low]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,11 @@ class Blocks:
     def form(self) -> str | None:
         """The native format that holds the numbers of the first piece; None if there is none."""
         return FORMS.get(self.kind)
+
+    def chosen(self, rows: Tensor) -> Blocks:
+        """Some rows of a matrix of one piece as it is stored. rows [n] int64"""
+        (piece,) = self.pieces
+        return Blocks((replace(piece, order=rows.numpy()),))
 
     def alike(self) -> list[Blocks]:
         """Runs of pieces of the same type."""

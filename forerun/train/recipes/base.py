@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
 from forerun.draft.base import Proposer
+from forerun.draft.listed import Listed
 from forerun.runner import Runner
 from forerun.train.capture import Batch, Target
 from forerun.train.data import Corpus
@@ -76,3 +78,13 @@ class Recipe(Protocol):
     def proposer(self, directory: Path, target: Target, runner: Runner) -> Proposer:
         """What drafts from such a directory, for an engine that runs the target with `runner`."""
         ...
+
+
+@torch.no_grad()
+def begin_listed(module: Listed, head: nn.Linear, target: Target, corpus: Corpus) -> None:
+    """Let a module that says part of the vocabulary say what the data say most, and its head begin as the target's."""
+    config = target.llm.decoder.config
+    module.say_only(corpus.frequent(config.vocab, head.out_features, config.end_ids))
+    ids = module.tokens()
+    assert ids is not None
+    head.weight.copy_(target.head.cpu()[ids])

@@ -26,9 +26,9 @@ from forerun.train.capture import Batch, Target
 from forerun.train.data import Corpus
 from forerun.train.fused import fused_sum
 from forerun.train.lengths import chances_of
-from forerun.train.losses import Mixture, at_temperature, nothing_learnt, tv
+from forerun.train.losses import Mixture, at_temperature, nothing_learnt, numbered, tv
 from forerun.train.options import BlockOptions
-from forerun.train.recipes.base import Outlook
+from forerun.train.recipes.base import Outlook, begin_listed
 
 ANCHORS = 32  # of each text in one pass of an evaluation, where all of its tokens are anchors
 
@@ -37,8 +37,9 @@ ANCHORS = 32  # of each text in one pass of an evaluation, where all of its toke
 class Block:
     """Blocks whose slot k, behind an anchor at position i, says token i + 1 + k; its law is the target's at i + k.
 
-    The Markov head and the laws are taught with the text's own tokens. Embedding and head are the target's; the norm
-    before the head begins as the target's, and the Markov head says nothing yet.
+    The Markov head and the laws are taught with the text's own tokens. Embedding and head are the target's, but for a
+    drafter that says part of the vocabulary, whose head begins as the target's rows; the norm before the head begins as
+    the target's, and the Markov head says nothing yet.
     """
 
     options: BlockOptions
@@ -51,13 +52,15 @@ class Block:
 
     def build(self, target: Target, corpus: Corpus) -> nn.Module:
         c, options = target.llm.decoder.config, self.options
+        said = min(options.draft_vocab or c.vocab, c.vocab)
         config = BlockConfig(
             layer=layers_like(c, options.block_layers),
             target_hidden=c.hidden,
             boundaries=spread(c.layers, options.fused_states),
             block=options.block_size,
             mask_token=mask_token(target, corpus, options.mask_token),
-            draft_vocab=c.vocab,
+            draft_vocab=said,
+            own_head=said < c.vocab,
             markov_rank=options.markov_rank,
             confidence=options.confidence > 0,
             confidence_with_markov=options.confidence > 0 and options.markov_rank > 0,
@@ -67,6 +70,8 @@ class Block:
             head.norm.weight.copy_(target.llm.decoder.weights.norm.weight)
             if config.markov_rank:
                 head.markov_head.markov_w2.weight.zero_()
+        if config.own_head:
+            begin_listed(head, head.lm_head, target, corpus)
         head.attach(target.view)
         return head
 
@@ -82,20 +87,22 @@ class Block:
         assert isinstance(module, BlockHead)
         anchors, chosen = self.anchors(batch)
         made = blocks(module, batch, anchors)
+        ids = module.tokens()
+        numbers, sayable = numbered(batch.tokens, ids, batch.vocab)
         at = anchors[..., None] + torch.arange(made.shape[2], device=anchors.device)
         inside = at < batch.mask.shape[1]
-        counts = chosen[..., None] & inside & _of_rows(batch.mask, at.where(inside, 0))
+        counts = chosen[..., None] & inside & _of_rows(batch.mask & sayable[:, 1:], at.where(inside, 0))
         row, anchor, slot = counts.nonzero(as_tuple=True)
         if not len(row):
             return nothing_learnt(module)  # no text has a token that could be an anchor
         at, options, weights = at[row, anchor, slot], self.options, self.options.decay**slot
-        laws, before, said = batch.law.at((row, at)), batch.tokens[row, at], batch.tokens[row, at + 1]
+        laws, before, said = batch.law.at((row, at)).over(ids), batch.tokens[row, at], numbers[row, at + 1]
         mixture = Mixture(options.kl, options.tv, options.ce)
 
         def losses(made: Tensor, part: slice) -> Tensor:
             law, previous = laws.at(part), before[part]
-            logits = module.follow(module.say(made), previous)
-            values = mixture(law, logits, said[part])
+            logits = module.behind(module.say(made), previous)
+            values = mixture(law.whole(), logits, said[part])
             if options.confidence:
                 overlap = (1 - tv(law.logs, law.of(logits.detach()))).clamp(0, 1)
                 trust = module.trust(made, previous).float()

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from forerun.draft.base import Proposer
-from forerun.draft.levels import Levels, over_vocabulary
+from forerun.draft.levels import Levels
 from forerun.draft.medusa import MedusaHeads, save_heads
 from forerun.draft.medusa_format import load_heads
 from forerun.draft.view import view_of
+from forerun.models.shortlist import spread
 from forerun.runner import Runner
 from forerun.train.capture import Batch, Target
 from forerun.train.data import Corpus
@@ -86,4 +87,4 @@ class Medusa:
         normalised = batch.view.normalise(states)
         ends = range(batch.mask.shape[1] - 1, 0, -1)
         said = [module.say(k, normalised[:, :end]) for k, end in zip(range(module.levels), ends, strict=False)]
-        return [over_vocabulary(logits, module.tokens(), batch.vocab) for logits in said]
+        return [spread(logits, module.tokens(), batch.vocab) for logits in said]

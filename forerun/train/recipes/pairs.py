@@ -25,9 +25,9 @@ from forerun.train.capture import PAGE, Batch, Target
 from forerun.train.data import Corpus
 from forerun.train.fused import fused_sum
 from forerun.train.lengths import chances_of
-from forerun.train.losses import Law, Mixture, at_temperature, nothing_learnt, places, tv
+from forerun.train.losses import Law, Mixture, at_temperature, nothing_learnt, numbered, places, tv
 from forerun.train.options import EagleOptions, PairOptions
-from forerun.train.recipes.base import Outlook
+from forerun.train.recipes.base import Outlook, begin_listed
 from forerun.train.unroll import unroll
 from forerun.train.warm import begin_as_target
 
@@ -57,15 +57,7 @@ class PairRecipe:
     def loss(self, module: nn.Module, batch: Batch) -> Tensor:
         assert isinstance(module, PairHead)
         mixture, ids = Mixture(self.options.kl, self.options.tv, self.options.ce), module.tokens()
-        law, numbers, sayable = (
-            batch.law.over(ids).whole(),
-            batch.tokens,
-            torch.ones_like(batch.tokens, dtype=torch.bool),
-        )
-        if ids is not None:
-            numbers = places(ids, batch.vocab)[batch.tokens]
-            sayable = numbers < len(ids)
-            numbers = torch.where(sayable, numbers, 0)
+        law, (numbers, sayable) = batch.law.over(ids).whole(), numbered(batch.tokens, ids, batch.vocab)
         total, weight = torch.zeros((), device=batch.tokens.device), 0.0
         for step, (rows, made) in enumerate(unroll(module, batch, self.options.unroll, self.options.thin)):
             position = rows + step + 1
@@ -143,12 +135,10 @@ class Eagle3(PairRecipe):
         )  # fmt: skip
         head = EagleHead(config)
         with torch.no_grad():
-            weights = target.head.cpu()
             if said < c.vocab:
-                ids = corpus.counts(c.vocab).argsort(descending=True, stable=True)[:said].sort().values
-                head.say_only(ids)
-                weights = weights[ids]
-            head.lm_head.weight.copy_(weights)
+                begin_listed(head, head.lm_head, target, corpus)
+            else:
+                head.lm_head.weight.copy_(target.head)
             head.norm.weight.copy_(target.llm.decoder.weights.norm.weight)
         head.attach(target.view)
         if self.options.portable:
@@ -173,14 +163,18 @@ class Eagle3(PairRecipe):
 
 @dataclass(frozen=True, slots=True)
 class Mtp(PairRecipe):
-    """A multi-token module, unrolled as in FastMTP (2509.18362). Embedding and head are the target's."""
+    """A multi-token module, unrolled as in FastMTP (2509.18362). Embedding and head are the target's, but for a module
+    that says part of the vocabulary, whose head begins as the target's rows."""
 
     name: str = "mtp"
     draft: str = "mtp"
 
     def _new(self, target: Target, corpus: Corpus) -> nn.Module:
         c = target.llm.decoder.config
-        module = MtpModule(layer_like(c, self.options.intermediate), c.layers)
+        said = min(self.options.draft_vocab or c.vocab, c.vocab)
+        module = MtpModule(layer_like(c, self.options.intermediate), c.layers, said)
+        if module.lm_head is not None:
+            begin_listed(module, module.lm_head, target, corpus)
         module.begin(target.llm.decoder.weights.norm.weight)
         module.attach(target.view)
         begin_as_target(module, module.joined, target, corpus)

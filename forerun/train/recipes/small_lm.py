@@ -16,12 +16,14 @@ from forerun.draft.pard import mask_of
 from forerun.errors import ConfigError, LoadError
 from forerun.load import check_vocabulary, make_runner
 from forerun.models.config import load_config
+from forerun.models.files import SHORTLIST
 from forerun.models.hub import find_model
+from forerun.models.shortlist import Shortlist, read_shortlist, shortlist_beside, spread
 from forerun.runner import Runner
 from forerun.train.capture import Batch, Target
 from forerun.train.data import Corpus
 from forerun.train.lengths import chances_of, unfolded
-from forerun.train.losses import Mixture, at_temperature, masked_mean, tv
+from forerun.train.losses import Mixture, at_temperature, masked_mean, numbered, tv
 from forerun.train.options import SmallLMOptions
 from forerun.train.prune import load_module, prune
 from forerun.train.recipes.base import Outlook
@@ -41,9 +43,16 @@ class SmallLM:
         return ()
 
     def build(self, target: Target, corpus: Corpus) -> nn.Module:
-        if self.options.init is None:
-            return prune(target.path, self.options.layers or LAYERS)
-        return self.load(find_model(self.options.init), target)
+        options = self.options
+        if options.init is None:
+            module = prune(target.path, options.layers or LAYERS)
+        else:
+            module = self.load(find_model(options.init), target)
+        if options.draft_vocab is not None:
+            vocab = self.vocab(module, target)
+            ids = corpus.frequent(vocab, min(options.draft_vocab, vocab), target.llm.decoder.config.end_ids)
+            score_only(module, ids)
+        return module
 
     def load(self, directory: Path, target: Target) -> nn.Module:
         check_vocabulary(target.tokenizer, directory, target.vocab)
@@ -55,6 +64,10 @@ class SmallLM:
         module, context = load_module(directory), config.context
         if context < target.tokens:
             raise ConfigError(f"{directory} reads {context} tokens at most, fewer than tokens={target.tokens}")
+        listed = shortlist_beside(directory)
+        if listed is not None:
+            ids = read_shortlist(listed).for_model(listed, (config.vocab, target.vocab))
+            score_only(module, ids[ids < target.vocab])
         return module
 
     def vocab(self, module: nn.Module, target: Target) -> int:
@@ -62,11 +75,12 @@ class SmallLM:
         return min(own, target.vocab)
 
     def loss(self, module: nn.Module, batch: Batch) -> Tensor:
-        mixture = Mixture(self.options.kl, self.options.tv, self.options.ce)
-        return masked_mean(mixture(batch.law, self._logits(module, batch), batch.tokens[:, 1:]), batch.mask)
+        mixture, ids = Mixture(self.options.kl, self.options.tv, self.options.ce), scored(module)
+        law, (said, sayable) = batch.law.over(ids), numbered(batch.tokens[:, 1:], ids, batch.vocab)
+        return masked_mean(mixture(law.whole(), self._logits(module, batch), said), batch.mask & sayable)
 
     def analytic(self, module: nn.Module, batch: Batch, depth: int) -> Outlook:
-        logits = at_temperature(self._logits(module, batch), batch.temperature)
+        logits = at_temperature(spread(self._logits(module, batch), scored(module), batch.vocab), batch.temperature)
         said = logits.log_softmax(-1).gather(-1, batch.tokens[:, 1:, None])[..., 0]
         overlap = torch.where(batch.mask, 1 - tv(batch.law.logs, batch.law.of(logits)), 0.0)
         chances = torch.where(batch.mask, chances_of(batch.said, said), 0.0)
@@ -77,12 +91,27 @@ class SmallLM:
         stored = getattr(torch, str(raw.get("dtype") or raw.get("torch_dtype")), torch.float32)
         written: Any = copy.deepcopy(module).to(stored)
         written.save_pretrained(directory)
+        ids = scored(module)
+        if ids is not None:
+            Shortlist(ids.cpu(), load_config(directory).vocab).save(directory / SHORTLIST)
 
     def proposer(self, directory: Path, target: Target, runner: Runner) -> Proposer:
         check_vocabulary(target.tokenizer, directory, target.vocab)
         return DraftModel(make_runner(target.llm.config, directory, target.device, runner), target.vocab)
 
     def _logits(self, module: nn.Module, batch: Batch) -> Tensor:
-        """[B, N, V] over the tokens that both models have."""
+        """[B, N, V] over the tokens that both models have, or [B, N, Vd] over those that are scored."""
         logits: Tensor = module(input_ids=batch.tokens[:, :-1], use_cache=False).logits
-        return logits[..., : batch.vocab]
+        ids = scored(module)
+        return logits[..., : batch.vocab] if ids is None else logits[..., ids]
+
+
+def score_only(module: nn.Module, ids: Tensor) -> None:
+    """Let a language model score these tokens alone, ascending. Its head stays whole: the list is a file beside it."""
+    module.register_buffer("scored", ids, persistent=False)
+
+
+def scored(module: nn.Module) -> Tensor | None:
+    """The tokens that it scores, int64 [Vd]; None: all."""
+    found: Tensor | None = getattr(module, "scored", None)
+    return found
