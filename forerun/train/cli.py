@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from forerun.train.findings import Findings
     from forerun.train.speed import Speed
 
-TRAINING = Group("training", Training, "Training", {"learning_rate": float})
+TRAINING = Group("training", Training, "Training", {"learning_rate": float, "write": int})
 LOSSES = Group("losses", AheadOptions, "Losses")
 COMMON = tuple(f.name for f in fields(AheadOptions))
 RECIPES = (
@@ -41,6 +41,7 @@ RECIPES = (
     Group("block", BlockOptions, "Recipe block", {"mask_token": int}, COMMON),
 )
 TABLE = "table"
+OF_TABLES = ("tokens", "prompt_tokens", "write", "temperature", "seed", "max_minutes", "device", "threads")
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
@@ -61,7 +62,7 @@ def train(
         list[str] | None,
         typer.Option(
             help="A text file, .jsonl (prompt, text or messages on each line), a directory of source, or library: the"
-            " running Python's own. May be repeated. Without it the target writes texts itself."
+            " running Python's own. May be repeated. Without it the target writes texts itself; with --write, beside it."
         ),
     ] = None,
     save_data: Annotated[
@@ -96,6 +97,8 @@ def train(
             raise ConfigError(
                 f"recipe {TABLE} has no options of its own, and nothing to resume or to save: leave them out"
             )
+        if unused := [f"--{name.replace('_', '-')}" for name in training if name not in OF_TABLES]:
+            raise ConfigError(f"recipe {TABLE} is written down, not trained: leave out {' and '.join(unused)}")
         _make_table(target, data or (), Training(**training), out, as_json)
         return
     Training(**training)  # what is wrong is cheaper to find before torch is imported

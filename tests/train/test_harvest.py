@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from forerun.progress import Silent
-from forerun.train import harvest, stream
+from forerun.train import captured, stream
 from forerun.train.capture import Batch, Target
 from forerun.train.data import Corpus
 from forerun.train.harvest import Harvest
@@ -39,7 +39,7 @@ def counted(target: Target, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         calls.append(len(examples))
         return batch(examples, **options)  # type: ignore[arg-type]
 
-    for module in ("forerun.train.losses", "forerun.train.harvest"):
+    for module in ("forerun.train.losses", "forerun.train.captured"):
         monkeypatch.setattr(f"{module}.FULL", 16)
     monkeypatch.setattr(target, "boundaries", (0, 1))
     monkeypatch.setattr(target, "batch", count)
@@ -78,17 +78,17 @@ def test_what_comes_back_is_read_and_the_same(
 ) -> None:
     mine, path = made(target, corpus, tmp_path / "x"), tmp_path / "x"
     never_kept = mine.batch([3, 4])
-    mine.open(keep=False)
+    mine.records.open(keep=False)
     first = mine.batch([3, 4])
     assert counted == [2, 2] and equal(mine.batch([3, 4]), first) and equal(never_kept, first)
     assert equal(mine.batch([4, 4, 5]), mine.batch([4, 4, 5])) and counted == [2, 2, 1]
-    mine.close(remove=False)
+    mine.records.close(remove=False)
     other = made(target, corpus, path)
-    other.open(keep=True)
+    other.records.open(keep=True)
     assert equal(other.batch([3, 4]), first) and counted == [2, 2, 1]
-    other.close(remove=True)
+    other.records.close(remove=True)
     assert not path.exists()
-    other.open(keep=False)
+    other.records.open(keep=False)
     other.batch([3])
     assert counted == [2, 2, 1, 1]
 
@@ -98,7 +98,7 @@ def test_a_record_that_is_not_whole_is_made_again(
     at: int, target: Target, corpus: Corpus, counted: list[int], tmp_path: Path
 ) -> None:
     mine, path = made(target, corpus, tmp_path / "x"), tmp_path / "x"
-    mine.open(keep=False)
+    mine.records.open(keep=False)
     first, content = mine.batch([0]), bytearray((tmp_path / "x").read_bytes())
     if at < 0:
         os.truncate(path, len(content) // 2)
@@ -112,12 +112,12 @@ def test_places_are_bounded_and_the_latest_text_has_its_own(
     target: Target, corpus: Corpus, counted: list[int], tmp_path: Path
 ) -> None:
     small = made(target, corpus, tmp_path / "x", keep_gb=1e-9)
-    assert small.places == small.stream.window == 1
-    small.open(keep=False)
+    assert small.records.places == small.stream.window == 1
+    small.records.open(keep=False)
     small.batch([0])
     small.batch([1])
     small.batch([1])
-    assert counted == [1, 1] and (tmp_path / "x").stat().st_size <= small.slot
+    assert counted == [1, 1] and (tmp_path / "x").stat().st_size <= small.records.slot
     small.batch([0])
     assert counted == [1, 1, 1]
 
@@ -127,12 +127,12 @@ def test_a_full_disk_costs_time_alone(
 ) -> None:
     tell = Noting()
     mine = made(target, corpus, tmp_path / "x", tell)
-    mine.open(keep=False)
+    mine.records.open(keep=False)
 
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(harvest.os, "pwrite", full)
+    monkeypatch.setattr(captured.os, "pwrite", full)
     assert equal(mine.batch([0, 1]), mine.batch([0, 1])) and counted == [2, 2]
     assert len(tell.notes) == 1 and "No space left on device" in tell.notes[0]
 
@@ -140,7 +140,7 @@ def test_a_full_disk_costs_time_alone(
 def test_a_file_that_cannot_be_made_is_told(target: Target, corpus: Corpus, counted: list[int], tmp_path: Path) -> None:
     tell = Noting()
     mine = made(target, corpus, tmp_path / "nowhere" / "x", tell)
-    mine.open(keep=False)
+    mine.records.open(keep=False)
     assert equal(mine.batch([0]), mine.batch([0])) and counted == [1, 1]
     assert len(tell.notes) == 1 and "No such file" in tell.notes[0]
 

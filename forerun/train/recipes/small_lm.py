@@ -40,6 +40,9 @@ class SmallLM:
     def boundaries(self, module: nn.Module, target: Target) -> tuple[int, ...]:
         return ()
 
+    def reads(self, target: Target) -> tuple[int, ...]:
+        return ()
+
     def build(self, target: Target, corpus: Corpus) -> nn.Module:
         if self.options.init is None:
             return prune(target.path, self.options.layers or LAYERS)
