@@ -18,7 +18,6 @@ from torch import Tensor
 from forerun.progress import Tell
 from forerun.train.data import Example
 from forerun.train.losses import FULL
-from forerun.train.settings import Training
 
 HEAD = struct.Struct("<IIqii")  # checksum of all behind it, bytes behind the head, number + 1, tokens, given
 
@@ -91,17 +90,16 @@ class Shape:
 class Records:
     """A file of records: text n is in place n modulo `places`, of which there are as many as `gigabytes` hold."""
 
-    def __init__(self, path: Path, shape: Shape, settings: Training, gigabytes: float, tell: Tell) -> None:
+    def __init__(self, path: Path, shape: Shape, tokens: int, gigabytes: float, tell: Tell) -> None:
+        """Texts have up to `tokens` tokens."""
         self.path, self.shape, self.tell = path, shape, tell
-        self.slot = HEAD.size + shape.size(settings.tokens, settings.tokens - 1)
+        self.slot = HEAD.size + shape.size(tokens, tokens - 1)
         self.places = max(int(gigabytes * 1e9) // self.slot, 1)
         self._file: int | None = None
-        self._keeps = settings.reuse > 1  # else nothing comes back
+        self._keeps = True
 
     def open(self, keep: bool) -> None:
         """Begin; with `keep`, what is in the file is of this run."""
-        if not self._keeps:
-            return
         try:
             self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | (0 if keep else os.O_TRUNC), 0o600)
         except OSError as error:

@@ -27,8 +27,18 @@ class Harvest:
         """Laws are over the first `vocab` tokens. `path` is the file's."""
         self.target, self.stream, self.vocab = target, stream, vocab
         gigabytes = settings.keep_gb / (2 if stream.kept else 1)  # what was written has the other half
-        self.records = Records(path, target.shape(vocab), settings, gigabytes, tell)
+        self.records = Records(path, target.shape(vocab), settings.tokens, gigabytes, tell)
+        self._keeps = settings.reuse > 1  # else nothing comes back
         stream.window, stream.vocab = self.records.places, vocab
+
+    def open(self, keep: bool) -> None:
+        """Begin; with `keep`, what is in the file is of this run."""
+        if self._keeps:
+            self.records.open(keep)
+
+    def close(self, remove: bool) -> None:
+        """End; with `remove`, nothing is left."""
+        self.records.close(remove)
 
     def batch(self, numbers: Sequence[int]) -> Batch:
         """The texts of these numbers, with what the target thought of them."""

@@ -126,7 +126,7 @@ class Trainer:
         """
         if not self.record.step:
             self.record.began = self.deadline.seconds
-        self.harvest.records.open(keep=self.record.step > 0)
+        self.harvest.open(keep=self.record.step > 0)
         goes_on = False
         try:
             self._run()
@@ -134,7 +134,7 @@ class Trainer:
             goes_on = self.path.exists()
             raise
         finally:
-            self.harvest.records.close(remove=not goes_on)
+            self.harvest.close(remove=not goes_on)
         self.module.load_state_dict(self.best)
         return self.record
 

@@ -167,10 +167,7 @@ class _Run:
         self.written: Written | None = None
         kept: Kept | None = None
         if settings.write:
-            self.target.boundaries = self.recipe.reads(self.target)
-            kept = Kept(written_path(path), self.target.shape(self.target.vocab), settings, settings.keep_gb / 2, tell)
-            ending.callback(lambda: kept.close(remove=not path.exists()))
-            kept.open(keep=state is not None)
+            kept = self._kept(path, ending, resumed=state is not None)
             self.written = self._write(kept) if state is None else Written(**state["identity"]["written"])
             more, sources = self.written.read()
             known = {document.digest for document in documents}
@@ -189,6 +186,15 @@ class _Run:
         tell("the target continues texts")
         prompts = task_prompts(tasks, self.target, reach_of(self.module, self.target), settings)
         self.judge = Judge(self.target, self.recipe, held_out, settings, prompts)
+
+    def _kept(self, path: Path, ending: ExitStack, resumed: bool) -> Kept:
+        """For what is captured while the target writes; it is there for as long as there is a checkpoint."""
+        target, settings = self.target, self.plan.training
+        target.boundaries = self.recipe.reads(target)
+        kept = Kept(written_path(path), target.shape(target.vocab), settings.tokens, settings.keep_gb / 2, self.tell)
+        ending.callback(lambda: kept.close(remove=not path.exists()))
+        kept.open(keep=resumed)
+        return kept
 
     def _write(self, kept: Kept) -> Written:
         written = write(self.target, self.plan.training, self.tell, kept=kept)
@@ -222,6 +228,7 @@ class _Run:
             self.sources,
             (len(self.split[0]), len(self.split[1])),
             self.digest,
+            kept=self.written is None or plan.save_data is not None,
         )
         report = export(out, self.recipe, self.module, self.target, self.judge, facts, record, deadline, self.tell)
         path.unlink(missing_ok=True)

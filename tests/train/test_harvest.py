@@ -47,7 +47,7 @@ def counted(target: Target, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def made(target: Target, corpus: Corpus, path: Path, tell: Silent | None = None, **settings: object) -> Harvest:
-    training = Training(**(SMALL | settings))
+    training = Training(**(SMALL | {"on_policy": 0.0} | settings))
     return Harvest(target, Stream(corpus, target, training), target.vocab, training, path, tell or Silent())
 
 
@@ -78,17 +78,17 @@ def test_what_comes_back_is_read_and_the_same(
 ) -> None:
     mine, path = made(target, corpus, tmp_path / "x"), tmp_path / "x"
     never_kept = mine.batch([3, 4])
-    mine.records.open(keep=False)
+    mine.open(keep=False)
     first = mine.batch([3, 4])
     assert counted == [2, 2] and equal(mine.batch([3, 4]), first) and equal(never_kept, first)
     assert equal(mine.batch([4, 4, 5]), mine.batch([4, 4, 5])) and counted == [2, 2, 1]
-    mine.records.close(remove=False)
+    mine.close(remove=False)
     other = made(target, corpus, path)
-    other.records.open(keep=True)
+    other.open(keep=True)
     assert equal(other.batch([3, 4]), first) and counted == [2, 2, 1]
-    other.records.close(remove=True)
+    other.close(remove=True)
     assert not path.exists()
-    other.records.open(keep=False)
+    other.open(keep=False)
     other.batch([3])
     assert counted == [2, 2, 1, 1]
 
@@ -98,7 +98,7 @@ def test_a_record_that_is_not_whole_is_made_again(
     at: int, target: Target, corpus: Corpus, counted: list[int], tmp_path: Path
 ) -> None:
     mine, path = made(target, corpus, tmp_path / "x"), tmp_path / "x"
-    mine.records.open(keep=False)
+    mine.open(keep=False)
     first, content = mine.batch([0]), bytearray((tmp_path / "x").read_bytes())
     if at < 0:
         os.truncate(path, len(content) // 2)
@@ -113,7 +113,7 @@ def test_places_are_bounded_and_the_latest_text_has_its_own(
 ) -> None:
     small = made(target, corpus, tmp_path / "x", keep_gb=1e-9)
     assert small.records.places == small.stream.window == 1
-    small.records.open(keep=False)
+    small.open(keep=False)
     small.batch([0])
     small.batch([1])
     small.batch([1])
@@ -127,7 +127,7 @@ def test_a_full_disk_costs_time_alone(
 ) -> None:
     tell = Noting()
     mine = made(target, corpus, tmp_path / "x", tell)
-    mine.records.open(keep=False)
+    mine.open(keep=False)
 
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -140,7 +140,7 @@ def test_a_full_disk_costs_time_alone(
 def test_a_file_that_cannot_be_made_is_told(target: Target, corpus: Corpus, counted: list[int], tmp_path: Path) -> None:
     tell = Noting()
     mine = made(target, corpus, tmp_path / "nowhere" / "x", tell)
-    mine.records.open(keep=False)
+    mine.open(keep=False)
     assert equal(mine.batch([0]), mine.batch([0])) and counted == [1, 1]
     assert len(tell.notes) == 1 and "No such file" in tell.notes[0]
 
