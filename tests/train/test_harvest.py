@@ -11,7 +11,8 @@ import torch
 
 from forerun.progress import Silent
 from forerun.train import captured, stream
-from forerun.train.capture import Batch, Target
+from forerun.train.capture import Batch, Target, apart
+from forerun.train.captured import Kept
 from forerun.train.data import Corpus
 from forerun.train.harvest import Harvest
 from forerun.train.settings import Training
@@ -91,6 +92,51 @@ def test_what_comes_back_is_read_and_the_same(
     other.open(keep=False)
     other.batch([3])
     assert counted == [2, 2, 1, 1]
+
+
+def test_what_the_target_writes_is_not_read_again(
+    target: Target, corpus: Corpus, counted: list[int], tmp_path: Path
+) -> None:
+    """It comes with what was captured while it was written, and is the same as if it were read."""
+    mine = made(target, corpus, tmp_path / "x", on_policy=0.5)
+    mine.open(keep=False)
+    first = mine.batch([0, 1, 2, 3])
+    assert counted == [2], "the data's own"
+    assert equal(mine.batch([0, 1, 2, 3]), first) and counted == [2]
+    reading = made(target, corpus, tmp_path / "y", on_policy=0.5)
+    reading.stream.captured = lambda n: None  # type: ignore[method-assign]
+    assert equal(reading.batch([0, 1, 2, 3]), first) and counted == [2, 4]
+
+
+def test_what_was_captured_before_the_run_is_not_read_again(
+    target: Target, corpus: Corpus, counted: list[int], tmp_path: Path
+) -> None:
+    kept = Kept(tmp_path / "kept", target.shape(target.vocab), SMALL["tokens"], 1.0, Silent())
+    kept.open(keep=False)
+    own = corpus.examples[:-1]
+    for captured in apart(target.batch(own, vocab=target.vocab), own, target.boundaries):
+        kept.add(captured)
+        kept.add(captured)
+    counted.clear()
+    training = Training(**(SMALL | {"on_policy": 0.0}))
+    mine = Harvest(target, Stream(corpus, target, training, kept), target.vocab, training, tmp_path / "x", Silent())
+    assert mine.records.places < made(target, corpus, tmp_path / "y").records.places, "both share the room"
+    first = mine.batch(range(len(corpus.examples)))
+    assert counted == [1], "the one that was not"
+    assert equal(first, made(target, corpus, tmp_path / "y").batch(range(len(corpus.examples))))
+
+
+def test_as_many_are_kept_as_there_is_room_for(target: Target, corpus: Corpus, tmp_path: Path) -> None:
+    shape, texts = target.shape(target.vocab), corpus.examples[:3]
+    taken = apart(target.batch(texts), texts, target.boundaries)
+    slot = Kept(tmp_path / "kept", shape, SMALL["tokens"], 0.0, Silent()).slot
+    kept = Kept(tmp_path / "kept", shape, SMALL["tokens"], 2.5 * slot / 1e9, Silent())
+    for keep in (False, True):
+        kept.open(keep)
+        for captured in taken:
+            kept.add(captured)
+        assert [kept.find(text) is not None for text in texts] == [True, True, False]
+        kept.close(remove=False)
 
 
 @pytest.mark.parametrize("at", [0, 8, 16, 40, 200, -1])
