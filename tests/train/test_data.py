@@ -9,6 +9,7 @@ from forerun import ForerunError
 from forerun.models.text import Tokenizer
 from forerun.train.data import Corpus, Document, Order, Passage, digest_of, read_data, split
 from tests import tiny
+from tests.train.test_synthesis import with_template
 
 
 @pytest.fixture(scope="module")
