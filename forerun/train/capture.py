@@ -1,8 +1,8 @@
 """The target at work for a drafter: it continues prompts through the engine, and says its laws along texts.
 
-Laws are captured when a batch is needed and go with it: nothing is stored. Continuations depend on prompts, seeds and
-temperature alone (bit by bit where a pass is exact, as on the native kernels), so a run that is taken up again sees the
-same texts.
+What it writes is captured in the passes that write it (`recorder`); texts that are given, it reads. Continuations
+depend on prompts, seeds and temperature alone (bit by bit where a pass is exact, as on the native kernels), so a run
+that is taken up again sees the same texts.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from forerun.cache.attention import Segment
 from forerun.draft.view import TargetView, view_of
+from forerun.engine.request import Request
 from forerun.errors import ConfigError
 from forerun.llm import LLM
 from forerun.load import load_tokenizer, pick_device
@@ -30,8 +31,10 @@ from forerun.models.text import Tokenizer
 from forerun.models.weights import Source, load_weights
 from forerun.runner import Runner
 from forerun.sampling.params import SamplingParams
+from forerun.train.captured import Captured, Shape
 from forerun.train.data import Example
-from forerun.train.losses import Law, at_temperature, law_of
+from forerun.train.losses import Law, at_temperature, law_of, said_of
+from forerun.train.recorder import RECORDED, Heard, Recorder
 from forerun.train.settings import Training
 
 P = ParamSpec("P")
@@ -41,6 +44,7 @@ PAGE = 16
 AT_ONCE = 16  # texts continued together
 ROOM = 384  # tokens of the longer prompts of tasks, beside a text that is learnt from
 LOGITS = 1 << 25  # most logits of one pass
+BEGINNINGS = 64  # of texts that are remembered: prompts have them in common
 
 
 @dataclass(slots=True)
@@ -108,6 +112,8 @@ class Target:
         )  # fmt: skip
         self.device = pick_device(settings.device)
         self.vocab = self.llm.decoder.config.vocab
+        self.recorder = self.llm.engine.proposers[RECORDED] = Recorder()
+        self._beginning = functools.lru_cache(BEGINNINGS)(self._read)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -141,24 +147,62 @@ class Target:
         """The target with an empty cache of its own, for `slots` texts of up to `tokens` tokens."""
         return Runner(self.llm.decoder, tokens=slots * (tokens + 4 * PAGE), page=PAGE, slots=slots)
 
+    def shape(self, vocab: int) -> Shape:
+        """Of what is captured of its texts, with laws over the first `vocab` tokens."""
+        return Shape.of(vocab, len(self.boundaries), self.llm.decoder.config.hidden, self.top)
+
     @_in_its_own_precision
+    def say(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], listen: int = 0) -> list[Request]:
+        """What the target says behind each prompt, `AT_ONCE` at a time; with `listen`, `recorder` then has what was
+        shown of these texts, with laws over the first so many tokens (`heard`)."""
+        self.llm.forget()  # speculation then depends on these prompts alone
+        if listen:
+            self.recorder.begin(self.boundaries, listen, self.top)
+        engine, draft = self.llm.engine, RECORDED if listen else "suffix"
+        requests = [engine.add(list(prompt), how, draft=draft) for prompt, how in zip(prompts, params, strict=True)]
+        while engine.busy:
+            engine.step_or_raise()
+        return requests
+
     def continued(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], temperature: float) -> list[Example]:
         """What the target says behind each prompt, up to the end of the text or `tokens` tokens in all."""
-        engine, examples = self.llm.engine, []
+        return [example_of(request) for request in self._going_on(prompts, seeds, temperature)]
+
+    def written(
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], temperature: float, vocab: int
+    ) -> list[Captured]:
+        """The same with what the target thought meanwhile. Laws are over the first `vocab` tokens."""
+        requests = self._going_on(prompts, seeds, temperature, listen=vocab)
+        return [self.captured(example_of(request), self.heard(request), vocab) for request in requests]
+
+    def _going_on(
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], temperature: float, listen: int = 0
+    ) -> Iterator[Request]:
+        params = [
+            SamplingParams(temperature=temperature, seed=seed, max_tokens=self.tokens - len(prompt))
+            for prompt, seed in zip(prompts, seeds, strict=True)
+        ]
         for at in range(0, len(prompts), AT_ONCE):
-            self.llm.forget()  # speculation then depends on these prompts alone
-            group = list(zip(prompts[at : at + AT_ONCE], seeds[at : at + AT_ONCE], strict=True))
-            params = SamplingParams(temperature=temperature)
-            requests = [
-                engine.add(
-                    list(prompt), replace(params, seed=seed, max_tokens=self.tokens - len(prompt)), draft="suffix"
-                )
-                for prompt, seed in group
-            ]
-            while engine.busy:
-                engine.step_or_raise()
-            examples += [Example(tuple(request.tokens), request.prompt_length) for request in requests]
-        return examples
+            yield from self.say(prompts[at : at + AT_ONCE], params[at : at + AT_ONCE], listen)
+
+    def heard(self, request: Request) -> Heard | None:
+        """What was shown of a text of the latest `say`."""
+        return self.recorder.heard.get(tuple(request.tokens))
+
+    def captured(self, example: Example, heard: Heard | None, vocab: int) -> Captured:
+        """What the target thought of a text that it wrote, or of its beginning. What it was not shown is read: what the
+        cache had of a prompt, and laws within it, or before a preemption. Laws are over the first `vocab` tokens."""
+        if heard is None or heard.first < example.given - 1:
+            return self._read(example, self.boundaries, vocab)
+        lacks_laws = heard.first >= example.given
+        count = max(heard.begun, heard.first if lacks_laws else 0)
+        if not count:
+            return heard.captured(example)
+        start = Example(example.tokens[: count + 1], example.given if lacks_laws else count + 1)
+        return heard.captured(example, self._beginning(start, self.boundaries, vocab))
+
+    def _read(self, example: Example, boundaries: tuple[int, ...], vocab: int) -> Captured:
+        return apart(self.batch([example], vocab=vocab), [example], boundaries)[0]
 
     @_in_its_own_precision
     @torch.no_grad()
@@ -183,10 +227,9 @@ class Target:
                 parts.append(features[boundary].float())
             logits = at_temperature(logits[:, :vocab], temperature)
             start = sum(len(part) for part in said)
-            tokens_said = following[start : start + len(logits), None]
+            tokens_said = following[start : start + len(logits)]
             laws.append(law_of(logits, self.top))
-            logs = laws[-1].logs if laws[-1].tokens is None else logits.log_softmax(-1)
-            said.append(logs.gather(-1, tokens_said)[:, 0])
+            said.append(said_of(laws[-1], logits, tokens_said))
         likeliest = [law.tokens for law in laws if law.tokens is not None]
         return Batch(
             tokens,
@@ -226,6 +269,11 @@ class Target:
                 runner.cache.close(segment.slot)
 
 
+def example_of(request: Request) -> Example:
+    """A text that the target has written, to learn what it said behind its prompt."""
+    return Example(tuple(request.tokens), request.prompt_length)
+
+
 def _reading(runner: Runner, slot: int, example: Example, want: Sequence[int]) -> Segment:
     """A whole text in a slot of its own; nothing follows the last token, so it is not read."""
     read = list(example.tokens[:-1])
@@ -240,3 +288,21 @@ def _spread(parts: Sequence[Tensor], mask: Tensor) -> Tensor:
     spread = values.new_zeros((*mask.shape, *values.shape[1:]))
     spread[mask] = values
     return spread
+
+
+def apart(batch: Batch, examples: Sequence[Example], boundaries: Sequence[int]) -> list[Captured]:
+    """A batch text by text, rounded as it is kept."""
+    taken = []
+    for i, example in enumerate(examples):
+        counts, read = slice(example.given - 1, len(example.tokens) - 1), len(example.tokens) - 1
+        law, states = batch.law, [batch.states[boundary][i, :read] for boundary in boundaries]
+        taken.append(
+            Captured(
+                example,
+                None if law.tokens is None else law.tokens[i, counts].int().cpu(),
+                law.logs[i, counts].half().cpu(),
+                batch.said[i, counts].float().cpu(),
+                (torch.stack(states) if states else batch.said.new_zeros(0, read, 0)).bfloat16().cpu(),
+            )
+        )
+    return taken

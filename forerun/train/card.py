@@ -33,7 +33,7 @@ def card(report: Report) -> str:
         f" {__version__}). Use it with `forerun generate --draft {report.draft}:DIRECTORY`: it changes how soon the"
         " target's tokens come, never which.",
         "",
-        f"What follows was measured by `{command(facts)}`{'' if facts.data else UNKEPT}.",
+        f"What follows was measured by `{command(facts)}`{'' if facts.kept else UNKEPT}.",
         "",
         "## Accepted length",
         "",

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from forerun.train.findings import Findings
     from forerun.train.speed import Speed
 
-TRAINING = Group("training", Training, "Training", {"learning_rate": float})
+TRAINING = Group("training", Training, "Training", {"learning_rate": float, "write": int})
 LOSSES = Group("losses", AheadOptions, "Losses")
 COMMON = tuple(f.name for f in fields(AheadOptions))
 RECIPES = (
@@ -41,6 +41,7 @@ RECIPES = (
     Group("block", BlockOptions, "Recipe block", {"mask_token": int}, (*COMMON, "draft_vocab")),
 )
 TABLE, SHORTLIST = "table", "shortlist"  # which are no recipes of drafters
+OF_LISTS = ("tokens", "prompt_tokens", "write", "temperature", "seed", "max_minutes", "device", "threads")
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
@@ -61,7 +62,7 @@ def train(
         list[str] | None,
         typer.Option(
             help="A text file, .jsonl (prompt, text or messages on each line), a directory of source, or library: the"
-            " running Python's own. May be repeated. Without it the target writes texts itself."
+            " running Python's own. May be repeated. Without it the target writes texts itself; with --write, as well."
         ),
     ] = None,
     save_data: Annotated[
@@ -91,20 +92,17 @@ def train(
         return
     if out is None:
         raise ConfigError("there is no --out: give the directory to make")
-    if recipe == TABLE:
+    if recipe in (TABLE, SHORTLIST):
+        size = chosen.pop("draft_vocab", None) if recipe == SHORTLIST else None
         if chosen or save_data or go_on:
-            raise ConfigError(
-                f"recipe {TABLE} has no options of its own, and nothing to resume or to save: leave them out"
-            )
-        _make_table(target, data or (), Training(**training), out, as_json)
-        return
-    if recipe == SHORTLIST:
-        size = chosen.pop("draft_vocab", None)
-        if chosen or save_data or go_on:
-            raise ConfigError(
-                f"recipe {SHORTLIST} has draft_vocab alone, and nothing to resume or to save: leave out all else"
-            )
-        _make_shortlist(target, data or (), size, Training(**training), out, as_json)
+            own = "no options of its own" if recipe == TABLE else "draft_vocab alone"
+            raise ConfigError(f"recipe {recipe} has {own}, and nothing to resume or to save: leave out all else")
+        if unused := [f"--{name.replace('_', '-')}" for name in training if name not in OF_LISTS]:
+            raise ConfigError(f"recipe {recipe} is written down, not trained: leave out {' and '.join(unused)}")
+        if recipe == TABLE:
+            _make_table(target, data or (), Training(**training), out, as_json)
+        else:
+            _make_shortlist(target, data or (), size, Training(**training), out, as_json)
         return
     Training(**training)  # what is wrong is cheaper to find before torch is imported
     if recipe or not go_on:  # a run that goes on has its own

@@ -11,6 +11,7 @@ import json
 import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -114,10 +115,11 @@ class Corpus:
         self.examples: list[Example] = []
         self.prompts: list[tuple[int, ...]] = []
         self.too_long = 0  # passages whose prompt leaves no room
+        self._tokenizer = tokenizer
         for document in documents:
             for passage in document.passages:
                 if passage.prompt:
-                    self._answer(passage, tokenizer, tokens)
+                    self._answer(passage, tokens)
                 else:
                     self._windows(tokenizer.encode(passage.text), tokens, prompt_tokens)
 
@@ -148,8 +150,8 @@ class Corpus:
             if len(window) > prompt_tokens:
                 self.prompts.append(window[:prompt_tokens])
 
-    def _answer(self, passage: Passage, tokenizer: Tokenizer, tokens: int) -> None:
-        prompt = passage.prompt
+    def _answer(self, passage: Passage, tokens: int) -> None:
+        prompt, tokenizer = passage.prompt, self._tokenizer
         ids = tuple(tokenizer.encode(prompt) if isinstance(prompt, str) else tokenizer.chat(prompt))
         if not ids or len(ids) > tokens - FEWEST_TOKENS:
             self.too_long += 1
@@ -157,7 +159,28 @@ class Corpus:
         self.prompts.append(ids)
         answer = tokenizer.encode(passage.text, special=False) if passage.text else ()
         if answer:
-            self.examples.append(Example((*ids, *answer)[:tokens], len(ids)))
+            self.examples.append(Example((*ids, *answer, *self._end)[:tokens], len(ids)))
+
+    @cached_property
+    def _end(self) -> tuple[int, ...]:
+        """The special token that ends an answer in the target's template, where there is one."""
+        tokenizer, asked = self._tokenizer, {"role": "user", "content": "x"}
+        try:
+            one, other = (tokenizer.chat([asked, {"role": "assistant", "content": said}]) for said in ("7", "x"))
+        except RequestError:
+            return ()
+        for token in in_common(one[::-1], other[::-1])[::-1]:
+            if token in tokenizer.special:
+                return (token,)
+            if tokenizer.spell(token).strip():
+                break
+        return ()
+
+
+def in_common(one: Sequence[int], other: Sequence[int]) -> list[int]:
+    """The beginning that both have."""
+    count = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    return list(one[:count])
 
 
 class Order:

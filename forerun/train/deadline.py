@@ -9,6 +9,10 @@ from collections.abc import Callable
 KEPT = 0.2  # of the limit, for what comes behind training
 
 
+class TimeIsOver(Exception):
+    """What is under way would end behind the deadline."""
+
+
 class Deadline:
     """Counts the seconds of a run, those before its checkpoint included, up to `limit`, which may be infinite."""
 
@@ -35,6 +39,11 @@ class Deadline:
     def has(self, seconds: float) -> bool:
         """Whether so many are left."""
         return seconds <= self.left
+
+    def check(self) -> None:
+        """Raise TimeIsOver when it is."""
+        if self.left < 0:
+            raise TimeIsOver
 
     def of_training(self, began: float, least: float, needed: float) -> float:
         """The second at which training that began at a second ends: what comes behind it gets all that it needs or, if

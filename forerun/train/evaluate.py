@@ -26,6 +26,7 @@ from forerun.progress import Tell, nothing
 from forerun.sampling.params import SamplingParams
 from forerun.train.capture import AT_ONCE, Batch, Target
 from forerun.train.data import Corpus, Example
+from forerun.train.deadline import Deadline, TimeIsOver
 from forerun.train.lengths import Stretch, accepted_length, from_any
 from forerun.train.recipes import Recipe
 from forerun.train.settings import Training, depths_up_to
@@ -162,22 +163,32 @@ class Judge:
 
     @torch.no_grad()
     def measure(
-        self, module: nn.Module, directory: Path, cases: Sequence[Case], tell: Tell = nothing
+        self,
+        module: nn.Module,
+        directory: Path,
+        cases: Sequence[Case],
+        tell: Tell = nothing,
+        deadline: Deadline | None = None,
     ) -> Iterator[Measured]:
-        """Let the engine draft with what is in `directory`, case by case; `module` is what should be there."""
+        """Let the engine draft with what is in `directory`, case by case; `module` is what should be there. Of a case
+        in the midst of which the time is over there is no figure, and then no more come."""
         engine = self._engine(directory, [case.prompts for case in cases])
         module.eval()
         for i, case in enumerate(cases):
             what = f"{case.prompts.task}, depth {case.depth} at temperature {case.temperature:g}"
             tell(f"measuring {what}", i, len(cases))
-            yield self._measure(engine, module, case)
+            try:
+                figure = self._measure(engine, module, case, deadline or Deadline())
+            except TimeIsOver:
+                return
+            yield figure
 
-    def _measure(self, engine: Engine, module: nn.Module, case: Case) -> Measured:
-        """One task at one temperature and depth."""
+    def _measure(self, engine: Engine, module: nn.Module, case: Case, deadline: Deadline) -> Measured:
+        """One task at one temperature and depth. Raises TimeIsOver."""
         prompts, temperature, depth = case.prompts, case.temperature, case.depth
-        requests = self._run(engine, prompts.openings, temperature, depth)
+        requests = self._run(engine, prompts.openings, temperature, depth, deadline)
         texts = [Example(tuple(request.tokens), request.prompt_length) for request in requests]
-        batches = self._read(texts, temperature, self.recipe.vocab(module, self.target))
+        batches = self._read(texts, temperature, self.recipe.vocab(module, self.target), deadline)
         chances = self._along(module, batches, depth).chances
         stretches = [
             Stretch(len(opening.tokens) + _opened(request) - 1, len(request.tokens) - 1, opening.limit - 1)
@@ -195,9 +206,16 @@ class Judge:
             by_position={at: sum(emitted) / len(emitted) for at, emitted in sorted(rounds.items())},
         )
 
-    def _read(self, texts: Sequence[Example], temperature: float, vocab: int) -> list[Batch]:
+    def _read(
+        self, texts: Sequence[Example], temperature: float, vocab: int, deadline: Deadline | None = None
+    ) -> list[Batch]:
         """What the target says along some texts, some of them at once."""
-        return [self.target.batch(rows, temperature, vocab) for rows in _chunks(texts)]
+        batches = []
+        for rows in _chunks(texts):
+            if deadline:
+                deadline.check()
+            batches.append(self.target.batch(rows, temperature, vocab))
+        return batches
 
     def _along(self, module: nn.Module, batches: Sequence[Batch], depth: int) -> _Along:
         """The outlook along some texts, all in one. [B, tokens of the longest - 1, depth]"""
@@ -220,7 +238,9 @@ class Judge:
         proposer = self.recipe.proposer(directory, self.target, runner)
         return Engine(runner, {self.recipe.draft: proposer}, rule="token", tokenizer=self.target.tokenizer)
 
-    def _run(self, engine: Engine, openings: Sequence[Opening], temperature: float, depth: int) -> list[Request]:
+    def _run(
+        self, engine: Engine, openings: Sequence[Opening], temperature: float, depth: int, deadline: Deadline
+    ) -> list[Request]:
         """The prompts, continued with drafts of one depth."""
         requests = []
         for i, opening in enumerate(openings):
@@ -231,6 +251,7 @@ class Judge:
             )
             requests.append(engine.add(list(opening.tokens), params, draft=self.recipe.draft, depth=depth))
         while engine.busy:
+            deadline.check()
             engine.step_or_raise()
         return requests
 

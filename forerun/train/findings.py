@@ -52,7 +52,7 @@ def find(
     the seconds that the first figure may take."""
     cases, rounds = judge.cases, judge.settings.speed_rounds if judge.held_out is not None else 0
     order = sorted(cases, key=lambda case: case.depth != judge.settings.depth)
-    figures = _Paced(judge.measure(module, directory, order, tell), deadline, expected)
+    figures = _Paced(judge.measure(module, directory, order, tell, deadline), deadline, expected)
     measured = figures.take(sum(case.prompts is judge.held_out for case in order[:2]))
     speed = _speed(judge, directory, deadline, tell) if rounds and deadline.has(figures.expected) else None
     measured += figures.take(len(order) - len(measured))
@@ -81,7 +81,10 @@ class _Paced:
         taken: list[Measured] = []
         while len(taken) < count and self.deadline.has(self.expected):
             began = self.deadline.seconds
-            taken.append(next(self.figures))
+            figure = next(self.figures, None)
+            if figure is None:  # it took longer than expected, and was not awaited
+                break
+            taken.append(figure)
             self.longest = max(self.longest, self.deadline.seconds - began)
         return taken
 

@@ -96,6 +96,14 @@ def law_of(logits: Tensor, top: int) -> Law:
     return Law(likeliest, Law(likeliest, logits).of(logits))
 
 
+def said_of(law: Law, logits: Tensor, tokens: Tensor) -> Tensor:
+    """The log-probability of each of `tokens` [M] behind logits [M, V] whose law `law_of` has made. float32 [M]"""
+    if law.tokens is None:
+        return law.logs.gather(-1, tokens[:, None])[:, 0]
+    total = logits.gather(-1, law.tokens[:, :1]).float() - law.logs[:, :1]  # the likeliest is never impossible
+    return (logits.gather(-1, tokens[:, None]).float() - total)[:, 0]
+
+
 def kl(p: Tensor, q: Tensor) -> Tensor:
     """KL(p, q) = sum p (log p - log q). Infinite where q forbids what p allows. [..., O] x 2 -> [...]"""
     return torch.where(p == -torch.inf, 0.0, p.exp() * (p - q)).sum(-1)

@@ -20,12 +20,13 @@ class Facts:
 
     Attributes:
         target: the model drafted for; None is the default model.
-        data: the paths of the data, as they were given.
+        data: the paths of the data, as they were given, and of what the target wrote.
         recipe: its name and options.
         settings: of the run.
         sources: what became of each path.
         documents: trained on, and held out.
         digest: a hash of all documents.
+        kept: whether all of them are in `data`.
     """
 
     target: str | None
@@ -35,6 +36,7 @@ class Facts:
     sources: Sequence[Source]
     documents: tuple[int, int]
     digest: str
+    kept: bool = True
 
 
 @dataclass(frozen=True, slots=True)

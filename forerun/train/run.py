@@ -7,6 +7,7 @@ saying anything twice.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,9 @@ from forerun.errors import ConfigError
 from forerun.models.hub import find_model
 from forerun.progress import Tell
 from forerun.train.capture import Target
-from forerun.train.checkpoint import checkpoint_path, read_checkpoint
-from forerun.train.data import Corpus, Document, Source, digest_of, read_data, split
+from forerun.train.captured import Kept
+from forerun.train.checkpoint import checkpoint_path, read_checkpoint, written_path
+from forerun.train.data import Corpus, Document, digest_of, read_data, split
 from forerun.train.deadline import Deadline
 from forerun.train.evaluate import Judge
 from forerun.train.export import check_out, export
@@ -44,8 +46,8 @@ class Plan:
 
     Attributes:
         target: a directory, GGUF file or Hub id; None is the default model.
-        data: files, directories, or "library"; without any the target writes its own.
-        save_data: the file that keeps what it wrote.
+        data: files, directories, or "library".
+        save_data: the file that keeps what the target wrote itself, where it did.
         recipe: its name.
         options: of the recipe.
         training: of the run.
@@ -68,6 +70,7 @@ class Plan:
         if training.learning_rate is None:
             training = replace(training, learning_rate=options.rate)
         data = tuple(values.get("data", ()))
+        training = replace(training, write=training.texts(bool(data)))
         return cls(values.get("target"), data, name, options, training, values.get("save_data"))
 
 
@@ -82,10 +85,10 @@ def train(values: Mapping[str, Any], out: Path, tell: Tell) -> Report:
     deadline = Deadline(plan.training.max_minutes)
     check_out(out)
     if plan.save_data is not None:
-        check_place(plan.save_data, plan.data)
+        check_place(plan.save_data, plan.training)
     if path.exists():
         raise ConfigError(f"there is a checkpoint {path} of a run that has not ended: use --resume, or remove it")
-    return _Run(plan, tell, None).to_the_end(out, path, None, deadline)
+    return _to_the_end(plan, tell, None, out, path, deadline)
 
 
 def resume(given: Mapping[str, Any], out: Path, tell: Tell) -> Report:
@@ -108,7 +111,7 @@ def resume(given: Mapping[str, Any], out: Path, tell: Tell) -> Report:
     changed = {name: value for name, value in given.get("training", {}).items() if name in MAY_DIFFER}
     plan = replace(plan, training=replace(plan.training, **changed))
     deadline = Deadline(plan.training.max_minutes)
-    return _Run(plan, tell, state).to_the_end(out, path, state, deadline)
+    return _to_the_end(plan, tell, state, out, path, deadline)
 
 
 def measure(target: str | None, drafter: str, data: tuple[str, ...], training: Training, tell: Tell) -> Findings:
@@ -144,37 +147,57 @@ def _kind_and_directory(drafter: str) -> tuple[str, Path]:
     return kind_of(directory), directory
 
 
+def _to_the_end(
+    plan: Plan, tell: Tell, state: dict[str, Any] | None, out: Path, path: Path, deadline: Deadline
+) -> Report:
+    with ExitStack() as ending:
+        return _Run(plan, tell, state, path, ending).to_the_end(out, path, state, deadline)
+
+
 class _Run:
     """A plan with its data read, or written, and its models loaded."""
 
-    def __init__(self, plan: Plan, tell: Tell, state: dict[str, Any] | None) -> None:
+    def __init__(self, plan: Plan, tell: Tell, state: dict[str, Any] | None, path: Path, ending: ExitStack) -> None:
+        """`path` is the checkpoint's; `ending` closes what is open when the run ends."""
         self.plan, self.tell, settings, tasks = plan, tell, plan.training, chosen_tasks(plan.training.tasks)
-        self.written: Written | None = None
-        if plan.data:
-            self._take(*read_data(plan.data))
+        documents, self.sources = read_data(plan.data) if plan.data else ([], [])
         tell("loading the target")
         self.target = Target(plan.target, settings)
-        if not plan.data:
-            self.written = self._write() if state is None else Written(**state["identity"]["written"])
-            self._take(*self.written.read())
         self.recipe: Recipe = RECIPES[plan.recipe](plan.options)
+        self.written: Written | None = None
+        kept: Kept | None = None
+        if settings.write:
+            kept = self._kept(path, ending, resumed=state is not None)
+            self.written = self._write(kept) if state is None else Written(**state["identity"]["written"])
+            more, sources = self.written.read()
+            known = {document.digest for document in documents}
+            documents += [document for document in more if document.digest not in known]
+            self.sources += sources
+        self.digest, self.split = digest_of(documents), split(documents, settings.held_out)
+        tell.note(f"{len(self.split[0])} documents to train on, {len(self.split[1])} held out")
         train_on, held_out = (_corpus(documents, self.target, settings, tell) for documents in self.split)
-        self.stream = Stream(train_on, self.target, settings)
+        self.stream = Stream(train_on, self.target, settings, kept)
         torch.manual_seed(settings.seed)  # of the weights that begin at random
         self.module = self.recipe.build(self.target, train_on)
         self.target.boundaries = self.recipe.boundaries(self.module, self.target)
+        if self.recipe.vocab(self.module, self.target) != self.target.vocab:
+            self.stream.kept = None  # its laws are over other tokens
         tell.note(f"{len(train_on.examples)} texts of up to {settings.tokens} tokens")
         tell("the target continues texts")
         prompts = task_prompts(tasks, self.target, reach_of(self.module, self.target), settings)
         self.judge = Judge(self.target, self.recipe, held_out, settings, prompts)
 
-    def _take(self, documents: list[Document], sources: list[Source]) -> None:
-        self.sources, self.digest = sources, digest_of(documents)
-        self.split = split(documents, self.plan.training.held_out)
-        self.tell.note(f"{len(self.split[0])} documents to train on, {len(self.split[1])} held out")
+    def _kept(self, path: Path, ending: ExitStack, resumed: bool) -> Kept:
+        """For what is captured while the target writes; it is there for as long as there is a checkpoint."""
+        target, settings = self.target, self.plan.training
+        target.boundaries = self.recipe.reads(target)
+        kept = Kept(written_path(path), target.shape(target.vocab), settings.tokens, settings.keep_gb / 2, self.tell)
+        ending.callback(lambda: kept.close(remove=not path.exists()))
+        kept.open(keep=resumed)
+        return kept
 
-    def _write(self) -> Written:
-        written = write(self.target, self.plan.training, self.tell)
+    def _write(self, kept: Kept) -> Written:
+        written = write(self.target, self.plan.training, self.tell, kept=kept)
         if self.plan.save_data is not None:
             write_whole(Path(self.plan.save_data).expanduser(), "".join(f"{line}\n" for line in written.lines))
         return written
@@ -199,12 +222,13 @@ class _Run:
         record = trainer.run()
         facts = Facts(
             plan.target,
-            plan.data or ((plan.save_data,) if plan.save_data else ()),
+            (*plan.data, *((plan.save_data,) if plan.save_data else ())),
             {"name": plan.recipe, **asdict(plan.options)},
             plan.training,
             self.sources,
             (len(self.split[0]), len(self.split[1])),
             self.digest,
+            kept=self.written is None or plan.save_data is not None,
         )
         report = export(out, self.recipe, self.module, self.target, self.judge, facts, record, deadline, self.tell)
         path.unlink(missing_ok=True)

@@ -11,6 +11,7 @@ FEWEST_TOKENS = 16  # of a row: fewer teach nothing
 OPTIMIZERS = ("muon", "adamw")
 DTYPES = ("auto", "float32", "bfloat16")
 LARGEST = 1 << 31
+WRITTEN = 384  # texts of the target itself, where there is nothing else
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +24,8 @@ class Training:
         accumulate: passes whose gradients make one step.
         tokens: most tokens of a text, in training and in evaluation.
         on_policy: share of the texts that the target continues itself; the rest are the data as they are.
-        write: texts that the target writes where there is no data; fewer where a fifth of max_minutes is over before.
+        write: texts that the target writes itself, beside the data if there are any; 384 where there are none, else
+            none unless it is given; fewer where a fifth of max_minutes is over before.
         temperature: what the target continues texts at, and what acceptance is judged at beside 0.
         reuse: times that each text is learnt from, after the first 64; what the target says of it is kept meanwhile.
         keep_gb: most gigabytes of that on disk, beside --out; the oldest texts do not come back then.
@@ -58,7 +60,7 @@ class Training:
     accumulate: int = 1
     tokens: int = 256
     on_policy: float = 0.5
-    write: int = 384
+    write: int | None = None
     temperature: float = 0.8
     reuse: int = 4
     keep_gb: float = 4.0
@@ -92,12 +94,14 @@ class Training:
             "evaluate_rows": 1,
             "reuse": 1,
         }
-        check_numbers(self, lowest | {"depth": 1, "top": 1, "write": 2})
+        check_numbers(self, lowest | {"depth": 1, "top": 1})
         for name in ("on_policy", "warmup", "held_out"):
             if getattr(self, name) > 1:
                 raise ConfigError(f"{name}={getattr(self, name)} is out of range: give a share from 0 to 1")
         if not 0 < self.temperature <= 100:
             raise ConfigError(f"temperature={self.temperature} is out of range: give a number over 0, at most 100")
+        if self.write == 1:
+            raise ConfigError("write=1 is out of range: give a whole number from 2 up, or 0 beside --data")
         if not 0 < self.held_out < 1:
             raise ConfigError(f"held_out={self.held_out} is out of range: give a share over 0 and under 1")
         if not self.clip:
@@ -111,6 +115,14 @@ class Training:
             raise ConfigError(f"there is no optimizer {self.optimizer!r}: use {' or '.join(OPTIMIZERS)}")
         if self.dtype not in DTYPES:
             raise ConfigError(f"there is no training in {self.dtype!r}: use {', '.join(DTYPES)}")
+
+    def texts(self, data: bool) -> int:
+        """How many the target writes itself, with `data` or without. Raises ConfigError where there is neither."""
+        if self.write is not None:
+            if not self.write and not data:
+                raise ConfigError("write=0 leaves nothing to learn from: give --data, or a whole number from 2 up")
+            return self.write
+        return 0 if data else WRITTEN
 
 
 def check_numbers(settings: Any, lowest: dict[str, int]) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 
 from forerun.errors import RequestError
 from forerun.train.capture import AT_ONCE, Target
+from forerun.train.captured import Captured, Kept
 from forerun.train.data import Corpus, Example, Order
 from forerun.train.settings import Training
 
@@ -18,15 +19,17 @@ POOL = 64  # texts that are new, at the beginning: a run that is as short as tha
 class Stream:
     """The texts of all steps: the data's own, and beginnings of them that the target has continued.
 
-    The target continues some prompts together; what it said is kept until a later step asks for the next ones.
-    `window` is how many of the latest texts may come back.
+    The target continues some prompts together; what it said and thought is kept until a later step asks for the next
+    ones. `window` is how many of the latest texts may come back; laws are over the first `vocab` tokens.
     """
 
     window = POOL
 
-    def __init__(self, corpus: Corpus, target: Target, settings: Training) -> None:
-        """Raises RequestError where the data have no texts, or no prompts, but the settings want some."""
-        self.corpus, self.target, self.settings = corpus, target, settings
+    def __init__(self, corpus: Corpus, target: Target, settings: Training, kept: Kept | None = None) -> None:
+        """`kept` is what was captured of the data's own texts. Raises RequestError where the data have no texts, or no
+        prompts, but the settings want some."""
+        self.corpus, self.target, self.settings, self.kept = corpus, target, settings, kept
+        self.vocab = target.vocab
         if corpus.too_long and not corpus.prompts:
             raise RequestError(
                 f"{corpus.too_long} prompts leave no room for an answer within tokens={settings.tokens}, and there is"
@@ -41,7 +44,7 @@ class Stream:
             )
         self._own = Order(max(len(corpus.examples), 1), settings.seed)
         self._prompts = Order(max(len(corpus.prompts), 1), settings.seed + 1)
-        self._group, self._said = -1, list[Example]()
+        self._group, self._said = -1, list[Captured]()
 
     def step(self, number: int) -> list[list[int]]:
         """The passes of a step, each of `rows` texts by their numbers."""
@@ -62,19 +65,32 @@ class Stream:
 
     def text(self, n: int) -> Example:
         """Text n of the run; of the first n there are int(n * on_policy) which the target has written."""
-        written = int(n * self.settings.on_policy)
-        if int((n + 1) * self.settings.on_policy) > written:
-            return self._continued(written)
-        return self.corpus.examples[self._own[n - written]]
+        written = self._written(n)
+        return self._own_text(n) if written is None else self._continued(written).example
 
-    def _continued(self, n: int) -> Example:
+    def captured(self, n: int) -> Captured | None:
+        """What the target thought of text n while it wrote it; None where it has to read it."""
+        written = self._written(n)
+        if written is not None:
+            return self._continued(written)
+        return self.kept.find(self._own_text(n)) if self.kept else None
+
+    def _written(self, n: int) -> int | None:
+        """Which of the texts that the target has written is text n of the run."""
+        written = int(n * self.settings.on_policy)
+        return written if int((n + 1) * self.settings.on_policy) > written else None
+
+    def _own_text(self, n: int) -> Example:
+        return self.corpus.examples[self._own[n - int(n * self.settings.on_policy)]]
+
+    def _continued(self, n: int) -> Captured:
         """The nth text that the target has written."""
         group, at = divmod(n, AT_ONCE)
         if group != self._group:
             numbers = range(group * AT_ONCE, (group + 1) * AT_ONCE)
             prompts = [self.corpus.prompts[self._prompts[i]] for i in numbers]
             seeds = [seed_of(self.settings.seed, i) for i in numbers]
-            self._said = self.target.continued(prompts, seeds, self.settings.temperature)
+            self._said = self.target.written(prompts, seeds, self.settings.temperature, self.vocab)
             self._group = group
         return self._said[at]
 

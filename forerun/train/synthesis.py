@@ -2,7 +2,8 @@
 
 A chat model gets the beginning of a user's turn in its own template and writes the question, then answers it. A base
 model begins from nothing or from a first word. What loops or was nearly said before is left out. Texts follow from the
-seed and are lines of JSON, which `--data` reads.
+seed and are lines of JSON, which `--data` reads. What the target thinks of them is captured while it writes, for those
+whose tokens are the same when they are read from such a line.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ from forerun.models.text import BROKEN
 from forerun.progress import Tell, nothing
 from forerun.sampling.params import SamplingParams
 from forerun.train.capture import AT_ONCE, Target
-from forerun.train.data import Document, Source, read_line
-from forerun.train.settings import FEWEST_TOKENS, Training
+from forerun.train.captured import Kept
+from forerun.train.data import Corpus, Document, Source, in_common, read_line
+from forerun.train.recorder import Heard
+from forerun.train.settings import FEWEST_TOKENS, WRITTEN, Training
 from forerun.train.sieve import USUAL, Limits, Sieve
 from forerun.train.stream import seed_of
 from forerun.train.topics import FIRST_OF_QUESTIONS, FIRST_WORDS, TOPICS
@@ -114,7 +117,7 @@ class ChatAuthor:
             if not system:
                 raise
             return self._around("", words)  # a template without system prompts
-        return _in_common(one, other), _in_common(one[::-1], other[::-1])[::-1]
+        return in_common(one, other), in_common(one[::-1], other[::-1])[::-1]
 
     def _ends(self, behind: Sequence[int]) -> dict[str, Any]:
         """Parameters that end a turn where `behind` begins: at a special token, or at a line of text."""
@@ -171,8 +174,9 @@ class BaseAuthor:
 class Writing:
     """Texts of one target, a group at a time: what is kept, and why the others are not."""
 
-    def __init__(self, target: Target, settings: Training, limits: Limits) -> None:
-        self.target, self.settings, self.sieve = target, settings, Sieve(limits)
+    def __init__(self, target: Target, settings: Training, limits: Limits, kept: Kept | None = None) -> None:
+        """What is captured of the texts goes into `kept`."""
+        self.target, self.settings, self.sieve, self.kept = target, settings, Sieve(limits), kept
         chats = target.tokenizer.has_chat_template
         self.author: Author = ChatAuthor(target) if chats else BaseAuthor(target, settings)
         self.lines: list[str] = []
@@ -185,8 +189,10 @@ class Writing:
         openings = [author.opening(number) for number in numbers]
         params = [self._to_begin(number, len(opening)) for number, opening in zip(numbers, openings, strict=True)]
         self.begun += GROUP
+        beginnings = self._say(openings, params, keep=not author.whole)  # an answer stands behind another prompt
+        begun = [self.target.heard(beginning) for beginning in beginnings]
         going = []
-        for number, beginning in zip(numbers, self._say(openings, params), strict=True):
+        for number, beginning, heard in zip(numbers, beginnings, begun, strict=True):
             ended = beginning.finish_reason == "stop"
             fault = "cut off" if ended != author.whole else self.sieve.fault_of_beginning(author.text(beginning))
             prompt = [] if fault else author.prompt(beginning)
@@ -195,14 +201,27 @@ class Writing:
             if fault:
                 self.faults[fault] += 1
             else:
-                going.append((beginning, prompt, self._to_go_on(number, len(prompt))))
-        rests = self._say([prompt for _, prompt, _ in going], [params for _, _, params in going])
-        for (beginning, _, _), rest in zip(going, rests, strict=True):
+                going.append((beginning, heard, prompt, self._to_go_on(number, len(prompt))))
+        rests = self._say([prompt for *_, prompt, _ in going], [params for *_, params in going], keep=True)
+        for (beginning, heard, *_), rest in zip(going, rests, strict=True):
             text, line = author.line(beginning, rest)
             if fault := self.sieve.fault(text):
                 self.faults[fault] += 1
             else:
                 self.lines.append(json.dumps(line, ensure_ascii=False))
+                self._keep(rest, heard)
+
+    def _keep(self, rest: Request, beginning: Heard | None) -> None:
+        """What is captured of the latest line, as it will be read."""
+        if self.kept is None:
+            return
+        documents = [read_line(self.lines[-1], AUTHOR)]
+        corpus = Corpus(documents, self.target.tokenizer, self.settings.tokens, self.settings.prompt_tokens)
+        heard = self.target.heard(rest)
+        for example in corpus.examples:
+            if heard is not None and tuple(rest.tokens[: len(example.tokens)]) == example.tokens:
+                whole = heard.behind(beginning) if beginning else None
+                self.kept.add(self.target.captured(example, whole or heard, self.target.vocab))
 
     def _to_begin(self, number: int, before: int) -> SamplingParams:
         most = max(min(self.author.limit, self.target.context - before), 1)
@@ -213,13 +232,8 @@ class Writing:
         seed = seed_of(self.settings.seed, SEEDS + 2 * number + 1)
         return SamplingParams(temperature=self.settings.temperature, max_tokens=self.target.tokens - before, seed=seed)
 
-    def _say(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[Request]:
-        engine = self.target.llm.engine
-        self.target.llm.forget()  # speculation then depends on these prompts alone
-        requests = [engine.add(prompt, how, draft="suffix") for prompt, how in zip(prompts, params, strict=True)]
-        while engine.busy:
-            engine.step_or_raise()
-        return requests
+    def _say(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams], keep: bool) -> list[Request]:
+        return self.target.say(prompts, params, listen=self.target.vocab if keep and self.kept is not None else 0)
 
 
 def write(
@@ -228,42 +242,46 @@ def write(
     tell: Tell = nothing,
     limits: Limits = USUAL,
     clock: Callable[[], float] = time.monotonic,
+    kept: Kept | None = None,
 ) -> Written:
     """Let the target write `settings.write` texts, fewer if they would take more than their share of the run or if
-    nothing new comes any more.
+    nothing new comes any more. What is captured of them meanwhile goes into `kept`.
 
     Raises:
         ForerunError: too few are worth anything.
         ConfigError: `settings.tokens` has no room for a question and its answer.
     """
-    writing, began = Writing(target, settings, limits), clock()
-    enough, until = min(settings.write, FEWEST), SHARE * 60 * settings.max_minutes
-    kept, lately = writing.lines, deque([GROUP], STALE)
-    while len(kept) < settings.write and not (len(lately) == STALE and 4 * sum(lately) < GROUP):
-        tell(f"the target writes its own data, {len(kept)} of {settings.write} texts", len(kept), settings.write)
-        before = len(kept)
+    writing, began = Writing(target, settings, limits, kept), clock()
+    count, until = settings.write or WRITTEN, SHARE * 60 * settings.max_minutes
+    lines, lately, enough = writing.lines, deque([GROUP], STALE), min(count, FEWEST)
+    while len(lines) < count and not (len(lately) == STALE and 4 * sum(lately) < GROUP):
+        tell(f"the target writes its own data, {len(lines)} of {count} texts", len(lines), count)
+        before = len(lines)
         writing.group()
-        lately.append(len(kept) - before)
+        lately.append(len(lines) - before)
         groups, seconds = writing.begun // GROUP, clock() - began
-        if until and len(kept) >= enough and seconds * (groups + 1) / groups > until:
+        if until and len(lines) >= enough and seconds * (groups + 1) / groups > until:
             break
-    del kept[settings.write :]
+    del lines[count:]
     faults, seconds = writing.faults, clock() - began
     why = ", ".join(f"{count} {fault}" for fault, count in faults.most_common()) or "none"
-    if len(kept) < max(enough, 2):
+    if len(lines) < max(enough, 2):
         raise ForerunError(
-            f"the target writes nothing to learn from: of {writing.begun} texts {len(kept)} are left (left out: {why});"
-            " give --data"
+            f"the target writes nothing to learn from: of {writing.begun} texts {len(lines)} are left (left out:"
+            f" {why}); give --data"
         )
-    tell.note(f"{len(kept)} texts {AUTHOR} in {seconds:.0f} s; left out: {why}")
-    return Written(kept, faults["repeated"], faults.total() - faults["repeated"], seconds)
+    tell.note(f"{len(lines)} texts {AUTHOR} in {seconds:.0f} s; left out: {why}")
+    return Written(lines, faults["repeated"], faults.total() - faults["repeated"], seconds)
 
 
-def check_place(name: str, data: Sequence[str]) -> None:
+def check_place(name: str, settings: Training) -> None:
     """Raise ConfigError now for a file that could not keep what is written, or would not be read again."""
     path = Path(name).expanduser()
-    if data:
-        raise ConfigError("--save-data keeps what the target writes, and with --data it writes nothing: leave one out")
+    if not settings.write:
+        raise ConfigError(
+            "--save-data keeps what the target writes, and with --data it writes nothing: leave one out, or say how"
+            " many texts it is to --write"
+        )
     if path.suffix.lower() != ".jsonl":
         raise ConfigError(f"{name} would not be read as lines of JSON: give --save-data a name that ends in .jsonl")
     parent = path.absolute().parent
@@ -285,9 +303,3 @@ def _text(request: Request) -> str:
 
 def _said(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
-
-
-def _in_common(one: Sequence[int], other: Sequence[int]) -> list[int]:
-    """The beginning that both have."""
-    count = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
-    return list(one[:count])

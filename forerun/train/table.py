@@ -51,7 +51,7 @@ class Listening(Suffix):
 
 
 def make_table(target: str | None, data: Sequence[str], training: Training, out: Path, tell: Tell) -> Made:
-    """Let the target write `training.write` texts of its own, or go on with the prompts of `data`, and write `out`, a
+    """Let the target go on with the prompts of `data`, write texts of its own (`training.texts`), and write `out`, a
     directory with the table.
 
     Raises:
@@ -60,15 +60,16 @@ def make_table(target: str | None, data: Sequence[str], training: Training, out:
     begun = time.monotonic()
     check_out(out)
     documents = read_data(data)[0] if data else []
+    training = replace(training, write=training.texts(bool(documents)))
     tell("loading the target")
-    model, listening = Target(target, training), Listening()
+    model, listening, texts = Target(target, training), Listening(), 0
     model.llm.engine.proposers["suffix"] = listening
     if documents:
         texts = _go_on(
             Corpus(documents, model.tokenizer, training.tokens, training.prompt_tokens), model, training, tell
         )
-    else:  # all the time is for writing: `write` leaves a share of it for training, and here is none
-        texts = len(write(model, replace(training, max_minutes=training.max_minutes / SHARE), tell).lines)
+    if training.write:  # all the time is for writing: `write` leaves a share of it for training, and here is none
+        texts += len(write(model, replace(training, max_minutes=training.max_minutes / SHARE), tell).lines)
     made = Made(len(listening.table), listening.learnt, texts, time.monotonic() - begun)
     try:
         with whole_directory(out) as work:

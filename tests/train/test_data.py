@@ -9,6 +9,7 @@ from forerun import ForerunError
 from forerun.models.text import Tokenizer
 from forerun.train.data import Corpus, Document, Order, Passage, digest_of, read_data, split
 from tests import tiny
+from tests.train.test_synthesis import with_template
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +87,31 @@ def test_answers_are_learnt_and_questions_are_not(tokenizer: Tokenizer) -> None:
     assert tokenizer.decode(example.tokens[: example.given]) == "user: true\nassistant:"
     assert tokenizer.decode(example.tokens[example.given :]) == "false null"
     assert corpus.prompts == [example.tokens[: example.given]] * 2 and corpus.too_long == 1
+
+
+def test_an_answer_ends_as_the_template_ends_it(tmp_path: Path) -> None:
+    """With its special token, if it stands behind answers and there is room for it."""
+    passage = Passage(({"role": "user", "content": "true"},), "false null")
+    templates = (
+        ("{% for m in messages %}<s>{{ m.content }} </s>\n{% endfor %}<s>", ["</s>"]),
+        ("{% for m in messages %}<s>{{ m.content }}. </s>{% endfor %}<s>", []),
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", []),
+        (
+            "{% for m in messages %}{% if m.role == 'assistant' %}{{ raise_exception('no') }}{% endif %}"
+            "{{ m.content }}</s>{% endfor %}",
+            [],
+        ),
+    )
+    for i, (template, end) in enumerate(templates):
+        directory = with_template(tmp_path / str(i), template)
+        tokenizer = Tokenizer(Path(directory))
+        ids = [*tokenizer.encode("false null", special=False), *(tokenizer.vocabulary()[token] for token in end)]
+        (example,) = Corpus([Document("d", "0", (passage,))], tokenizer, 60, 20).examples
+        assert list(example.tokens[example.given :]) == ids
+        size = len(example.tokens) - len(end)
+        if size >= 20:
+            (short,) = Corpus([Document("d", "0", (passage,))], tokenizer, size, 4).examples
+            assert short.tokens == example.tokens[:size]
 
 
 def test_texts_with_tokens_that_the_model_has_not_are_left_out(tokenizer: Tokenizer) -> None:

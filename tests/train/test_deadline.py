@@ -34,7 +34,7 @@ class Timed(Judge):
         self.target = self.recipe = None  # type: ignore[assignment]
 
     def measure(
-        self, module: nn.Module, directory: Path, cases: Sequence[Case], tell: Any = nothing
+        self, module: nn.Module, directory: Path, cases: Sequence[Case], tell: Any = nothing, deadline: Any = None
     ) -> Iterator[Measured]:
         for case in cases:
             self.clock.now += FIGURE

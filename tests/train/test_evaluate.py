@@ -1,6 +1,7 @@
 """What arithmetic expects is what the engine counts, and a fault in either shows; drafts are those of the module."""
 
 import dataclasses
+import itertools
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from torch import nn
 from forerun import LLM, ForerunError, SamplingParams
 from forerun.train.capture import Batch, Target
 from forerun.train.data import Corpus
+from forerun.train.deadline import Deadline
 from forerun.train.evaluate import Judge
 from forerun.train.options import SmallLMOptions
 from forerun.train.recipes import SmallLM
@@ -55,6 +57,17 @@ def test_measured_and_analytic_agree(target: Target, held_out: Corpus, module: n
         assert entry.accepted_length == pytest.approx(entry.analytic, rel=0.05 if entry.temperature else 0.01)
         spans = entry.by_position
         assert list(spans) == [0, 32] and min(spans.values()) <= entry.accepted_length <= max(spans.values())
+
+
+def test_a_figure_is_not_awaited_when_the_time_is_over(
+    target: Target, held_out: Corpus, module: nn.Module, directory: Path
+) -> None:
+    """However slow the machine has become since it was begun; those before it are there."""
+    judge = Judge(target, SmallLM(SmallLMOptions(init=str(directory))), held_out, SETTINGS)
+    clock = itertools.count().__next__  # each look at it is a second
+    assert not list(judge.measure(module, directory, judge.cases, deadline=Deadline(0.05, clock)))
+    found = list(judge.measure(module, directory, judge.cases, deadline=(late := Deadline(3, clock))))
+    assert 0 < len(found) < len(judge.cases) and -2 <= late.left < 0
 
 
 def test_a_misaligned_drafter_shows(target: Target, held_out: Corpus, module: nn.Module, directory: Path) -> None:

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from forerun.progress import Silent
-from forerun.train import harvest, stream
-from forerun.train.capture import Batch, Target
+from forerun.train import captured, stream
+from forerun.train.capture import Batch, Target, apart
+from forerun.train.captured import Kept
 from forerun.train.data import Corpus
 from forerun.train.harvest import Harvest
 from forerun.train.settings import Training
@@ -39,7 +40,7 @@ def counted(target: Target, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         calls.append(len(examples))
         return batch(examples, **options)  # type: ignore[arg-type]
 
-    for module in ("forerun.train.losses", "forerun.train.harvest"):
+    for module in ("forerun.train.losses", "forerun.train.captured"):
         monkeypatch.setattr(f"{module}.FULL", 16)
     monkeypatch.setattr(target, "boundaries", (0, 1))
     monkeypatch.setattr(target, "batch", count)
@@ -47,7 +48,7 @@ def counted(target: Target, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def made(target: Target, corpus: Corpus, path: Path, tell: Silent | None = None, **settings: object) -> Harvest:
-    training = Training(**(SMALL | settings))
+    training = Training(**(SMALL | {"on_policy": 0.0} | settings))
     return Harvest(target, Stream(corpus, target, training), target.vocab, training, path, tell or Silent())
 
 
@@ -93,6 +94,51 @@ def test_what_comes_back_is_read_and_the_same(
     assert counted == [2, 2, 1, 1]
 
 
+def test_what_the_target_writes_is_not_read_again(
+    target: Target, corpus: Corpus, counted: list[int], tmp_path: Path
+) -> None:
+    """It comes with what was captured while it was written, and is the same as if it were read."""
+    mine = made(target, corpus, tmp_path / "x", on_policy=0.5)
+    mine.open(keep=False)
+    first = mine.batch([0, 1, 2, 3])
+    assert counted == [2], "the data's own"
+    assert equal(mine.batch([0, 1, 2, 3]), first) and counted == [2]
+    reading = made(target, corpus, tmp_path / "y", on_policy=0.5)
+    reading.stream.captured = lambda n: None  # type: ignore[method-assign]
+    assert equal(reading.batch([0, 1, 2, 3]), first) and counted == [2, 4]
+
+
+def test_what_was_captured_before_the_run_is_not_read_again(
+    target: Target, corpus: Corpus, counted: list[int], tmp_path: Path
+) -> None:
+    kept = Kept(tmp_path / "kept", target.shape(target.vocab), SMALL["tokens"], 1.0, Silent())
+    kept.open(keep=False)
+    own = corpus.examples[:-1]
+    for one in apart(target.batch(own, vocab=target.vocab), own, target.boundaries):
+        kept.add(one)
+        kept.add(one)
+    counted.clear()
+    training = Training(**(SMALL | {"on_policy": 0.0}))
+    mine = Harvest(target, Stream(corpus, target, training, kept), target.vocab, training, tmp_path / "x", Silent())
+    assert mine.records.places < made(target, corpus, tmp_path / "y").records.places, "both share the room"
+    first = mine.batch(range(len(corpus.examples)))
+    assert counted == [1], "the one that was not"
+    assert equal(first, made(target, corpus, tmp_path / "y").batch(range(len(corpus.examples))))
+
+
+def test_as_many_are_kept_as_there_is_room_for(target: Target, corpus: Corpus, tmp_path: Path) -> None:
+    shape, texts = target.shape(target.vocab), corpus.examples[:3]
+    taken = apart(target.batch(texts), texts, target.boundaries)
+    slot = Kept(tmp_path / "kept", shape, SMALL["tokens"], 0.0, Silent()).slot
+    kept = Kept(tmp_path / "kept", shape, SMALL["tokens"], 2.5 * slot / 1e9, Silent())
+    for keep in (False, True):
+        kept.open(keep)
+        for one in taken:
+            kept.add(one)
+        assert [kept.find(text) is not None for text in texts] == [True, True, False]
+        kept.close(remove=False)
+
+
 @pytest.mark.parametrize("at", [0, 8, 16, 40, 200, -1])
 def test_a_record_that_is_not_whole_is_made_again(
     at: int, target: Target, corpus: Corpus, counted: list[int], tmp_path: Path
@@ -112,12 +158,12 @@ def test_places_are_bounded_and_the_latest_text_has_its_own(
     target: Target, corpus: Corpus, counted: list[int], tmp_path: Path
 ) -> None:
     small = made(target, corpus, tmp_path / "x", keep_gb=1e-9)
-    assert small.places == small.stream.window == 1
+    assert small.records.places == small.stream.window == 1
     small.open(keep=False)
     small.batch([0])
     small.batch([1])
     small.batch([1])
-    assert counted == [1, 1] and (tmp_path / "x").stat().st_size <= small.slot
+    assert counted == [1, 1] and (tmp_path / "x").stat().st_size <= small.records.slot
     small.batch([0])
     assert counted == [1, 1, 1]
 
@@ -132,7 +178,7 @@ def test_a_full_disk_costs_time_alone(
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(harvest.os, "pwrite", full)
+    monkeypatch.setattr(captured.os, "pwrite", full)
     assert equal(mine.batch([0, 1]), mine.batch([0, 1])) and counted == [2, 2]
     assert len(tell.notes) == 1 and "No space left on device" in tell.notes[0]
 

@@ -13,9 +13,12 @@ from typing import Any
 import pytest
 
 from forerun import ForerunError
+from forerun.engine.request import Request
 from forerun.models.text import BROKEN
+from forerun.progress import Silent
 from forerun.train import run as runs
-from forerun.train.capture import Target
+from forerun.train.capture import Target, apart
+from forerun.train.captured import Kept
 from forerun.train.checkpoint import read_checkpoint
 from forerun.train.data import Corpus, read_data, split
 from forerun.train.settings import Training
@@ -24,7 +27,7 @@ from forerun.train.synthesis import AUTHOR, FEWEST, GROUP, BaseAuthor, ChatAutho
 from forerun.train.topics import FIRST_OF_QUESTIONS, TOPICS
 from tests import tiny
 from tests.test_cli import run
-from tests.train.conftest import SMALL
+from tests.train.conftest import SMALL, TEXTS
 from tests.train.test_cli import interrupt_at
 
 SETTINGS = Training(**(SMALL | {"tokens": 80, "write": 20}))
@@ -67,7 +70,7 @@ def talker(tmp_path_factory: pytest.TempPathFactory) -> Target:
 def verb(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Verb:
     """`forerun train` of the tiny target without data, whose every text is good enough."""
     right = runs.write
-    monkeypatch.setattr(runs, "write", lambda *args: right(*args, ANYTHING))
+    monkeypatch.setattr(runs, "write", lambda *args, **kept: right(*args, ANYTHING, **kept))
     basics = ["--target", str(tiny.spoken()), "--layers", "1"]
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in (SMALL | {"write": 20}).items()]
     return lambda *args: run(monkeypatch, capsys, "train", *basics, *flags, *args)
@@ -189,6 +192,52 @@ class TestWriting:
         assert any(begun) and not all(begun)
         assert write(talker, SETTINGS, limits=ANYTHING).lines == written.lines
 
+    @pytest.mark.parametrize("name", ["base", "talker"])
+    def test_what_it_thinks_is_captured_while_it_writes(
+        self, name: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Of each text that is kept, for as it will be read from its line, to the bit what reading it would capture."""
+        target: Target = request.getfixturevalue(name)
+        monkeypatch.setattr(target, "boundaries", (1, 2))
+        if name == "base":  # as of a model whose texts begin with a token
+            encode = target.tokenizer.encode
+            monkeypatch.setattr(
+                target.tokenizer, "encode", lambda text, special=True: [2] * special + encode(text, special=False)
+            )
+        kept, told = Kept(tmp_path / "kept", target.shape(target.vocab), SETTINGS.tokens, 1.0, Silent()), Told()
+        kept.open(keep=False)
+        read: list[int] = []
+        batch = target.batch
+        monkeypatch.setattr(
+            target, "batch", lambda texts, **how: (read.extend(len(t.tokens) for t in texts), batch(texts, **how))[1]
+        )
+        said: list[tuple[int, ...]] = []
+        say = target.say
+
+        def saying(*args: Any, **how: Any) -> list[Request]:
+            requests = say(*args, **how)
+            said.extend(tuple(request.tokens) for request in requests)
+            return requests
+
+        monkeypatch.setattr(target, "say", saying)
+        written = write(target, SETTINGS, told, ANYTHING, kept=kept)
+        assert sum(read) < 0.15 * SETTINGS.write * SETTINGS.tokens, "of prompts, what they have in common"
+        examples = Corpus(written.read()[0], target.tokenizer, SETTINGS.tokens, SETTINGS.prompt_tokens).examples
+        found = [(example, captured) for example in examples if (captured := kept.find(example))]
+        as_written = [
+            example for example in examples if any(text[: len(example.tokens)] == example.tokens for text in said)
+        ]
+        assert [example for example, _ in found] == as_written, "but those that are read in other tokens"
+        assert len(found) > 5
+        for example, captured in found:
+            (again,) = apart(batch([example], vocab=target.vocab), [example], target.boundaries)
+            assert captured.example == example and captured.to_bytes() == again.to_bytes()
+        kept.close(remove=False)
+        kept.open(keep=True)
+        assert all(kept.find(example) for example, _ in found), "a run that goes on has them"
+        kept.close(remove=True)
+        assert not list(tmp_path.iterdir())
+
     def test_a_question_without_an_end_is_none(self, chat: Target) -> None:
         with pytest.raises(ForerunError, match=r"of 128 texts 0 are left .left out: 1.. cut off.*; give --data$"):
             write(chat, SETTINGS, limits=ANYTHING)
@@ -252,7 +301,7 @@ class TestVerb:
         documents, _ = read_data([str(kept)])
         train_on, held_out = split(documents, SMALL["held_out"])
         assert (report["data"]["documents"], report["data"]["held_out"]) == (len(train_on), len(held_out))
-        code, text, err = verb("--out", str(tmp_path / "again"), "--data", str(kept), "--json")
+        code, text, err = verb("--out", str(tmp_path / "again"), "--data", str(kept), "--write", "0", "--json")
         again = json.loads(text)
         assert code == 0 and again["data"]["sha256"] == report["data"]["sha256"]
         assert again["losses"] == report["losses"] and again["measured"] == report["measured"]
@@ -270,7 +319,9 @@ class TestVerb:
         with monkeypatch.context() as patched:
             interrupt_at(patched, 4)
             assert verb("--out", str(out))[0] == 130
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["halves.captured", "halves.training", "whole"]
+        assert sorted(path.name for path in tmp_path.iterdir()) == [
+            "halves.captured", "halves.training", "halves.written", "whole",
+        ]  # fmt: skip
         monkeypatch.delattr(runs, "write")
         code, _, err = verb("--out", str(out), "--resume", "--save-data", "kept.jsonl")
         assert code == 2 and "the run was begun with --save-data None" in err
@@ -290,13 +341,33 @@ class TestVerb:
         assert identity["training"]["max_minutes"] == 9 and 0 < identity["written"]["seconds"] < begun[0]
         assert verb("--out", str(tmp_path / "d"), "--resume")[0] == 0 and len(begun) == 2
 
+    def test_beside_data(self, verb: Verb, data: Path, tmp_path: Path) -> None:
+        """What is there, and as many texts of the target as are asked for; each text once, however it came."""
+        out, kept = tmp_path / "d", tmp_path / "kept.jsonl"
+        code, text, err = verb(
+            "--out", str(out), "--data", str(data), "--write", "8", "--save-data", str(kept), "--json"
+        )
+        assert code == 0, err
+        report, card = json.loads(text), (out / "README.md").read_text()
+        sources = [(source["name"], source["documents"]) for source in report["data"]["sources"]]
+        assert sources == [(str(data), len(TEXTS)), (AUTHOR, 8)] and len(kept.read_text().splitlines()) == 8
+        assert report["data"]["documents"] + report["data"]["held_out"] == len(TEXTS) + 8
+        assert f"--data {data} --data {kept}" in card and "not kept" not in card
+        code, text, err = verb(
+            "--out", str(tmp_path / "e"), "--data", str(kept), "--data", str(data), "--write=8", "--json"
+        )
+        again = json.loads(text)
+        assert code == 0 and again["data"]["sha256"] == report["data"]["sha256"], "it wrote the same once more"
+        assert "they were not kept" in (tmp_path / "e" / "README.md").read_text()
+
     @pytest.mark.parametrize(
         ("flags", "says"),
         [
-            (["--data", "library", "--save-data", "{tmp}/kept.jsonl"], "leave one out"),
+            (["--data", "library", "--write", "0", "--save-data", "{tmp}/kept.jsonl"], "leave one out"),
             (["--save-data", "{tmp}/kept.txt"], "ends in .jsonl"),
             (["--save-data", "{tmp}/gone/kept.jsonl"], "in a directory that can be written to"),
             (["--write", "1"], "from 2 up"),
+            (["--write", "0"], "nothing to learn from"),
         ],
     )
     def test_what_cannot_be_is_said_at_once(self, verb: Verb, tmp_path: Path, flags: list[str], says: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,12 @@ from forerun import LLM, ConfigError, SamplingParams
 from forerun.draft.successors import TABLE, Successors
 from forerun.errors import ForerunError
 from forerun.progress import nothing
+from forerun.train import table
 from forerun.train.settings import Training
+from forerun.train.synthesis import Written
 from forerun.train.table import make_table
 from tests import tiny
+from tests.test_cli import run
 
 SETTINGS = Training(tokens=48, prompt_tokens=6, threads=1)
 
@@ -55,3 +59,18 @@ def test_a_place_that_is_taken_is_said_before_anything_is_loaded(tmp_path: Path)
     (tmp_path / "table").write_text("precious")
     with pytest.raises(ConfigError, match="is there already"):
         make_table("nowhere", [], SETTINGS, tmp_path / "table", nothing)
+
+
+def test_what_has_no_meaning_for_a_table_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """In one line that says what to leave out, before anything is loaded."""
+    flags = ("--recipe", "table", "--target", "nowhere", "--steps", "5", "--keep-gb=1", "--out", str(tmp_path / "t"))
+    code, _, err = run(monkeypatch, capsys, "train", *flags)
+    assert code == 2 and "leave out --steps and --keep-gb" in err and len(err.splitlines()) == 1
+
+
+def test_texts_of_its_own_come_beside_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table, "write", lambda *args: Written(["{}"] * 4, 0, 0, 0.0))
+    made = make_table(str(tiny.spoken()), [str(prompts(tmp_path))], replace(SETTINGS, write=4), tmp_path / "t", nothing)
+    assert made.texts == 6 + 4

@@ -51,6 +51,10 @@ class Recipe(Protocol):
         """The target's hidden states that the module learns from."""
         ...
 
+    def reads(self, target: Target) -> tuple[int, ...]:
+        """The same of the module that `build` would give."""
+        ...
+
     def build(self, target: Target, corpus: Corpus) -> nn.Module:
         """The module as it begins, in float32. Raises ConfigError or LoadError where it does not fit the target."""
         ...

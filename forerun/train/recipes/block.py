@@ -50,13 +50,16 @@ class Block:
         assert isinstance(module, BlockHead)
         return module.config.boundaries
 
+    def reads(self, target: Target) -> tuple[int, ...]:
+        return spread(target.llm.decoder.config.layers, self.options.fused_states)
+
     def build(self, target: Target, corpus: Corpus) -> nn.Module:
         c, options = target.llm.decoder.config, self.options
         said = min(options.draft_vocab or c.vocab, c.vocab)
         config = BlockConfig(
             layer=layers_like(c, options.block_layers),
             target_hidden=c.hidden,
-            boundaries=spread(c.layers, options.fused_states),
+            boundaries=self.reads(target),
             block=options.block_size,
             mask_token=mask_token(target, corpus, options.mask_token),
             draft_vocab=said,

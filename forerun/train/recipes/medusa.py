@@ -37,6 +37,9 @@ class Medusa:
     draft: str = "medusa"
 
     def boundaries(self, module: nn.Module, target: Target) -> tuple[int, ...]:
+        return self.reads(target)
+
+    def reads(self, target: Target) -> tuple[int, ...]:
         return (target.llm.decoder.config.layers,)
 
     def build(self, target: Target, corpus: Corpus) -> nn.Module:

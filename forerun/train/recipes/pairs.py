@@ -51,6 +51,11 @@ class PairRecipe:
         assert isinstance(module, PairHead)
         return module.boundaries
 
+    def reads(self, target: Target) -> tuple[int, ...]:
+        if self.options.init is not None:
+            return self._read(find_model(self.options.init, pickled=True), target).boundaries
+        return self._depths(target.llm.decoder.config.layers)
+
     def vocab(self, module: nn.Module, target: Target) -> int:
         return target.vocab
 
@@ -106,6 +111,10 @@ class PairRecipe:
     def _new(self, target: Target, corpus: Corpus) -> nn.Module:
         raise NotImplementedError
 
+    def _depths(self, layers: int) -> tuple[int, ...]:
+        """The boundaries that a new head reads."""
+        raise NotImplementedError
+
     def _read(self, directory: Path, target: Target) -> PairHead:
         raise NotImplementedError
 
@@ -127,7 +136,7 @@ class Eagle3(PairRecipe):
 
     def _new(self, target: Target, corpus: Corpus) -> nn.Module:
         c = target.llm.decoder.config
-        layer, boundaries = layer_like(c, self.options.intermediate), depths_read(c.layers)
+        layer, boundaries = layer_like(c, self.options.intermediate), self._depths(c.layers)
         said = min(self.options.draft_vocab or fitting_vocab(layer), c.vocab)
         config = EagleConfig(
             layer=layer, target_hidden=c.hidden, boundaries=boundaries, draft_vocab=said, fc_norm=True,
@@ -147,6 +156,9 @@ class Eagle3(PairRecipe):
             _see_the_last(head)
             begin_as_target(head, head.joined, target, corpus)
         return head
+
+    def _depths(self, layers: int) -> tuple[int, ...]:
+        return depths_read(layers)
 
     def export(self, module: nn.Module, target: Target, directory: Path) -> None:
         assert isinstance(module, EagleHead)
@@ -179,6 +191,9 @@ class Mtp(PairRecipe):
         module.attach(target.view)
         begin_as_target(module, module.joined, target, corpus)
         return module
+
+    def _depths(self, layers: int) -> tuple[int, ...]:
+        return (layers,)
 
     def export(self, module: nn.Module, target: Target, directory: Path) -> None:
         assert isinstance(module, MtpModule)

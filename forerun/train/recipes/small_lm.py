@@ -42,6 +42,9 @@ class SmallLM:
     def boundaries(self, module: nn.Module, target: Target) -> tuple[int, ...]:
         return ()
 
+    def reads(self, target: Target) -> tuple[int, ...]:
+        return ()
+
     def build(self, target: Target, corpus: Corpus) -> nn.Module:
         options = self.options
         if options.init is None:
