@@ -1,0 +1,91 @@
+"""Modules of a head as operations of a program for the native kernels.
+
+In torch a layer this small takes longer to call than to compute. What it computes is what the modules' own `forward`
+does up to the precision of its products, so a draft may differ, and the text cannot.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from forerun.draft.layers import Mlp, SelfAttention
+from forerun.kernels import native
+from forerun.kernels.native import CNorm, COp
+from forerun.models.config import ModelConfig
+from forerun.packed import Packed, embed_op
+from forerun.recorded import ATTENDED, HIDDEN, QKV, X
+
+
+class Operations:
+    """Makes them for layers of one shape; what they point to is kept as long as this is."""
+
+    def __init__(self, config: ModelConfig, form: str, rotation: tuple[Tensor, Tensor]) -> None:
+        """Products are packed in `form`. rotation: cos and sin of all positions, float32 [context, 1, D / 2]."""
+        self.config, self.form, self.rotation = config, form, rotation
+        self._kept: list[Any] = []
+
+    def pack(self, weight: Tensor, bias: Tensor | None = None, gated: bool = False) -> Packed:
+        """A weight [out, in] in the kernels' layout."""
+        added = None if bias is None else bias.detach()
+        return Packed(weight.detach().contiguous(), added, self.form, gated=gated)
+
+    def product(
+        self, weight: Tensor | Packed, source: int, to: int, norm: nn.Module | None, bias: Tensor | None = None,
+        **options: Any,
+    ) -> COp:  # fmt: skip
+        """A product with what is in buffer `source`, normed before if there is a norm. `options`: fields of `COp`."""
+        packed = weight if isinstance(weight, Packed) else self.pack(weight, bias, gated=bool(options.get("gated")))
+        self._kept.append(packed)
+        return COp(kind=native.LINEAR, input=source, output=to, norm=self._norm(norm), matrix=packed.matrix, **options)
+
+    def embedding(self, table: Tensor | Packed, to: int, scale: float = 1.0) -> COp:
+        """Rows [.., width] of a table of tokens."""
+        if isinstance(table, Tensor):
+            table = (table if table.dtype in (torch.float32, torch.bfloat16) else table.float()).contiguous()
+        self._kept.append(table)
+        return embed_op(table, to, scale)
+
+    def copy(self, source: int, to: int, first: nn.Module | None = None, second: nn.Module | None = None) -> COp:
+        """A buffer as it is, behind two norms if there are any."""
+        return COp(kind=native.SAVE, input=source, output=to, norm=self._norm(first), after=self._norm(second))
+
+    def rotate(self, attention: SelfAttention, layer: int) -> COp:
+        """Norm and turn queries and keys in QKV; keys and values go into the cache's `layer`."""
+        cosine, sine = self.rotation
+        return COp(
+            kind=native.ROTATE, input=QKV, layer=layer, norm=self._norm(attention.q_norm),
+            key_norm=self._norm(attention.k_norm), cosine=cosine.data_ptr(), sine=sine.data_ptr(),
+            rotary=2 * cosine.shape[-1],
+        )  # fmt: skip
+
+    def rest(self, attention: SelfAttention, mlp: Mlp, norm: nn.Module, layer: int) -> list[COp]:
+        """A layer from its attention on, added to X. norm: before the MLP."""
+        c = self.config
+        return [
+            COp(
+                kind=native.ATTEND, input=QKV, output=ATTENDED, layer=layer, scale=c.attention_scale,
+                window=c.windows[layer] or 0,
+            ),
+            self.product(attention.o_proj.weight, ATTENDED, X, None, combine=native.ADD),
+            self.product(
+                torch.cat((mlp.gate_proj.weight, mlp.up_proj.weight)), X, HIDDEN, norm, gated=1,
+                activation=native.ACTIVATIONS[c.activation],
+            ),
+            self.product(mlp.down_proj.weight, HIDDEN, X, None, combine=native.ADD),
+        ]  # fmt: skip
+
+    def widths(self, said: int, *others: int) -> list[int]:
+        """Numbers in a row of each buffer: of a decoder's, with `said` logits, and of `others` behind them."""
+        c = self.config
+        heads, inner = (c.heads + 2 * c.kv_heads) * c.head_dim, -(-c.intermediate // 16) * 16
+        return [c.hidden, heads, c.heads * c.head_dim, inner, c.hidden, said, *others]
+
+    def _norm(self, norm: nn.Module | None) -> CNorm:
+        if norm is None or isinstance(norm, nn.Identity):
+            return CNorm()
+        weight = norm.get_parameter("weight").detach().float().contiguous()
+        self._kept.append(weight)
+        return CNorm(weight.data_ptr(), None, self.config.norm_eps, native.NORMS["rms"])
