@@ -21,7 +21,8 @@ from forerun.types import BESIDE
 class Pass:
     """One pass over segments."""
 
-    def __init__(self, segments: Sequence[Segment], cache: KVCache) -> None:
+    def __init__(self, segments: Sequence[Segment], cache: KVCache, causal: bool = True) -> None:
+        """`causal`: a token sees its ancestors, otherwise all that is not committed of its slot."""
         table = cache.pages.rows
         ids: list[int] = []
         positions: list[int] = []
@@ -39,8 +40,8 @@ class Pass:
             store += table[s.slot, at + s.offset : at + len(s.parents)].tolist()
             for straight, path in _sights(s.parents)[s.offset :]:
                 positions.append(at + straight + len(path) - 1)
-                direct.append(at + straight)
-                extra += [int(table[s.slot, at + i]) for i in path]
+                direct.append(at + (straight if causal else len(s.parents)))
+                extra += [int(table[s.slot, at + i]) for i in path] if causal else []
                 extra_at.append(len(extra))
         self.tokens, self.wanted = len(ids), len(want)
         self.ids, self.positions, self.store = array("q", ids), array("q", positions), array("q", store)
@@ -92,56 +93,45 @@ class Said:
     beside: list[list[tuple[int, int]]] = field(default_factory=list)
 
 
-class Steps(Pass):
-    """Passes one behind the other, of one token for each link that has not ended; the longest links come first."""
+class Draws:
+    """What is to be said behind links, level by level, and what was; the longest links come first.
 
-    def __init__(self, links: Sequence[Link], cache: KVCache) -> None:
-        counts = counts_of(links)
+    Attributes:
+        links: as they stand here. order: their numbers as they were given.
+        active [levels]: how many of them say something in a level.
+    """
+
+    def __init__(self, links: Sequence[Link]) -> None:
+        counts = [len(link.keys) for link in links]
         self.order = sorted(range(len(links)), key=lambda i: -counts[i])
-        self._counts, links = counts, [links[i] for i in self.order]
-        self.levels, self.tokens, self.wanted = max(counts), len(links), len(links)
-        starts = [cache.length[link.slot] + link.offset for link in links]
-        positions = [start + level for level in range(self.levels) for start in starts]
-        self.positions, self.direct = array("q", positions), array("i", [at + 1 for at in positions])
-        lines = [cache.pages.rows[x.slot, at : at + self.levels].tolist() for x, at in zip(links, starts, strict=True)]
-        self.store = array("q", _by_level(lines))
-        self.lines = array("Q", [cache.pages.line(link.slot) for link in links])
-        self.want, self.extra = array("q", range(len(links))), array("q")
-        self.extra_at = array("i", [0] * (len(links) + 1))
+        self.links = links = [links[i] for i in self.order]
+        self._most = [counts[i] for i in self.order]
+        self.levels, self.rows = max(counts), len(links)
         self.active = array("i", [sum(n > level for n in counts) for level in range(self.levels)])
         self.temperature = array("f", [link.temperature for link in links])
         self.keys = array("Q", _by_level([link.keys for link in links]))
-        self.ids = array("q", [link.token for link in links])
-        self.drafted = array("q", [*self.ids, *[0] * (self.levels * len(links))])
-        self.floors, self.counts = array("f", [link.floor for link in links]), array("i", counts_of(links))
+        self.tokens = array("q", [*(link.token for link in links), *[0] * (self.levels * len(links))])
+        self.floors, self.counts = array("f", [link.floor for link in links]), array("i", self._most)
+        self._weighed = False
 
     def weigh(self) -> None:
         """Make room for what the drafter thinks of what it says."""
-        count = len(self.drafted)
+        count, self._weighed = len(self.tokens), True
         self.sure, self.beside_sure = array("b", bytes(count)), array("b", bytes(BESIDE * count))
         self.beside = array("q", bytes(8 * BESIDE * count))
 
-    def begun(self) -> list[int]:
-        """The token behind which each link's are said, in the order in which they were given."""
-        found = [0] * len(self.order)
+    def said(self, begun: bool = False) -> list[Said]:
+        """What was said behind each link, in the order in which they were given; `begun`: its token was said too."""
+        found = [Said([])] * self.rows
         for column, i in enumerate(self.order):
-            found[i] = self.drafted[column]
-        return found
-
-    def said(self) -> list[list[int]]:
-        """What was said behind each link, in the order in which they were given."""
-        found: list[list[int]] = [[]] * len(self.order)
-        for column, i in enumerate(self.order):
-            behind = self.drafted[self.tokens + column :: self.tokens]
-            found[i] = behind[: min(self._counts[i], self.counts[column])].tolist()
-        return found
-
-    def weights(self) -> list[tuple[list[int], list[list[tuple[int, int]]]]]:
-        """`Said.sure` and `Said.beside` of the token behind which each link's are said and of those."""
-        found: list[tuple[list[int], list[list[tuple[int, int]]]]] = [([], [])] * len(self.order)
-        for column, i in enumerate(self.order):
-            places = range(column, len(self.drafted), self.tokens)[: 1 + min(self._counts[i], self.counts[column])]
-            found[i] = [self.sure[at] for at in places], [self._beside(at) for at in places]
+            first, last = 0 if begun else 1, min(self._most[column], self.counts[column])
+            places = range(column, len(self.tokens), self.rows)[first : last + 1]
+            tokens = self.tokens[places.start : places.stop : self.rows].tolist()
+            if self._weighed:
+                weights = [self.sure[at] for at in places], [self._beside(at) for at in places]
+                found[i] = Said(tokens, *weights)
+            else:
+                found[i] = Said(tokens)
         return found
 
     def _beside(self, at: int) -> list[tuple[int, int]]:
@@ -149,9 +139,19 @@ class Steps(Pass):
         return [pair for pair in zip(self.beside[own], self.beside_sure[own], strict=True) if pair[0] >= 0]
 
 
-def counts_of(links: Sequence[Link]) -> list[int]:
-    """How many tokens are to be said behind each."""
-    return [len(link.keys) for link in links]
+class Steps(Pass):
+    """Passes one behind the other, of one token for each link that has not ended."""
+
+    def __init__(self, draws: Draws, cache: KVCache) -> None:
+        links, self.tokens, self.wanted = draws.links, draws.rows, draws.rows
+        starts = [cache.length[link.slot] + link.offset for link in links]
+        positions = [start + level for level in range(draws.levels) for start in starts]
+        self.positions, self.direct = array("q", positions), array("i", [at + 1 for at in positions])
+        lines = [cache.pages.rows[x.slot, at : at + draws.levels].tolist() for x, at in zip(links, starts, strict=True)]
+        self.store = array("q", _by_level(lines))
+        self.lines = array("Q", [cache.pages.line(link.slot) for link in links])
+        self.want, self.extra = array("q", range(len(links))), array("q")
+        self.extra_at, self.ids = array("i", [0] * (len(links) + 1)), array("q", [link.token for link in links])
 
 
 def _by_level(lines: Sequence[Sequence[int]]) -> list[int]:

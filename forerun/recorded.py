@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -15,7 +15,7 @@ from forerun.cache.kv import KVCache
 from forerun.kernels import native
 from forerun.kernels.native import CChain, COp, CProgram, address
 from forerun.models.config import ModelConfig
-from forerun.passes import Link, Pass, Said, Steps
+from forerun.passes import Draws, Link, Pass, Said, Steps
 
 X, QKV, ATTENDED, HIDDEN, BRANCH, LOGITS = range(6)  # buffers
 ROOM = 64  # tokens that buffers have room for at first; they grow
@@ -44,13 +44,14 @@ class Recorded:
         """Say token after token behind each link, below `vocab`: the program has a pass over one token a link and its
         logits. `ids` [Vd] int64 are the tokens that these are of, if not the first. `given`: what buffers begin with,
         a row for each link."""
-        steps = Steps(links, cache)
+        draws = Draws(links)
         pointers, scratch = self.buffers.fit(len(links), len(links))
         for buffer, rows in given.items():
-            self.buffers.arrays[buffer][: len(links)] = rows[steps.order]
-        chain = _chain(steps, vocab, ids)
-        native.loaded().forerun_chain(self.program, steps.fill(pointers, scratch, cache), chain)
-        return steps.said()
+            self.buffers.arrays[buffer][: len(links)] = rows[draws.order]
+        steps = Steps(draws, cache)
+        batch = steps.fill(pointers, scratch, cache)
+        native.loaded().forerun_chain(self.program, batch, _chain(draws, vocab, ids))
+        return [said.tokens for said in draws.said()]
 
     def round(
         self,
@@ -67,29 +68,61 @@ class Recorded:
         committed. `state` is the buffer of what each token is paired with. `begin` is the program of the first pass,
         with the same buffers, of which `given` take what the starts bring. With `stands` chains end as their links'
         floors say, and what is said is weighed. Also what the layers left of each start's last token, [starts, H]."""
-        steps = Steps([start.link for start in starts], cache)
-        ordered = [starts[i] for i in steps.order]
+        draws = Draws([start.link for start in starts])
+        ordered = [starts[i] for i in draws.order]
         first = Pass([start.segment for start in ordered], cache)
         pointers, scratch = self.buffers.fit(first.tokens, len(starts))
-        for buffer, parts in zip(given, zip(*(start.states for start in ordered), strict=True), strict=True):
-            np.concatenate(parts, out=self.buffers.arrays[buffer][: first.tokens])
-        keys = array("Q", [start.key for start in ordered])
-        last, batch = array("i", first.want.tolist()), first.fill(pointers, scratch, cache)
-        chain = _chain(steps, vocab, ids)
+        self._bring(ordered, given, first.tokens)
+        keys, last = array("Q", [start.key for start in ordered]), array("i", first.want.tolist())
+        steps = Steps(draws, cache)
+        reads, batch = first.fill(pointers, scratch, cache), steps.fill(pointers, scratch, cache)
+        chain = _chain(draws, vocab, ids, stands)
         chain.state, chain.begin = state, ctypes.pointer(begin.program)
-        chain.first, chain.last = ctypes.pointer(batch), address(last)
+        chain.first, chain.last = ctypes.pointer(reads), address(last)
         left = np.empty((len(starts), int(self.widths[X])), np.float32)
         chain.first_keys, chain.left = address(keys), left.ctypes.data
-        if stands is not None:
-            chain.stands, chain.floors = address(stands), address(steps.floors)
-            steps.weigh()
-            chain.sure, chain.counts = address(steps.sure), address(steps.counts)
-            chain.beside, chain.beside_sure = address(steps.beside), address(steps.beside_sure)
-        native.loaded().forerun_chain(self.program, steps.fill(pointers, scratch, cache), chain)
-        said = [Said([begun, *rest]) for begun, rest in zip(steps.begun(), steps.said(), strict=True)]
-        if stands is not None:
-            said = [Said(s.tokens, *weights) for s, weights in zip(said, steps.weights(), strict=True)]
-        return said, left[np.argsort(steps.order)]
+        native.loaded().forerun_chain(self.program, batch, chain)
+        return draws.said(begun=True), left[np.argsort(draws.order)]
+
+    def block(
+        self,
+        starts: Sequence[Start],
+        slots: Callable[[Start], Segment],
+        cache: KVCache,
+        vocab: int,
+        ids: np.ndarray | None,
+        first: int,
+        begin: Recorded,
+        given: Sequence[int],
+        follow: Recorded | None,
+        stands: array[float] | None,
+    ) -> list[Said]:
+        """Read what each start brings, and say all tokens behind it from one pass over the `slots` of its block, which
+        see one another, in one call: slot `first` says the first of them. What `follow` adds to logits for the token
+        before comes before each draw. Otherwise as in `round`."""
+        draws = Draws([start.link for start in starts])
+        ordered = [starts[i] for i in draws.order]
+        blocks = Pass([slots(start) for start in ordered], cache, causal=False)
+        size = blocks.tokens // draws.rows
+        saying = ((level, row) for level in range(draws.levels) for row in range(draws.active[level]))
+        blocks.want = array("q", [row * size + first + level for level, row in saying])
+        blocks.wanted = len(blocks.want)
+        bringing = [start for start in ordered if start.segment.tokens]
+        reads = Pass([start.segment for start in bringing], cache)
+        pointers, scratch = self.buffers.fit(max(reads.tokens, blocks.tokens), blocks.wanted)
+        self._bring(bringing, given, reads.tokens)
+        chain, context = _chain(draws, vocab, ids, stands), reads.fill(pointers, scratch, cache)
+        if bringing:
+            chain.begin, chain.first = ctypes.pointer(begin.program), ctypes.pointer(context)
+        batch = blocks.fill(pointers, scratch, cache)
+        native.loaded().forerun_block(self.program, batch, follow and follow.program, chain)
+        return draws.said()
+
+    def _bring(self, starts: Sequence[Start], given: Sequence[int], count: int) -> None:
+        """Fill the buffers `given` with `count` rows of what these bring."""
+        if starts:
+            for buffer, parts in zip(given, zip(*(start.states for start in starts), strict=True), strict=True):
+                np.concatenate(parts, out=self.buffers.arrays[buffer][:count])
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +142,19 @@ class Start:
     link: Link
 
 
-def _chain(steps: Steps, vocab: int, ids: np.ndarray | None) -> CChain:
-    return CChain(
-        levels=steps.levels, rows=steps.tokens, logits=LOGITS, vocab=vocab, active=address(steps.active),
-        temperature=address(steps.temperature), keys=address(steps.keys), tokens=address(steps.drafted),
+def _chain(draws: Draws, vocab: int, ids: np.ndarray | None, stands: array[float] | None = None) -> CChain:
+    """The C structure; it points into these objects."""
+    chain = CChain(
+        levels=draws.levels, rows=draws.rows, logits=LOGITS, vocab=vocab, active=address(draws.active),
+        temperature=address(draws.temperature), keys=address(draws.keys), tokens=address(draws.tokens),
         ids=None if ids is None else ids.ctypes.data, said=0 if ids is None else len(ids),
     )  # fmt: skip
+    if stands is not None:
+        draws.weigh()
+        chain.stands, chain.floors = address(stands), address(draws.floors)
+        chain.sure, chain.counts = address(draws.sure), address(draws.counts)
+        chain.beside, chain.beside_sure = address(draws.beside), address(draws.beside_sure)
+    return chain
 
 
 class _Buffers:

@@ -11,7 +11,7 @@ The root is the anchor, at position start: its own states are not known yet, and
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -23,11 +23,14 @@ from forerun.draft.base import Row
 from forerun.draft.block_head import BlockHead
 from forerun.draft.features import FeatureProposer
 from forerun.draft.layers import with_native_products
+from forerun.draft.native_block import NativeBlock, block_of
+from forerun.draft.operations import Operations
 from forerun.draft.tree import Tree, grow
 from forerun.draft.view import TargetView
 from forerun.errors import ConfigError
 from forerun.models.rope import rope_tables
-from forerun.types import Draft
+from forerun.recorded import Start
+from forerun.types import BESIDE, Draft
 
 
 @dataclass(slots=True)
@@ -69,19 +72,26 @@ class Block(FeatureProposer):
         head = head.to(target.device)
         self.target, self.width, self.threshold = target, width, threshold
         self.boundaries = head.config.boundaries
-        self.config, self.dtype = head.config, next(head.parameters()).dtype
-        self.head = head if target.form is None else with_native_products(head, target.form)
+        self.config, self.ids = head.config, head.tokens()
+        self.dtype = next(head.parameters()).dtype if target.form is None else torch.float32
         # the block at the very end of a text reaches past it
         self._reach = target.context + self.config.block
         self._shape = {"tokens": tokens, "page": page, "slots": slots}
         tables = rope_tables(self.config.layer, self.config.layer.ropes[0], self._reach, self.dtype)
         self.rotation = tuple(table.to(target.device) for table in tables)
+        self.head: BlockHead = head
+        self.native: NativeBlock | None = None
+        if target.form is not None:
+            self.head, self.native = self._natively(head, target.form, tables)
+        whole = self.native is not None and self.native.drafts and width == 1 and not threshold
+        self.stops = self.weighs = whole
+        self.beside = BESIDE if whole else 0
         self.reset()
 
     def new_cache(self) -> KVCache:
         return KVCache(
             self.config.layer, **self._shape, context=self._reach, dtype=self.dtype, device=self.target.device,
-            native=False,
+            native=self.native is not None,
         )  # fmt: skip
 
     def fuse(self, shown: Tensor) -> Tensor:
@@ -89,9 +99,9 @@ class Block(FeatureProposer):
 
     @torch.inference_mode()
     def propose(self, rows: Sequence[Row]) -> list[Draft]:
-        trees = [Tree(row) for row in rows]
+        trees = [Tree(row, fed=0) for row in rows]
         active = [tree for tree in trees if self._can_draft(tree.row)]
-        if active:
+        if active and not self._round(active):
             self._remember([tree.row for tree in active])
             growing = self._say(active)
             for level in range(self.config.depth):
@@ -104,35 +114,70 @@ class Block(FeatureProposer):
         upto = self.cache.length[row.slot] + self.config.block
         return self.is_up_to_date(row) and self.cache.pages.grow(row.slot, upto + len(self.waiting[row.slot]))
 
+    def _round(self, trees: Sequence[Tree]) -> bool:
+        """Read what the slots have missed and draft chains behind it, all in one native call. False, and nothing done,
+        where that takes more: branches, laws to keep, filters, trust."""
+        native = self.native
+        if not self.weighs or native is None or not all(tree.is_plain for tree in trees):
+            return False
+        self._remember([tree.row for tree in trees if self.waiting[tree.row.slot].parts > 1])
+        raw = not any(self.waiting[tree.row.slot].fused for tree in trees)
+        starts = [self._start(tree, raw) for tree in trees]
+        ids = None if self.ids is None else self.ids.numpy()
+        stands = trees[0].row.stands  # a guess, which differs between temperatures alone; rows without have no floor
+        said = native.round(starts, self.cache, self.target.vocab, ids, raw, stands)
+        for tree, start, own in zip(trees, starts, said, strict=True):
+            if start.segment.tokens:
+                self.commit(tree.row, len(start.segment.tokens))
+            tree.weigh(own, self.name, self.beside)
+        return True
+
+    def _start(self, tree: Tree, raw: bool) -> Start:
+        """What a native round has to know of one request; `raw`, it brings the target's states."""
+        slot = tree.row.slot
+        parts = (self.take_raw(slot) if raw else self.take(slot)) or []
+        count = len(parts[0]) if parts else 0
+        link = tree.link(count)
+        link = replace(link, keys=link.keys[: self.config.depth])
+        return Start(_context(slot, count), [part.numpy() for part in parts], 0, link)
+
     def _remember(self, rows: Sequence[Row]) -> None:
         """Write the keys and values of all context that waits; none depends on another."""
-        parts, positions, places, counts = [], [], [], []
-        for row in rows:
-            at, taken = self.cache.length[row.slot], self.take(row.slot)
-            count = sum(map(len, taken))
-            parts += taken
-            positions.append(np.arange(at, at + count))
-            places.append(self.cache.pages.rows[row.slot, at : at + count])
-            counts.append(count)
-        if not parts:
-            return
-        context, index = torch.cat(parts), torch.from_numpy(np.concatenate(places)).to(self.target.device)
-        rotation = self._rotation(torch.from_numpy(np.concatenate(positions)).to(self.target.device))
-        for layer in range(self.config.layer.layers):
-            keys, values = self.head.remember(layer, context, rotation)
-            self.cache.keys[layer, index], self.cache.values[layer, index] = keys, values
-        for row, count in zip(rows, counts, strict=True):
-            self.commit(row, count)
+        taken = [[(row, part) for part in self.take(row.slot)] for row in rows]
+        for number in range(max(map(len, taken), default=0)):
+            self._read([parts[number] for parts in taken if number < len(parts)])
+
+    def _read(self, parts: Sequence[tuple[Row, Tensor]]) -> None:
+        """Write the keys and values of a piece of context [n, Hd] of each row."""
+        context, segments = (
+            torch.cat([part for _, part in parts]),
+            [_context(row.slot, len(part)) for row, part in parts],
+        )
+        if self.native is not None:
+            self.native.read(segments, context, self.cache)
+        else:
+            spans = [(s.slot, self.cache.length[s.slot], len(s.tokens)) for s in segments]
+            positions = np.concatenate([np.arange(at, at + count) for _, at, count in spans])
+            places = np.concatenate([self.cache.pages.rows[slot, at : at + count] for slot, at, count in spans])
+            rotation = self._rotation(torch.from_numpy(positions).to(self.target.device))
+            index = torch.from_numpy(places).to(self.target.device)
+            for layer in range(self.config.layer.layers):
+                keys, values = self.head.remember(layer, context, rotation)
+                self.cache.keys[layer, index], self.cache.values[layer, index] = keys, values
+        for row, part in parts:
+            self.commit(row, len(part))
 
     def _say(self, trees: Sequence[Tree]) -> list[_Growing]:
         """One pass over the block of each root. A block is whole however deep the draft is to be: what a slot says
         depends on how many there are."""
         c = self.config
-        masks, parents = [c.mask_token] * (c.block - 1), list(range(-1, c.block - 1))
-        segments = [Segment(tree.row.slot, [tree.row.tokens[-1], *masks], parents, []) for tree in trees]
-        attention = Attention(segments, self.cache, c.layer, causal=False)
-        ids = torch.tensor([token for s in segments for token in s.tokens], device=self.target.device)
-        made = self.head(self.head.embed(ids).to(self.dtype), self._rotation(attention.positions), attention)
+        segments = [block_of(tree.row.slot, tree.row.tokens[-1], c.block, c.mask_token) for tree in trees]
+        if self.native is not None:
+            made = self.head.norm(self.native.slots(segments, self.cache))
+        else:
+            attention = Attention(segments, self.cache, c.layer, causal=False)
+            ids = torch.tensor([token for s in segments for token in s.tokens], device=self.target.device)
+            made = self.head(self.head.embed(ids).to(self.dtype), self._rotation(attention.positions), attention)
         deepest = min(max(tree.row.depth for tree in trees), c.depth)
         made = made.view(len(trees), c.block, -1)[:, c.first : c.first + deepest]
         said = self.head.say(made.flatten(0, 1)).view(len(trees), deepest, -1)
@@ -166,6 +211,20 @@ class Block(FeatureProposer):
         """The tokens of the frontier. [F]"""
         return torch.tensor([g.tree.draft.tokens[node] for node in g.tree.frontier], device=self.target.device)
 
+    def _natively(self, head: BlockHead, form: str, tables: tuple[Tensor, Tensor]) -> tuple[BlockHead, NativeBlock]:
+        """The head with products on the native kernels, and its layers as programs. `tables`: cos and sin of all
+        positions."""
+        fast = with_native_products(head, form, "layers")
+        says, softcap = self.target.packed, self.target.softcap
+        if head.config.own_head:
+            says, softcap = fast.lm_head.packed, 0.0  # type: ignore[assignment]
+        return fast, NativeBlock(head, Operations(head.config.layer, form, tables), says, softcap)
+
     def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         cosine, sine = (table[positions] for table in self.rotation)
         return cosine, sine
+
+
+def _context(slot: int, count: int) -> Segment:
+    """The places of so many rows of context, which has no tokens of its own."""
+    return Segment(slot, [0] * count, list(range(-1, count - 1)), [])

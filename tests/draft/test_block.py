@@ -7,6 +7,9 @@ about all of it.
 
 from __future__ import annotations
 
+import itertools
+import operator
+from array import array
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -23,15 +26,18 @@ from forerun.draft.base import Row
 from forerun.draft.block import Block
 from forerun.draft.block_format import save_block
 from forerun.draft.block_head import BlockHead
-from forerun.draft.view import TargetView
+from forerun.draft.native_block import NativeBlock
+from forerun.draft.view import TargetView, view_of
 from forerun.engine.engine import Engine
 from forerun.kernels import native
+from forerun.models.config import load_config
 from forerun.models.rope import rope_tables
+from forerun.native import NativeDecoder
 from forerun.runner import Runner
-from forerun.types import Law
+from forerun.types import BESIDE, Draft, Law
 from forerun.verify import Noise
 from tests import tiny
-from tests.draft.test_eagle import norm, states_of, target
+from tests.draft.test_eagle import chain_of, norm, states_of, target
 from tests.engine import build
 
 ROOM = {"tokens": 1024, "page": 4, "slots": 8}
@@ -485,6 +491,92 @@ def test_the_native_products_compute_what_is_trained(form: str) -> None:
     for mine, theirs in zip(*said, strict=True):
         assert (theirs - mine).norm() / mine.norm() < (0.1 if form == "int8" else 1e-4)
     assert not isinstance(drafter.head.fc, torch.nn.Linear) and isinstance(head.fc, torch.nn.Linear)
+
+
+@pytest.mark.parametrize(("family", "shape"), [*(("llama", shape) for shape in SHAPES), ("gemma2", "dspark")])
+def test_a_round_in_one_call_is_the_chain_level_by_level(
+    family: str, shape: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several requests, each with its own depth and temperature; a softcap and a scaled embedding where Gemma has
+    them. Then once more, when there is nothing new to read, and behind some tokens more, of which one request has
+    none and one has many. The same in torch, but for what waits fused at the end of the cache."""
+    if native.library() is None:
+        pytest.skip("the native kernels were not compiled")
+    native.start(2)
+    monkeypatch.setattr(features, "CHUNK", 8)
+    directory = tiny.family(family)
+    view = view_of(NativeDecoder(load_config(directory), directory, "float32", 256), form="float32")
+    head = tiny.block(tiny.block_config(family, **SHAPES[shape]))
+    rows = [
+        Row(slot, tuple(range(5 + slot, 12 + 2 * slot)), SamplingParams(temperature=t), Noise(slot, 6), depth)
+        for slot, (depth, t) in enumerate(((3, 0.8), (1, 0.0), (9, 1.3), (2, 0.0)))
+    ]
+    torch.manual_seed(0)
+    states = [{b: torch.randn(len(row.tokens) - 1, view.hidden) for b in head.config.boundaries} for row in rows]
+    counts = (0, 1, 3, 25)
+    further = [replace(row, tokens=(*row.tokens, *[9, 8, 7, 6, 5] * 5)[: len(row.tokens) + n])
+               for row, n in zip(rows, counts, strict=True)]  # fmt: skip
+    more = [{b: torch.randn(n, view.hidden) for b in head.config.boundaries} for n in counts]
+    calls, drafts, done = [], [], NativeBlock.round
+    for way in ("one call", "level by level", "torch"):
+        with monkeypatch.context() as patched:
+            if way == "one call":
+                patched.setattr(NativeBlock, "round", lambda *a: (calls.append(a[1]), done(*a))[1])
+            else:
+                patched.setattr(NativeBlock, "drafts", property(lambda _: False))
+            drafter = Block(head, view if way != "torch" else replace(view, form=None), **ROOM)
+            for row, shown in zip(rows, states, strict=True):
+                drafter.open(row.slot, row.tokens)
+                drafter.observe(row.slot, 0, shown)
+            drafts.append([drafter.propose(rows) for _ in range(2)])
+            for row, shown in zip(rows, more, strict=True):
+                for at in range(0, len(next(iter(shown.values()))), 10):
+                    part = {boundary: states[at : at + 10] for boundary, states in shown.items()}
+                    drafter.observe(row.slot, len(row.tokens) - 1 + at, part)
+            drafts[-1].append(drafter.propose(further))
+    assert len(calls) == 3 and [len(s.segment.tokens) for s in calls[1]] == [0] * 4
+    assert drafts[0] == drafts[1] == drafts[2]
+    depth = head.config.depth
+    assert [len(draft) - 1 for draft in drafts[0][0]] == [min(most, depth) for most in (3, 1, 9, 2)]
+    assert len({token for draft in drafts[0][0] for token in draft.tokens[1:]}) > min(4, depth)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_chains_end_where_they_are_not_sure_any_more(temperature: float) -> None:
+    """As those of other heads: behind the token with which the product of what its sixteenths stand for falls below the
+    row's floor. Beside them stand the likeliest of what was not said."""
+    if native.library() is None:
+        pytest.skip("the native kernels were not compiled")
+    native.start(2)
+    directory = tiny.family("llama")
+    view = view_of(NativeDecoder(load_config(directory), directory, "float32", 256), form="float32")
+    head = tiny.block(tiny.block_config("llama", block=7, draft_vocab=40, own_head=True))
+    rows = [
+        Row(slot, tuple(range(5 + slot, 12 + slot)), SamplingParams(temperature=temperature), Noise(slot, 6), depth)
+        for slot, depth in enumerate((6, 3, 7))
+    ]
+    torch.manual_seed(0)
+    states = [{b: torch.randn(6, view.hidden) for b in head.config.boundaries} for _ in rows]
+    stands = array("f", [*(0.5 + i / 32 for i in range(16)), *(0.2 + i / 64 for i in range(16))])
+
+    def proposed(floors: tuple[float, ...]) -> list[Draft]:
+        drafter = Block(head, view, **ROOM)
+        for row, shown in zip(rows, states, strict=True):
+            drafter.open(row.slot, row.tokens)
+            drafter.observe(row.slot, 0, shown)
+        return drafter.propose([replace(r, stands=stands, floor=f) for r, f in zip(rows, floors, strict=True)])
+
+    assert Block(head, view, **ROOM).stops
+    whole, ends = proposed((0.0, 0.0, 0.0)), []
+    assert [len(draft) for draft in whole] == [1 + depth + BESIDE for depth in (6, 3, 7)]
+    for floors in ((0.5, 0.5, 0.5), (0.05, 0.3, 0.2), (0.0, 0.9, 0.1)):
+        for draft, full, floor in zip(proposed(floors), map(chain_of, whole), floors, strict=True):
+            chances = list(itertools.accumulate((stands[i] for i in full.sure), operator.mul))
+            end = next((i + 1 for i, chance in enumerate(chances) if chance < floor), len(chances))
+            chain = chain_of(draft)
+            assert (chain.tokens, chain.sure) == (full.tokens[: end + 1], full.sure[:end])
+            ends.append(end)
+    assert len(set(ends)) > 2
 
 
 @pytest.mark.parametrize("kernels", ["torch", "auto"])

@@ -74,7 +74,8 @@ struct Batch {
 // rows of all, and its own positions, store and direct in the batch, `rows` further on than the level before. With `first`,
 // a pass of `begin` over what each row begins behind comes before: it says the tokens of the first level, and its states go
 // with them. Both programs have the same buffers. A row stops behind the token with which the chance that all of its tokens
-// stand falls below its floor; that chance is a product of what `stands` says of each token's own chance.
+// stand falls below its floor; that chance is a product of what `stands` says of each token's own chance. Of a block all
+// levels come from one pass: there `first` is a pass that says nothing.
 struct Chain {
   int32_t levels, rows, logits, vocab;      // logits: their buffer; vocab: as many of them may be said
   const int32_t *active;                    // [levels], never rising

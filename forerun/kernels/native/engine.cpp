@@ -379,6 +379,27 @@ void forerun_chain(const Program *program, const Batch *batch, const Chain *chai
   }
 }
 
+// Draft from one pass over blocks, whose logits lie level by level: a draw for each row of a level, behind what `follow`,
+// unless it is null, adds to its logits for the tokens of the level before.
+void forerun_block(const Program *program, const Batch *batch, const Program *follow, const Chain *chain) {
+  std::vector<float> all(chain->ids ? chain->vocab : 0), chance(chain->rows, 1);
+  std::vector<float *> buffers(batch->buffers, batch->buffers + program->buffers);
+  Batch b = *batch;
+  b.buffers = buffers.data();
+  if (chain->first) forerun_run(chain->begin, chain->first);
+  forerun_run(program, batch);
+  for (int level = 0; level < chain->levels; level++) {
+    int64_t *tokens = chain->tokens + (int64_t)level * chain->rows;
+    b.ids = tokens;
+    b.tokens = chain->active[level];
+    if (follow) forerun_run(follow, &b);
+    const uint64_t *keys = chain->keys + (int64_t)level * chain->rows;
+    say_all(program, &b, chain, b.tokens, keys, tokens + chain->rows, all);
+    if (chain->stands && !goes_on(program, &b, chain, level + 1, b.tokens, keys, chance)) break;
+    buffers[chain->logits] += (int64_t)b.tokens * program->widths[chain->logits];
+  }
+}
+
 void forerun_pack(int format, const float *source, int outputs, int inputs, void *weight, void *scale) {
   active->pack(format, source, outputs, inputs, weight, scale);
 }
