@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
+from forerun.draft.block_dialects import DEEPSPEC, DEEPSPEC_GEMMA, arch_of
 from forerun.draft.eagle_dialects import MASKS
 from forerun.draft.level_dialects import PLAIN, VARIANTS
 from forerun.errors import one_line
@@ -17,7 +18,7 @@ from forerun.errors import one_line
 Json = dict[str, Any]
 
 NATIVE = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
-DEEPSPEC_BLOCKS, DEEPSPEC_EAGLES = ("Qwen3DSparkModel", "Gemma4DSparkModel"), ("Qwen3Eagle3Model", "Gemma4Eagle3Model")
+DEEPSPEC_EAGLES = ("Qwen3Eagle3Model", "Gemma4Eagle3Model")
 SPECULATORS = {  # type to --draft
     "eagle3": "eagle3", "peagle": "eagle3", "mtp": "mtp", "dspark": "block", "dflash": "block",
 }  # fmt: skip
@@ -59,8 +60,7 @@ class Look:
     @property
     def arch(self) -> str:
         """The class its authors gave, the first of several."""
-        named = self.raw.get("architectures")
-        return named[0] if isinstance(named, list) and named and isinstance(named[0], str) else ""
+        return arch_of(self.raw)
 
     @property
     def block(self) -> Json:
@@ -115,12 +115,12 @@ def _of_medusa(look: Look) -> Kind:
 
 def _of_deepspec(look: Look) -> Kind:
     family = "dflash" if look.raw.get("markov_rank") in (0, None) else "dspark"
-    return Kind(family, "deepspec", f"{family} drafter", "", ONLY_SPECULATORS)
+    return Kind(family, "deepspec", TITLES[family], "block")
 
 
 def _of_dflash(look: Look) -> Kind:
     dialect = "z-lab, causal" if look.block.get("causal") is True else "z-lab"
-    return Kind("dflash", dialect, "DFlash drafter", "", ONLY_SPECULATORS)
+    return Kind("dflash", dialect, "DFlash drafter", "block")
 
 
 def _is_peagle(look: Look) -> bool:
@@ -163,7 +163,6 @@ TITLES = {
     "dflash": "DFlash drafter",
 }  # fmt: skip
 NOT_READ = "forerun does not read this kind of drafter"
-ONLY_SPECULATORS = "blocks are read in the layout of speculators only"
 OWN_LAYERS = "layers of a target that draft for it are not read yet"
 
 TABLE: tuple[tuple[Callable[[Look], bool], Callable[[Look], Kind]], ...] = (
@@ -179,10 +178,10 @@ TABLE: tuple[tuple[Callable[[Look], bool], Callable[[Look], Kind]], ...] = (
         lambda k: "DFlash2DraftModel" in k.arch or "selector_rank" in k.block,
         _always(Kind("dflash2", "z-lab", "DFlash2 drafter", "", NOT_READ)),
     ),
-    (lambda k: k.arch in DEEPSPEC_BLOCKS, _of_deepspec),
+    (lambda k: k.arch in (DEEPSPEC, DEEPSPEC_GEMMA), _of_deepspec),
     (
         lambda k: k.arch == "DSparkDraftModel" or k.block.get("projector_type") == "dspark",
-        _always(Kind("dspark", "specforge", "DSpark drafter", "", ONLY_SPECULATORS)),
+        _always(Kind("dspark", "specforge", "DSpark drafter", "block")),
     ),
     (
         lambda k: k.arch == "DominoDraftModel" or "domino" in [c.get("projector_type") for c in (k.raw, k.block)],

@@ -10,6 +10,7 @@ from typing import Any
 from forerun.catalogue.facts import Facts
 from forerun.catalogue.family import Json
 from forerun.catalogue.layout import layer_of, refusal
+from forerun.draft.block_dialects import as_speculators, is_block
 from forerun.draft.eagle_dialects import read_dialect
 from forerun.errors import LoadError, shown
 from forerun.models.families import is_whole
@@ -178,19 +179,11 @@ def boundaries(drafter: Facts, target: Sizes) -> tuple[int, ...] | None:
     raw, kind = drafter.raw, drafter.kind
     if kind.draft == "eagle3":
         return read_dialect(raw, target).boundaries
-    own = raw.get("dflash_config")
-    nested = own if isinstance(own, dict) else {}
-    for place, name, later in (
-        (raw, "aux_hidden_state_layer_ids", 0), (raw, "eagle_aux_hidden_state_layer_ids", 0),
-        (nested, "target_layer_ids", 1), (raw, "target_layer_ids", 1),
-    ):  # fmt: skip
-        ids = place.get(name)
-        if ids is None:
-            continue
-        if not isinstance(ids, list) or not ids or not all(is_whole(i) for i in ids):
-            raise LoadError(f"{name} in config.json is {shown(ids)}, not a list of hidden states to read")
-        return tuple(i + later for i in ids)
-    return None
+    name = "aux_hidden_state_layer_ids"
+    ids = (as_speculators(raw) if is_block(raw) else raw).get(name)
+    if ids is not None and (not isinstance(ids, list) or not ids or not all(is_whole(i) for i in ids)):
+        raise LoadError(f"{name} in config.json is {shown(ids)}, not a list of hidden states to read")
+    return None if ids is None else tuple(ids)
 
 
 def _embedding(drafter: Facts, target: Sizes) -> Iterator[Check]:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from forerun.catalogue.facts import Facts
 from forerun.catalogue.family import Json
+from forerun.draft.block_dialects import as_speculators
 from forerun.draft.level_dialects import read_hydra, read_medusa, read_mlp
 from forerun.errors import LoadError, shown
 from forerun.models.families import FAMILIES, is_whole
@@ -50,7 +51,11 @@ def _eagle(facts: Facts) -> str:
 
 
 def _block(facts: Facts) -> str:
-    raw, layer = facts.raw, layer_of(facts.raw)
+    try:
+        raw = as_speculators(facts.raw)
+    except LoadError as error:
+        return str(error)
+    layer = layer_of(raw)
     if raw.get("markov_head_type") not in (None, "vanilla"):
         return f"its Markov head is of the type {shown(raw['markov_head_type'])}: only vanilla is supported"
     types, size = layer.get("layer_types"), raw.get("block_size")

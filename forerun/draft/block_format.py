@@ -1,4 +1,5 @@
-"""Block drafters on disk, in the layout of speculators 0.9: `dspark`, and `dflash` without Markov and confidence heads.
+"""Block drafters on disk: written in the layout of speculators 0.9 (`dspark`, or `dflash` without Markov and
+confidence heads), read in others too (`block_dialects`).
 
 Whether slot k says the token behind its own position or the one at it is a flag of config.json, and a head that is read
 the wrong way still drafts, but is never right. Where the flag is not there, slots say the token at their own position:
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from forerun.draft.block_dialects import KINDS, as_speculators
 from forerun.draft.block_head import BlockConfig, BlockHead, check_fit
 from forerun.draft.fields import read_bool, read_whole
 from forerun.draft.listed import check_map
@@ -34,7 +36,6 @@ from forerun.models.config import ModelConfig
 from forerun.models.families import is_whole
 
 KIND = "block drafter"
-KINDS = ("dspark", "dflash")
 LARGEST_BLOCK = 64
 W1, TRUST = "markov_head.markov_w1.weight", "confidence_head.proj.weight"
 
@@ -63,7 +64,7 @@ def load_block(directory: Path, target: TargetView) -> BlockHead:
     """Read a head for this target, in float32. Raises LoadError, also where it does not fit."""
     raw, tensors = read_config(directory, KIND), read_tensors(directory, KIND)
     try:
-        config = _config(raw, tensors, target)
+        config = _config(as_speculators(raw), tensors, target)
         check_fit(config, target)
         check_map(tensors, config.draft_vocab, config.layer.vocab)
         return assemble(lambda: BlockHead(config), tensors, KIND)
@@ -74,7 +75,10 @@ def load_block(directory: Path, target: TargetView) -> BlockHead:
 def _config(raw: Json, tensors: Tensors, target: TargetView) -> BlockConfig:
     kind, layer = raw.get("speculators_model_type"), raw.get("transformer_layer_config")
     if kind not in KINDS or not isinstance(layer, dict):
-        raise LoadError(f"config.json does not describe one of the speculators layout, {' or '.join(KINDS)}")
+        raise LoadError(f"config.json does not describe one, {' or '.join(KINDS)}")
+    made_for = layer.get("num_target_layers")
+    if is_whole(made_for) and made_for != target.layers:
+        raise LoadError(f"it was made for a target of {made_for} layers, this one has {target.layers}")
     if raw.get("markov_head_type") not in (None, "vanilla"):
         raise LoadError(f"its Markov head is of the type {raw['markov_head_type']!r}: only vanilla is supported")
     layers, ids = _layers(layer, tensors, target.vocab), _boundaries(raw)

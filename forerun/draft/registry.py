@@ -12,7 +12,8 @@ from typing import Protocol
 from forerun.cache.kv import KVCache
 from forerun.draft.base import Proposer
 from forerun.draft.block import Block
-from forerun.draft.block_format import KINDS, load_block
+from forerun.draft.block_dialects import is_block
+from forerun.draft.block_format import load_block
 from forerun.draft.bundled import bundled_for
 from forerun.draft.compose import Either, composed
 from forerun.draft.corpus import Index
@@ -65,8 +66,8 @@ def automatic(spec: str, model: Path, instructions: str, bits: float) -> str:
 
 
 def kind_of(directory: Path) -> str:
-    """What a directory holds: eagle3, mtp and block (dspark, dflash) in the layout of speculators, medusa, hydra, mlp,
-    eagle and eagle3 as others publish them, the last two told by their tensors, or else a model."""
+    """What a directory holds: eagle3 and mtp in the layout of speculators, block, medusa, hydra, mlp, eagle and eagle3
+    as others publish them, the last two told by their tensors, or else a model."""
     try:
         raw = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -76,7 +77,7 @@ def kind_of(directory: Path) -> str:
     kind = raw.get("speculators_model_type", raw.get("model_type"))
     if kind == "peagle":
         return "eagle3"
-    if kind in KINDS:
+    if is_block(raw):
         return "block"
     if kind == "mlp_speculator":
         return "mlp"

@@ -18,7 +18,9 @@ def stocked(hub: FakeHub) -> None:
     hub.add(TARGET, target_config())
     hub.add("them/Big-8B-speculator.eagle3", eagle_config(), eagle_shapes(), {"domains": ["Code"]}, ["speculators"])
     hub.add("us/big-8b-eagle3", {"architectures": ["LlamaForCausalLMEagle3"]}, card={"base_model": TARGET})
-    hub.add("z/Big-8B-DFlash-b16", {"architectures": ["DFlashDraftModel"], "dflash_config": {}})
+    hub.add(
+        "z/Big-8B-DFlash-b16", {"architectures": ["DFlashDraftModel"], "dflash_config": {"projector_type": "domino"}}
+    )
     hub.add("odd/fast-draft", eagle_config(), card={"base_model": TARGET}, tags=["eagle3", "domain:law"])
     hub.add("other/Big-8B-eagle3-chat", eagle_config("org/Other-8B"), card={"base_model": TARGET}, tags=["eagle3"])
     hub.add("quant/Big-8B-GGUF", target_config(), card={"base_model": TARGET})
@@ -37,7 +39,7 @@ def test_what_is_found_and_why(hub: FakeHub) -> None:
     assert verifier.draft == "eagle3:them/Big-8B-speculator.eagle3" and verifier.domains == ("code",)
     assert linked.reasons[1] == "its card says that its base model is the target" and linked.domains == ("law",)
     assert named.reasons[1] == "its name says eagle3 and the target" and named.draft == "eagle3:us/big-8b-eagle3"
-    assert block.draft == "" and "layout of speculators only" in block.as_dict()["reason"]
+    assert block.draft == "" and "does not read" in block.as_dict()["reason"]
     assert "model.safetensors" not in hub.sent, "only configurations are read"
 
 

@@ -75,6 +75,71 @@ def same(loaded: BlockHead, head: BlockHead) -> None:
     assert len(drafts(head)) == 1 + 3 * head.config.depth and drafts(loaded) == drafts(head)
 
 
+TOP = LAYER | {"num_target_layers": 3, "layer_types": ["full_attention"] * 2}
+DEEPSPEC = TOP | {
+    "architectures": ["Qwen3DSparkModel"], "target_layer_ids": [1, -1, 2], "block_size": 4, "mask_token_id": 0,
+    "num_anchors": 512,
+}  # fmt: skip
+ZLAB = TOP | {
+    "architectures": ["DFlashDraftModel"], "block_size": 4, "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
+    "dflash_config": {"target_layer_ids": [1, -1, 2], "mask_token_id": 0},
+}  # fmt: skip
+SPECFORGE = TOP | {
+    "architectures": ["DSparkDraftModel"],
+    "dflash_config": {"target_layer_ids": [1, -1, 2], "mask_token_id": 0, "block_size": 4, "projector_type": "dspark"}
+    | {"markov_rank": 5, "attention_mode": "gqa"},
+}  # fmt: skip
+OWN = {"own_embedding": True, "own_head": True}
+FILL_IN = {"sample_from_anchor": False}
+DIALECTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # config.json, and what is meant by it
+    "DeepSpec DSpark": (DEEPSPEC | MARKOV, OWN),
+    "DeepSpec DFlash, which begins at its anchor too": (DEEPSPEC | {"markov_rank": 0}, PLAIN | OWN),
+    "z-lab": (ZLAB, PLAIN | FILL_IN),
+    "z-lab, all in one place": (
+        ZLAB | {"block_size": None, "dflash_config": ZLAB["dflash_config"] | {"block_size": 4}},
+        PLAIN | FILL_IN,
+    ),
+    "SpecForge": (SPECFORGE, FILL_IN | {"confidence": False, "confidence_with_markov": False}),
+    "SpecForge, which says so": (
+        SPECFORGE | {"dflash_config": SPECFORGE["dflash_config"] | {"sample_from_anchor": True}},
+        {"confidence": False, "confidence_with_markov": False},
+    ),
+}
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_other_dialects_mean_what_they_mean(dialect: str, tmp_path: Path) -> None:
+    """Numbers of states, places of fields and above all which slot says which token. It is told by its file alone."""
+    raw, meant = DIALECTS[dialect]
+    head = head_of(**meant)
+    path = write(tmp_path / "drafter", raw, tensors_of(head))
+    assert kind_of(path) == "block"
+    same(load_block(path, target()), head)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"num_target_layers": 4}, "target of 4 layers, this one has 3"),
+        ({"dflash_config": ZLAB["dflash_config"] | {"causal": True}}, "causal"),
+        ({"dflash_config": ZLAB["dflash_config"] | {"projector_type": "domino"}}, "domino"),
+        ({"dflash_config": ZLAB["dflash_config"] | {"selector_rank": 4}}, "DFlash2"),
+        ({"dflash_config": ZLAB["dflash_config"] | {"target_layer_ids": [1, "2"]}}, "target_layer_ids"),
+        ({"dflash_config": ZLAB["dflash_config"] | {"target_layer_ids": [1, -1, 3]}}, "from 0 to 3"),
+        ({"dflash_config": []}, "aux_hidden_state_layer_ids"),
+        ({"dflash_config": "x"}, "not an object"),
+        ({"architectures": ["Gemma4DSparkModel"]}, "Gemma 4"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "full_attention"),
+    ],
+)
+def test_what_is_not_supported_of_other_dialects(changes: dict[str, Any], says: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "drafter", ZLAB | changes, tensors_of(head_of(**PLAIN, **FILL_IN)))
+    assert kind_of(path) == "block"
+    with pytest.raises(LoadError, match=says) as error:
+        load_block(path, target())
+    assert "\n" not in str(error.value)
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -144,7 +209,7 @@ def test_older_files_hold_the_target_s_embedding_and_head(tmp_path: Path) -> Non
 
 BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "another kind": ({"speculators_model_type": "eagle3"}, "dspark or dflash"),
-    "no layers": ({"transformer_layer_config": None}, "speculators layout"),
+    "no layers": ({"transformer_layer_config": None}, "does not describe one"),
     "no number of layers": ({"transformer_layer_config": {}}, "num_hidden_layers"),
     "layers that are not there": ({"transformer_layer_config": LAYER | {"num_hidden_layers": 3}}, "no layers.2"),
     "too many layers": ({"transformer_layer_config": LAYER | {"num_hidden_layers": 1}}, "has layers.1"),
