@@ -115,7 +115,7 @@ struct Variant {
   bool (*repack)(int type, int format, const uint8_t *const *rows, int outputs, int inputs, void *weight, void *scale);
   void (*unpack)(const Matrix &a, int64_t output, float *to);
   int64_t (*draw)(const float *scores, int vocab, uint64_t key);
-  int64_t (*say)(const float *logits, int vocab, float temperature, uint64_t key);
+  int64_t (*say)(const float *logits, int vocab, float temperature, uint64_t key, const int64_t *ids);
   bool (*rank)(const float *logits, int vocab, int32_t *tokens, float *logs);
 };
 

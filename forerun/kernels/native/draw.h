@@ -5,15 +5,24 @@
 
 namespace {
 
-// The first 31 bits of the uniforms of 16 tokens: those the last step of the finaliser leaves as they are.
-inline vi beginnings(uint64_t key, int first) {
+// The token whose score is at place i: i itself, or that of a list.
+inline int64_t token_at(const int64_t *ids, int i) { return ids ? ids[i] : i; }
+
+// The first 31 bits of the uniforms of the tokens at 16 places of `count`: those the last step of the finaliser leaves as
+// they are.
+inline vi beginnings(uint64_t key, int first, int count, const int64_t *ids) {
   typedef uint64_t words __attribute__((vector_size(REGISTER)));
   constexpr int N = sizeof(words) / 8;
   words step;
   for (int j = 0; j < N; j++) step[j] = (uint64_t)(j + 1) * GOLDEN;
-  alignas(64) uint64_t bits[W];
+  alignas(64) uint64_t bits[W], listed[W] = {};
+  if (ids) memcpy(listed, ids + first, sizeof(uint64_t) * (count - first < W ? count - first : W));
   for (int i = 0; i < W; i += N) {
-    words x = step + (key + (uint64_t)(first + i) * GOLDEN);
+    words x = step + (key + (uint64_t)(first + i) * GOLDEN), y;
+    if (ids) {
+      memcpy(&y, listed + i, sizeof y);
+      x = (y + 1) * GOLDEN + key;
+    }
     x = (x ^ (x >> 30)) * FIRST;
     x = (x ^ (x >> 27)) * SECOND;
     x = x >> 33;
@@ -48,21 +57,23 @@ int likeliest(const float *x, int vocab, float *most) {
         if (x[j] == *most) return j;
 }
 
-// argmax of (x - shift) / temperature plus Gumbel noise, ties to the lowest token; `winner` has the largest x. With u a
+// The place of the argmax of (x - shift) / temperature plus Gumbel noise, ties to the lowest; `winner` has the largest x. With u a
 // token's uniform and `behind` how far its score lies behind the best sum so far, it can win only if -log u <= exp(behind),
 // and 1 - u <= -log u: the first bits of u rule out most tokens without a logarithm.
-int draw_scores(const float *x, int vocab, float shift, float temperature, uint64_t key, int winner) {
+int draw_scores(
+    const float *x, int vocab, float shift, float temperature, uint64_t key, int winner, const int64_t *ids = nullptr
+) {
   float score = (x[winner] - shift) / temperature;  // of the best so far; its noise apart, since large scores round it away
-  double noise = gumbel(key, winner);
+  double noise = gumbel(key, token_at(ids, winner));
   for (int i = 0; i < vocab; i += W) {
     vf s = (scores_at(x, i, vocab) - shift) / temperature, behind = (s - score) - (float)noise;
     if (!any(set1(-40.0f) <= behind)) continue;  // its exp is less than the smallest 1 - u there is
-    vf left = to_float(~beginnings(key, i) & 0x7fffffff) * 0x1p-31f;
+    vf left = to_float(~beginnings(key, i, vocab, ids) & 0x7fffffff) * 0x1p-31f;
     vi open = left <= vexp(behind) * 1.0001f;
     if (!any(open)) continue;
     for (int j = 0; j < W; j++) {
       if (!open[j] || i + j == winner || s[j] == -INFINITY) continue;
-      double own = gumbel(key, i + j), sum = s[j] + own, best = score + noise;
+      double own = gumbel(key, token_at(ids, i + j)), sum = s[j] + own, best = score + noise;
       if (sum > best || (sum == best && i + j < winner)) score = s[j], noise = own, winner = i + j;
     }
   }
@@ -76,11 +87,13 @@ int64_t draw(const float *scores, int vocab, uint64_t key) {
   return winner < 0 ? 0 : draw_scores(scores, vocab, 0.0f, 1.0f, key, winner);
 }
 
-// The likeliest token at temperature 0, else one of softmax(logits / temperature); -1 where logits are not finite.
-int64_t say(const float *logits, int vocab, float temperature, uint64_t key) {
+// The likeliest token at temperature 0, else one of softmax(logits / temperature); -1 where logits are not finite. Logits
+// are of the tokens `ids`, which ascend, or of all in order where that is null.
+int64_t say(const float *logits, int vocab, float temperature, uint64_t key, const int64_t *ids) {
   float most;
   int winner = likeliest(logits, vocab, &most);
-  return winner < 0 || temperature <= 0 ? winner : draw_scores(logits, vocab, most, temperature, key, winner);
+  if (winner >= 0 && temperature > 0) winner = draw_scores(logits, vocab, most, temperature, key, winner, ids);
+  return winner < 0 ? winner : token_at(ids, winner);
 }
 
 // exp(x) for x up to 0, within 4 % and right on average: the bits of a float are nearly its logarithm (Schraudolph 1999).

@@ -235,14 +235,6 @@ void in_child() {
 }
 const int at_fork = pthread_atfork(before_fork, after_fork, in_child);
 
-// Logits of some tokens among all: nothing else can be said.
-float *spread(const float *logits, const Chain *chain, std::vector<float> &all) {
-  std::fill(all.begin(), all.end(), -INFINITY);
-  for (int i = 0; i < chain->said; i++)
-    if (chain->ids[i] < chain->vocab) all[chain->ids[i]] = logits[i];
-  return all.data();
-}
-
 // How many logits are of tokens that may be said: those are in order.
 int sayable(const Chain *chain) {
   if (!chain->ids) return chain->vocab;
@@ -251,28 +243,15 @@ int sayable(const Chain *chain) {
   return count;
 }
 
-// The likeliest of some tokens, the first of equals.
-int64_t likeliest(const float *logits, const Chain *chain) {
-  int count = sayable(chain);
-  int64_t place = count ? active->say(logits, count, 0, 0) : -1;
-  return place < 0 ? 0 : chain->ids[place];
-}
-
 // A token for each of the first rows of a pass.
 void say_all(
-    const Program *program, const Batch *batch, const Chain *chain, int rows, const uint64_t *keys, int64_t *tokens,
-    std::vector<float> &all
+    const Program *program, const Batch *batch, const Chain *chain, int rows, const uint64_t *keys, int64_t *tokens
 ) {
+  const int count = sayable(chain);
   for (int r = 0; r < rows; r++) {
-    float *row = at(program, batch, chain->logits, r);
-    if (chain->ids && chain->temperature[r] == 0) {
-      tokens[r] = likeliest(row, chain);
-      continue;
-    }
-    if (chain->ids) row = spread(row, chain, all);
-    int64_t token = active->say(row, chain->vocab, chain->temperature[r], keys[r]);
-    tokens[r] = token < 0 ? 0 : token;  // logits that are not finite: any draft is right
-  }
+    const float *row = at(program, batch, chain->logits, r);
+    tokens[r] = std::max<int64_t>(active->say(row, count, chain->temperature[r], keys[r], chain->ids), 0);
+  }  // logits that are not finite: any draft is right
 }
 
 // How sure the drafter is of a token it said, in sixteenths, and what else it thinks of: chances among its likeliest
@@ -360,10 +339,10 @@ void forerun_run(const Program *program, const Batch *batch) {
 void forerun_chain(const Program *program, const Batch *batch, const Chain *chain) {
   Batch b = *batch;
   int levels = chain->levels;
-  std::vector<float> all(chain->ids ? chain->vocab : 0), chance(chain->rows, 1);
+  std::vector<float> chance(chain->rows, 1);
   if (chain->first) {
     forerun_run(chain->begin, chain->first);
-    say_all(program, chain->first, chain, chain->rows, chain->first_keys, chain->tokens, all);
+    say_all(program, chain->first, chain, chain->rows, chain->first_keys, chain->tokens);
     if (chain->stands && !goes_on(program, chain->first, chain, 0, chain->rows, chain->first_keys, chance)) levels = 0;
     gather(program, chain);
   }
@@ -373,7 +352,7 @@ void forerun_chain(const Program *program, const Batch *batch, const Chain *chai
     b.tokens = b.wanted = chain->active[level];
     forerun_run(program, &b);
     const uint64_t *keys = chain->keys + (int64_t)level * chain->rows;
-    say_all(program, &b, chain, b.tokens, keys, tokens + chain->rows, all);
+    say_all(program, &b, chain, b.tokens, keys, tokens + chain->rows);
     if (chain->stands && !goes_on(program, &b, chain, level + 1, b.tokens, keys, chance)) break;
     b.positions += chain->rows, b.store += chain->rows, b.direct += chain->rows;
   }
@@ -382,7 +361,7 @@ void forerun_chain(const Program *program, const Batch *batch, const Chain *chai
 // Draft from one pass over blocks, whose logits lie level by level: a draw for each row of a level, behind what `follow`,
 // unless it is null, adds to its logits for the tokens of the level before.
 void forerun_block(const Program *program, const Batch *batch, const Program *follow, const Chain *chain) {
-  std::vector<float> all(chain->ids ? chain->vocab : 0), chance(chain->rows, 1);
+  std::vector<float> chance(chain->rows, 1);
   std::vector<float *> buffers(batch->buffers, batch->buffers + program->buffers);
   Batch b = *batch;
   b.buffers = buffers.data();
@@ -394,7 +373,7 @@ void forerun_block(const Program *program, const Batch *batch, const Program *fo
     b.tokens = chain->active[level];
     if (follow) forerun_run(follow, &b);
     const uint64_t *keys = chain->keys + (int64_t)level * chain->rows;
-    say_all(program, &b, chain, b.tokens, keys, tokens + chain->rows, all);
+    say_all(program, &b, chain, b.tokens, keys, tokens + chain->rows);
     if (chain->stands && !goes_on(program, &b, chain, level + 1, b.tokens, keys, chance)) break;
     buffers[chain->logits] += (int64_t)b.tokens * program->widths[chain->logits];
   }
@@ -430,7 +409,7 @@ void forerun_draw(const float *scores, const uint64_t *keys, int rows, int vocab
 int forerun_say(const float *logits, const float *temperature, const uint64_t *keys, int rows, int vocab, int64_t *said) {
   const Variant *variant = active ? active : choose("");
   for (int i = 0; i < rows; i++) {
-    said[i] = variant->say(logits + (int64_t)i * vocab, vocab, temperature[i], keys[i]);
+    said[i] = variant->say(logits + (int64_t)i * vocab, vocab, temperature[i], keys[i], nullptr);
     if (said[i] < 0) return i;
   }
   return rows;
