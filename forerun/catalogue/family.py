@@ -14,6 +14,7 @@ from forerun.draft.block_dialects import DEEPSPEC, DEEPSPEC_GEMMA, arch_of
 from forerun.draft.eagle_dialects import MASKS
 from forerun.draft.level_dialects import PLAIN, VARIANTS
 from forerun.errors import one_line
+from forerun.models.families import OWN_DRAFTER
 
 Json = dict[str, Any]
 
@@ -154,7 +155,9 @@ def _is_native(look: Look) -> bool:
 def _of_native(look: Look) -> Kind:
     if look.has("dspark_block_size"):
         return Kind("dspark", "native", "model with DSpark layers of its own", "", OWN_LAYERS)
-    return Kind("mtp", "native", "model with multi-token layers of its own", "", OWN_LAYERS)
+    read = look.raw.get("model_type") in OWN_DRAFTER
+    draft, why = ("mtp", "") if read else ("", OWN_LAYERS)
+    return Kind("mtp", "native", "model with multi-token layers of its own", draft, why)
 
 
 EAGLE3 = "EAGLE-3 head"
@@ -163,7 +166,7 @@ TITLES = {
     "dflash": "DFlash drafter",
 }  # fmt: skip
 NOT_READ = "forerun does not read this kind of drafter"
-OWN_LAYERS = "layers of a target that draft for it are not read yet"
+OWN_LAYERS = "layers that draft for their own model are read of MiMo only"
 
 TABLE: tuple[tuple[Callable[[Look], bool], Callable[[Look], Kind]], ...] = (
     (lambda k: k.has("speculators_model_type"), _speculators),

@@ -13,7 +13,7 @@ from forerun.catalogue.family import Json
 from forerun.draft.block_dialects import as_speculators
 from forerun.draft.level_dialects import read_hydra, read_medusa, read_mlp
 from forerun.errors import LoadError, shown
-from forerun.models.families import FAMILIES, is_whole
+from forerun.models.families import FAMILIES, OWN_DRAFTER, is_whole
 
 LAYERS = ("llama", "qwen3")  # families of decoder layers that heads are built of (`draft/stored.py`)
 LARGEST_BLOCK = 64
@@ -73,6 +73,8 @@ def _block(facts: Facts) -> str:
 
 
 def _mtp(facts: Facts) -> str:
+    if facts.raw.get("model_type") in OWN_DRAFTER:
+        return ""
     if facts.raw.get("num_nextn_predict_layers", 1) != 1:
         return f"it has {shown(facts.raw['num_nextn_predict_layers'])} layers: only modules of one are supported"
     return _layer(facts.raw, 1) or _lacks(facts, "mtp_layers.0.input_proj.weight")

@@ -5,37 +5,19 @@ state of token t, each normed, are joined, go through one ordinary decoder layer
 head says token t + 2. Applied again to its own normalised output it drafts further; FastMTP (2509.18362) trains for
 that. Embedding and head are the target's: nothing of them is stored, unless it says part of the vocabulary (`Listed`),
 with a head of its own for that.
-
-A directory is written, and read, in the `mtp` layout of speculators 0.9.
 """
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from forerun.draft.layers import JoinedLayer
-from forerun.draft.listed import check_map
 from forerun.draft.pair_head import PairHead, Parts
-from forerun.draft.stored import (
-    assemble,
-    describe_layer,
-    describe_speculator,
-    read_config,
-    read_layer,
-    read_tensors,
-    size_of,
-    write,
-)
 from forerun.draft.view import TargetView
 from forerun.errors import LoadError
 from forerun.models.config import ModelConfig
 from forerun.models.decoder import Attend
-
-KIND = "MTP module"
-PREFIX = "mtp_layers.0."
 
 
 class _Layer(JoinedLayer):
@@ -109,31 +91,3 @@ class MtpModule(PairHead):
 
     def state(self, made: Tensor) -> Tensor:
         return made
-
-
-def save_module(module: MtpModule, directory: Path, target: str | None, dtype: torch.dtype) -> None:
-    """Write a module; `target` is the name of its target. Raises OSError."""
-    described = describe_speculator("mtp", "MTPDraftModel", describe_layer(module.layer), 3, target)
-    own = {"num_nextn_predict_layers": 1, "draft_vocab_size": module.draft_vocab}
-    write(module, described | own, directory, dtype)
-
-
-def load_module(directory: Path, target: TargetView) -> MtpModule:
-    """Read a module for this target, in float32. Raises LoadError."""
-    raw, tensors = read_config(directory, KIND), read_tensors(directory, KIND)
-    try:
-        kind, layer = raw.get("speculators_model_type"), raw.get("transformer_layer_config")
-        if kind != "mtp" or not isinstance(layer, dict):
-            raise LoadError("config.json does not describe one of the speculators layout")
-        if raw.get("num_nextn_predict_layers", 1) != 1:
-            raise LoadError(f"it has {raw['num_nextn_predict_layers']!r} layers: only modules of one are supported")
-        config = read_layer(layer, tensors, target.vocab, PREFIX)
-        said = size_of(tensors, "lm_head.weight", 0) if "lm_head.weight" in tensors else config.vocab
-        if raw.get("draft_vocab_size") not in (None, said):
-            raise LoadError(f"draft_vocab_size is {raw['draft_vocab_size']!r}, but its head has {said} rows")
-        if said > config.vocab:
-            raise LoadError(f"it says {said} tokens, more than the {config.vocab} of its vocabulary")
-        check_map(tensors, said, config.vocab)
-        return assemble(lambda: MtpModule(config, target.layers, said), tensors, KIND)
-    except LoadError as error:
-        raise LoadError(f"{directory} holds no MTP module that can be used here: {error}") from None

@@ -23,7 +23,7 @@ from forerun.draft.hydra_format import load_hydra
 from forerun.draft.levels import LevelHeads, Levels
 from forerun.draft.medusa_format import load_heads
 from forerun.draft.mlp_format import load_mlp
-from forerun.draft.mtp import load_module
+from forerun.draft.mtp_format import load_module
 from forerun.draft.ngram import NGram
 from forerun.draft.pair_head import PairHead
 from forerun.draft.pairs import Pairs

@@ -81,9 +81,11 @@ class Checkpoint:
         held = {part: self.read(f"{stem}.{part}") for part in self.parts(layout, stem)}
         return read_stored(scheme, layout, held, shape, f"{self.directory}: {stem}")
 
-    def finish(self, ignored: tuple[str, ...]) -> None:
-        """Raise LoadError for tensors nobody took, but for those whose names end in one of `ignored`."""
+    def finish(self, ignored: tuple[str, ...], others: str | None = None) -> None:
+        """Raise LoadError for tensors nobody took, but for those whose names end in one of `ignored`, or begin with
+        `others`."""
         left = sorted(n for n in self.where if n not in self.taken and not n.endswith(ignored))
+        left = [name for name in left if others is None or not name.startswith(others)]
         if left:
             names = ", ".join(map(one_line, left[:4])) + (f" and {len(left) - 4} more" if len(left) > 4 else "")
             raise LoadError(f"{self.directory}: {len(left)} tensors fit no part of this model: {names}")

@@ -193,6 +193,7 @@ FAMILIES: dict[str, Callable[[Json], Json]] = {
     "llama": _llama,
     "mistral": _mistral,
     "qwen2": _qwen2,
+    "mimo": _qwen2,
     "qwen3": _qwen3,
     "smollm3": _smollm3,
     "phi3": _phi3,
@@ -200,3 +201,4 @@ FAMILIES: dict[str, Callable[[Json], Json]] = {
     "gemma3_text": _gemma3,
     "gpt2": _gpt2,
 }
+OWN_DRAFTER = {"mimo": "model.mtp_layers."}  # how the tensors begin that draft for a model, in its own checkpoint

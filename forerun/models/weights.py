@@ -17,6 +17,7 @@ from torch import Tensor
 
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.config import ModelConfig
+from forerun.models.families import OWN_DRAFTER
 from forerun.models.gguf.blocks import Blocks
 from forerun.models.quantized import Stored, scheme_of, stack
 
@@ -235,7 +236,8 @@ class Builder:
 
     def finish(self) -> None:
         """Raise LoadError if there is more in the checkpoint than was taken."""
-        self.checkpoint.finish((*IGNORED, "lm_head.weight") if self.config.tied else IGNORED)
+        own = OWN_DRAFTER.get(self.config.family)
+        self.checkpoint.finish((*IGNORED, "lm_head.weight") if self.config.tied else IGNORED, own)
 
     def build(self) -> Weights:
         """All of the model. Raises LoadError for what is missing, misshapen or left over."""

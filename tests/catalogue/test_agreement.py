@@ -18,7 +18,7 @@ from forerun.draft.hydra_format import load_hydra
 from forerun.draft.medusa import save_heads
 from forerun.draft.medusa_format import load_heads
 from forerun.draft.mlp_format import load_mlp
-from forerun.draft.mtp import load_module, save_module
+from forerun.draft.mtp_format import load_module, save_module
 from forerun.draft.view import TargetView, view_of
 from forerun.errors import LoadError
 from tests import tiny

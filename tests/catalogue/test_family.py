@@ -61,6 +61,7 @@ ROWS: list[tuple[dict[str, Any], tuple[str, ...], str, str]] = [
     (LLAMA | {"spd_type": "pard"}, (), "pard", "model"),
     (LLAMA | {"pard_token": 128256}, (), "pard", "model"),
     (LLAMA | {"num_nextn_predict_layers": 1}, (), "mtp (native)", ""),
+    (LLAMA | {"model_type": "mimo", "num_nextn_predict_layers": 1}, (), "mtp (native)", "mtp"),
     (LLAMA | {"text_config": {"mtp_num_hidden_layers": 1}}, (), "mtp (native)", ""),
     (LLAMA, ("model.layers.61.eh_proj.weight",), "mtp (native)", ""),
     (LLAMA, ("mtp.fc.weight",), "mtp (native)", ""),

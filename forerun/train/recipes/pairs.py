@@ -13,11 +13,12 @@ from forerun.draft.base import Proposer
 from forerun.draft.eagle_format import load_head, save_head
 from forerun.draft.eagle_head import EagleConfig, EagleHead
 from forerun.draft.layers import layer_like
-from forerun.draft.mtp import MtpModule, load_module, save_module
+from forerun.draft.mtp import MtpModule
+from forerun.draft.mtp_format import load_module, save_module
 from forerun.draft.pair_head import PairHead
 from forerun.draft.pairs import Pairs
 from forerun.draft.view import view_of
-from forerun.errors import LoadError
+from forerun.errors import ConfigError, LoadError
 from forerun.models.config import ModelConfig
 from forerun.models.hub import find_model
 from forerun.runner import Runner
@@ -105,6 +106,8 @@ class PairRecipe:
 
     def load(self, directory: Path, target: Target) -> nn.Module:
         head = self._read(directory, target)
+        if head.layer.qkv_bias:
+            raise ConfigError(f"{directory} holds layers with biases, which are not written: train a new module")
         head.attach(target.view)
         return head
 
