@@ -163,6 +163,7 @@ def summary(completion: Completion, room: int, plain: float | None) -> list[str]
         *([f"{speed * plain:.1f} times plain"] if speed and plain and stats.drafted else []),
         f"context {used} of {room}",
         *([f"{stats.accepted_length:.2f} per pass"] if stats.steps else []),
+        *([stats.why] if stats.why else []),
     ]
 
 

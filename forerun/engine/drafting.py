@@ -15,6 +15,7 @@ from forerun.engine.depth import DEEPEST, PROBE_DEPTH, DepthPolicy
 from forerun.engine.guard import Guard
 from forerun.engine.request import Offered, Request
 from forerun.engine.scheduler import Work
+from forerun.engine.stats import DRAFTED, EDGE, NO_ROOM, NOTHING, RESTED, UNPAID
 from forerun.errors import ForerunError
 from forerun.runner import Runner
 from forerun.sampling.matcher import SOURCE
@@ -62,6 +63,10 @@ class Drafting:
             if plan.draft and not plan.work.request.error:
                 with blaming(plan.work.request):
                     drafts[plan.work.request.id] = self._taken(plan, plan.draft, (known, len(plans)))
+        why = {plan.work.request.id: plan.why for plan in plans}
+        for request in (work.request for work in drawing if work.request.draft != OFF):
+            drafted = len(drafts[request.id]) > 1
+            request.stats.reasons[DRAFTED if drafted else why.get(request.id, RESTED)] += 1
         return drafts
 
     def _ranked(self, request: Request, place: tuple[int, int], parts: Sequence[Proposer]) -> Sequence[Proposer]:
@@ -94,7 +99,7 @@ class Drafting:
         while plan.wanted and not request.error:
             if request.depth != "auto" or not self.policy.rests(request.acceptance[plan.wanted.name]):
                 return True
-            plan.give(None)
+            plan.give(None, UNPAID)
         return False
 
     def _ask(self, plans: Sequence[Plan], tokens: int) -> None:
@@ -110,7 +115,7 @@ class Drafting:
                 plan.depth, request.allowed = depth, max(depth, request.allowed)
                 groups[proposer].append(plan)
             else:
-                plan.give(None)
+                plan.give(None, NO_ROOM if depth else UNPAID if self._limit(plan.work) else EDGE)
         place = tokens, len(plans)
         for proposer, asking in groups.items():
             name, requests = proposer.name, [plan.work.request for plan in asking]
@@ -259,12 +264,12 @@ class Drafting:
 
 class Plan:
     """One request while it is drafted for: `wanted` is asked next, for a draft `depth` deep, and `draft` is there once
-    nobody is."""
+    nobody is; `why` is what kept it from being longer than a root, if it is not."""
 
     def __init__(self, work: Work, whole: Proposer, ranking: Ranking) -> None:
         self.work, self.whole = work, whole
         self.draft: Draft | None = None
-        self.depth = 0
+        self.depth, self.why = 0, NOTHING
         self._asking = ask(whole, Asked(work.request.rule.branching, ranking))
         self.wanted: Proposer | None = next(self._asking)
 
@@ -274,9 +279,11 @@ class Plan:
         assert self.wanted is not None
         return self.wanted
 
-    def give(self, offer: Offer | None) -> None:
-        """What the one that is asked has; None is nothing."""
+    def give(self, offer: Offer | None, why: str = NOTHING) -> None:
+        """What the one that is asked has; None is nothing, and `why`."""
         root = Draft.root(self.work.request.tokens[-1])
+        if offer or why != NOTHING:
+            self.why = UNPAID if offer else why
         try:
             self.wanted = self._asking.send(offer or Offer(root, root))
         except StopIteration as end:

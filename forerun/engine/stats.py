@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import Any
+
+# What became of a step: why it drafted, or did not. EDGE is the pass that ends a prompt, or has one token left to say.
+DRAFTED, NOTHING, UNPAID, RESTED, NO_ROOM, EDGE = (
+    "drafted", "nothing_to_draft", "would_not_pay", "rested", "no_room", "first_or_last",
+)  # fmt: skip
+WORDS = {
+    NOTHING: "nothing to draft in {}", UNPAID: "would not have paid in {}", RESTED: "rested in {}, since it was slower",
+    NO_ROOM: "no room in {}", EDGE: "first or last token in {}",
+}  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -38,6 +47,15 @@ class RequestStats:
     rounds: list[tuple[int, int]] = field(default_factory=list)  # of each step: tokens drafted, accepted
     depths: list[int] = field(default_factory=list)  # of each step: how deep its draft reached
     by_source: defaultdict[str, SourceStats] = field(default_factory=lambda: defaultdict(SourceStats))
+    reasons: Counter[str] = field(default_factory=Counter)  # of steps that might have drafted: what became of them
+
+    @property
+    def why(self) -> str:
+        """How often it drafted and why not more often, in a sentence; "" where nothing might have been drafted."""
+        if not self.reasons:
+            return ""
+        rest = [WORDS[reason].format(count) for reason, count in self.reasons.most_common() if reason in WORDS]
+        return "; ".join([f"drafted in {self.reasons[DRAFTED]} of {self.reasons.total()} steps", *rest])
 
     @property
     def accepted_length(self) -> float:
@@ -46,8 +64,11 @@ class RequestStats:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
-        names = [n for n in self.__slots__ if n not in ("by_source", "rounds", "depths")]
+        names = [n for n in self.__slots__ if n not in ("by_source", "rounds", "depths", "reasons")]
         values: dict[str, Any] = {name: getattr(self, name) for name in names}
         values = {k: round(v, 6) if isinstance(v, float) else v for k, v in values.items()}
         sources = {name: {"drafted": s.drafted, "accepted": s.accepted} for name, s in self.by_source.items()}
-        return values | {"accepted_length": round(self.accepted_length, 4), "by_source": sources}
+        length = round(self.accepted_length, 4)
+        return values | {
+            "accepted_length": length, "by_source": sources, "reasons": dict(self.reasons), "why": self.why,
+        }  # fmt: skip

@@ -116,10 +116,11 @@ async function start() {
   await learnCosts();
 }
 
-function done({ finish, tokens: said, rounds: passes }, most) {
+function done({ finish, tokens: said, rounds: passes, why }, most) {
   const full = said.length < most ? "The context is full: begin anew or shorten the prompt." : "It stopped at max tokens.";
   const cut = finish === "length" ? ` ${full}` : "";
-  return `Done: ${plural(said.length, "token")} in ${plural(passes.length, "pass", "passes")}.${cut}`;
+  const drafts = why ? ` It ${why}.` : "";
+  return `Done: ${plural(said.length, "token")} in ${plural(passes.length, "pass", "passes")}.${cut}${drafts}`;
 }
 
 /** The stage as it is before anything has come. In a chat the prompt leaves the form and the last answer joins the turns. */

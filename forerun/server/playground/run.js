@@ -26,6 +26,7 @@ export class Run {
   tokens = []; // {id, text, source} of every token emitted
   histogram = []; // rounds by how many drafted tokens they kept
   metrics = null;
+  why = ""; // how often it drafted, and why not more often
   // The sums leave out the first round: its pass reads the prompt, and says nothing of how fast text comes.
   draftMs = 0;
   verifyMs = 0;
@@ -41,6 +42,7 @@ export class Run {
   /** Takes in one chunk of either endpoint, which arrived `at`. Returns its round, or null where it carries none. */
   add(chunk, at = 0) {
     this.metrics = chunk.metrics?.speculative_decoding ?? this.metrics;
+    this.why = chunk.metrics?.forerun?.why ?? this.why;
     const choice = chunk.choices[0];
     const text = choice?.text ?? choice?.delta?.content ?? "";
     const round = chunk.x_spec ?? null;
