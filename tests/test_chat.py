@@ -212,7 +212,11 @@ def test_a_pipe_is_answered_line_by_line(forerun, monkeypatch: pytest.MonkeyPatc
 def test_a_pipe_has_no_prompt_and_short_statistics(forerun, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     code, out, err = piped(forerun, monkeypatch, "hello\n", "--ignore-eos")
     assert code == 0 and ">>>" not in out + err
-    assert re.search(r"^8 tokens \(cut at max-tokens\) · .* · context \d+ of 2048 · .* per pass · drafted in \d+ of \d+ steps\b.*$", err, re.M)
+    assert re.search(
+        r"^8 tokens \(cut at max-tokens\) · .* · context \d+ of 2048 · .* per pass · drafted in \d+ of \d+ steps\b.*$",
+        err,
+        re.M,
+    )
     assert "per pass" not in piped(forerun, monkeypatch, "hello\n", "--no-stats")[2]
 
 

@@ -18,7 +18,7 @@ from forerun.engine.scheduler import Work
 from forerun.engine.stats import DRAFTED, EDGE, NO_ROOM, NOTHING, RESTED, UNPAID
 from forerun.errors import ForerunError
 from forerun.runner import Runner
-from forerun.sampling.matcher import SOURCE
+from forerun.sampling.matcher import SOURCE, Matcher
 from forerun.types import Draft
 from forerun.verify import Noise
 
@@ -50,10 +50,11 @@ class Drafting:
         self.asked, lets = False, self.guard.lets()
         for work in drawing:
             request = work.request
-            with blaming(request):
-                drafts[request.id] = self._forced(work)
-            is_open = request.draft != OFF and (lets or request.depth != "auto")
-            if len(drafts[request.id]) == 1 and is_open and not request.error:
+            request.allowed, request.offered = 0, []
+            if request.state.grammar:
+                with blaming(request):
+                    drafts[request.id] = self._forced(work, request.state.grammar)
+            if len(drafts[request.id]) == 1 and not request.error and self._is_open(request, lets):
                 plans.append(Plan(work, self.proposers[request.draft], functools.partial(self._ranked, request, place)))
         self._try(plans, place)
         known, asking = sum(w.count for w in works) + sum(len(d) - 1 for d in drafts.values()), plans
@@ -63,11 +64,24 @@ class Drafting:
             if plan.draft and not plan.work.request.error:
                 with blaming(plan.work.request):
                     drafts[plan.work.request.id] = self._taken(plan, plan.draft, (known, len(plans)))
-        why = {plan.work.request.id: plan.why for plan in plans}
+        why, otherwise = {plan.work.request.id: plan.why for plan in plans}, UNPAID if lets else RESTED
         for request in (work.request for work in drawing if work.request.draft != OFF):
             drafted = len(drafts[request.id]) > 1
-            request.stats.reasons[DRAFTED if drafted else why.get(request.id, RESTED)] += 1
+            request.stats.reasons[DRAFTED if drafted else why.get(request.id, otherwise)] += 1
         return drafts
+
+    def _is_open(self, request: Request, lets: bool) -> bool:
+        """Whether anybody is to be asked for it; `lets` is what the guard says. Where all who might draft rest, that is
+        known without asking one after the other, which many requests would feel."""
+        if request.draft == OFF or request.depth != "auto":
+            return request.draft != OFF
+        whole = self.proposers[request.draft]
+        states = [request.acceptance[part.name] for part in whole.parts]
+        if not lets or whole.rivals or any(state.rest is None or state.rest <= 1 for state in states):
+            return lets
+        for state in states:
+            self.policy.rests(state)
+        return False
 
     def _ranked(self, request: Request, place: tuple[int, int], parts: Sequence[Proposer]) -> Sequence[Proposer]:
         """Proposers, those first that are expected to do best."""
@@ -210,16 +224,15 @@ class Drafting:
         if not 0 <= min(draft.tokens) <= max(draft.tokens) < vocab:
             raise ForerunError(f"the drafter {proposer.name!r} gave a token that is not in the vocabulary of {vocab}")
 
-    def _forced(self, work: Work) -> Draft:
+    def _forced(self, work: Work, grammar: Matcher) -> Draft:
         """What the request's grammar leaves no choice about, a root where it does or there is no room.
 
         It costs nothing to draft and is always accepted: neither the proposer nor the depth policy is asked.
         """
         request = work.request
-        request.allowed, request.offered = 0, []
         deepest = DEEPEST if request.depth == "auto" else int(request.depth)
-        grammar, limit = request.state.grammar, min(deepest, self._limit(work))
-        tokens = grammar.forced(limit) if grammar and limit else []
+        limit = min(deepest, self._limit(work))
+        tokens = grammar.forced(limit) if limit else []
         if tokens and not self.target.cache.pages.grow(request.slot, len(request.tokens) + len(tokens)):
             tokens = []
         return Draft.chain(request.tokens[-1], tokens, SOURCE)
