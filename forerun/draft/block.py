@@ -118,7 +118,7 @@ class Block(FeatureProposer):
         """Read what the slots have missed and draft chains behind it, all in one native call. False, and nothing done,
         where that takes more: branches, laws to keep, filters, trust."""
         native = self.native
-        if not self.weighs or native is None or not all(tree.is_plain for tree in trees):
+        if native is None or not self.weighs or self.threshold or not all(tree.is_plain for tree in trees):
             return False
         self._remember([tree.row for tree in trees if self.waiting[tree.row.slot].parts > 1])
         raw = not any(self.waiting[tree.row.slot].fused for tree in trees)
