@@ -14,13 +14,15 @@ from forerun.packed import Packed
 class Linear:
     """x [T, in] times weight [out, in] transposed; on the native kernels no row depends on another, to the last bit."""
 
-    def __init__(self, weight: Tensor, form: str | None) -> None:
-        """`form` is float32, bfloat16, int8 or int4 on the native kernels; None computes on torch in float32."""
+    def __init__(self, weight: Tensor, form: str | None, bias: Tensor | None = None) -> None:
+        """`form` is float32, bfloat16, int8 or int4 on the native kernels; None computes on torch in float32. `bias`
+        [out] is added."""
+        bias = None if bias is None else bias.detach().float()
         self.outputs, self.form = weight.shape[0], form
         if form is None:
-            self.weight = weight.float()
+            self.weight, self.bias = weight.float(), bias
         else:
-            self._multiply_with(Packed(weight, None, form, gated=False))
+            self._multiply_with(Packed(weight, bias, form, gated=False))
 
     @classmethod
     def of(cls, packed: Packed) -> Linear:
@@ -40,7 +42,7 @@ class Linear:
     def __call__(self, x: Tensor) -> Tensor:
         """float32 [T, in] -> float32 [T, out]"""
         if self.form is None:
-            return F.linear(x.float(), self.weight)
+            return F.linear(x.float(), self.weight, self.bias)
         given, out = x.float().contiguous(), torch.empty(len(x), self.outputs)
         pointers = np.array([given.data_ptr(), out.data_ptr()], dtype=np.uint64)
         scratch = np.empty(len(x) * self._row_bytes + 64, np.uint8)

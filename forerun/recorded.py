@@ -13,7 +13,7 @@ import numpy as np
 from forerun.cache.attention import Segment
 from forerun.cache.kv import KVCache
 from forerun.kernels import native
-from forerun.kernels.native import CChain, COp, CProgram, address
+from forerun.kernels.native import CBatch, CChain, COp, CProgram, address
 from forerun.models.config import ModelConfig
 from forerun.passes import Draws, Link, Pass, Said, Steps
 
@@ -115,7 +115,29 @@ class Recorded:
         if bringing:
             chain.begin, chain.first = ctypes.pointer(begin.program), ctypes.pointer(context)
         batch = blocks.fill(pointers, scratch, cache)
-        native.loaded().forerun_block(self.program, batch, follow and follow.program, chain)
+        programs = _programs([follow] * draws.levels) if follow else None
+        native.loaded().forerun_block(self.program, batch, programs, chain)
+        return draws.said()
+
+    def levels(
+        self,
+        links: Sequence[Link],
+        follow: Sequence[Recorded],
+        given: Mapping[int, np.ndarray],
+        vocab: int,
+        ids: np.ndarray | None,
+        stands: array[float] | None,
+    ) -> list[Said]:
+        """Say token after token behind each link, in one call: this program, then for each level its own of `follow`,
+        which makes logits with the token of the level before. Buffers begin with `given`, rows [links, at most the
+        buffer's width]; there is no cache. Otherwise as in `round`."""
+        draws = Draws(links)
+        pointers, scratch = self.buffers.fit(draws.rows, draws.levels * draws.rows)
+        for buffer, rows in given.items():
+            self.buffers.arrays[buffer][: draws.rows, : rows.shape[1]] = rows[draws.order]
+        batch = CBatch(tokens=draws.rows, buffers=pointers, scratch=scratch)
+        chain = _chain(draws, vocab, ids, stands)
+        native.loaded().forerun_block(self.program, batch, _programs(follow), chain)
         return draws.said()
 
     def _bring(self, starts: Sequence[Start], given: Sequence[int], count: int) -> None:
@@ -155,6 +177,11 @@ def _chain(draws: Draws, vocab: int, ids: np.ndarray | None, stands: array[float
         chain.sure, chain.counts = address(draws.sure), address(draws.counts)
         chain.beside, chain.beside_sure = address(draws.beside), address(draws.beside_sure)
     return chain
+
+
+def _programs(recorded: Sequence[Recorded]) -> ctypes.Array[ctypes._Pointer[CProgram]]:
+    """Pointers to their programs, one behind the other."""
+    return (ctypes.POINTER(CProgram) * len(recorded))(*(ctypes.pointer(each.program) for each in recorded))
 
 
 class _Buffers:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
 
 from forerun import LLM
-from forerun.draft.levels import LevelHeads
+from forerun.draft.level_heads import LevelHeads
 from forerun.draft.registry import LEVELS, kind_of
 from forerun.draft.view import TargetView, view_of
 from forerun.models.rope import rope_tables

@@ -4,28 +4,32 @@
     python scripts/round_cost.py                      # the model's own file
     python scripts/round_cost.py --quantization int8 --depth 4
 
-`eagle3` is the head that comes with forerun; `block` an untrained one of two layers that says as many tokens, with a
-Markov head of rank 64. Rounds and passes take turns; medians, and the median of their quotients.
+`eagle3` is the head that comes with forerun; the others are untrained: `block` has two layers and a Markov head of rank
+64, `medusa` one residual layer a head, and both say as many tokens as `eagle3`; `hydra` and `mlp` (levels tied) say all,
+as published ones do. Rounds and passes take turns; medians, and the median of their quotients.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-import tempfile
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
 
 import torch
 
 from forerun import LLM, SamplingParams
 from forerun.cache.attention import Segment
-from forerun.draft.base import Row
-from forerun.draft.block_format import save_block
+from forerun.draft.base import Proposer, Row
+from forerun.draft.block import Block
 from forerun.draft.block_head import BlockConfig, BlockHead
 from forerun.draft.bundled import BUNDLED
-from forerun.draft.features import FeatureProposer
+from forerun.draft.hydra import HydraHeads
+from forerun.draft.level_dialects import MlpShape
+from forerun.draft.levels import Levels
+from forerun.draft.medusa import MedusaHeads
+from forerun.draft.mlp import MlpSpeculator
+from forerun.draft.view import view_of
 from forerun.models.hub import DEFAULT
 from forerun.native import NativeDecoder
 from forerun.train.recipes.block import layers_like, spread
@@ -41,25 +45,41 @@ def main() -> None:
     parser.add_argument("--depth", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=150)
     asked = parser.parse_args()
-    with tempfile.TemporaryDirectory() as work:
-        plain = LLM(draft="off", dtype=asked.dtype, quantization=asked.quantization, kv_tokens=1024)
-        _save_untrained(plain, Path(work) / "block", asked.depth)
-        for draft in (f"eagle3:{BUNDLED / DEFAULT}", f"block:{Path(work) / 'block'}"):
-            llm = LLM(draft=draft, dtype=asked.dtype, quantization=asked.quantization, kv_tokens=1024)
-            for temperature in (0.0, 0.8):
-                pairs = measure(llm, SamplingParams(temperature=temperature), asked.depth, asked.rounds)
-                rounds, passes = (1e3 * statistics.median(side) for side in zip(*pairs, strict=True))
-                share = statistics.median(a / b for a, b in pairs)
-                print(
-                    f"{draft.split(':')[0]:6} depth {asked.depth}, temperature {temperature:g}: a round {rounds:.2f} ms"
-                    f" is {share:.2f} of a pass of {passes:.2f} ms ({llm.decoder.precision})"
-                )
+    draft = f"eagle3:{BUNDLED / DEFAULT}"
+    llm = LLM(draft=draft, dtype=asked.dtype, quantization=asked.quantization, kv_tokens=1024)
+    torch.manual_seed(0)
+    for name, drafter in [("eagle3", llm.engine.proposers[llm.draft]), *untrained(llm, asked.depth)]:
+        for temperature in (0.0, 0.8):
+            pairs = measure(llm, drafter, SamplingParams(temperature=temperature), asked.depth, asked.rounds)
+            rounds, passes = (1e3 * statistics.median(side) for side in zip(*pairs, strict=True))
+            share = statistics.median(a / b for a, b in pairs)
+            print(
+                f"{name:6} depth {asked.depth}, temperature {temperature:g}: a round {rounds:.2f} ms"
+                f" is {share:.2f} of a pass of {passes:.2f} ms ({llm.decoder.precision})",
+                flush=True,
+            )
 
 
-def measure(llm: LLM, params: SamplingParams, depth: int, rounds: int) -> list[tuple[float, float]]:
+def untrained(llm: LLM, depth: int) -> Iterator[tuple[str, Proposer]]:
+    """Drafters that say anything, by name."""
+    c, view = llm.decoder.config, view_of(llm.decoder)
+    block = BlockConfig(
+        layer=layers_like(c, 2), target_hidden=c.hidden, boundaries=spread(c.layers, 3), block=depth, mask_token=0,
+        draft_vocab=SAID, own_head=True, markov_rank=64,
+    )  # fmt: skip
+    yield "block", Block(BlockHead(block).requires_grad_(False), view, tokens=1024, page=16, slots=4)
+    medusa = MedusaHeads(depth, 1, c.hidden, c.vocab, said=SAID)
+    medusa.token_map = torch.arange(SAID)
+    mlp = MlpShape(levels=depth, hidden=c.hidden, inner=c.hidden, vocab=c.vocab, tied=True, scaled=True)
+    levels = {"medusa": medusa, "hydra": HydraHeads(depth, 1, c.hidden, c.vocab), "mlp": MlpSpeculator(mlp)}
+    yield from ((name, Levels(name, heads.requires_grad_(False), view)) for name, heads in levels.items())
+
+
+def measure(
+    llm: LLM, drafter: Proposer, params: SamplingParams, depth: int, rounds: int
+) -> list[tuple[float, float]]:
     """Seconds of a round and of the pass after it."""
-    drafter, target, c = llm.engine.proposers[llm.draft], llm.engine.target, llm.decoder.config
-    assert isinstance(drafter, FeatureProposer)
+    target, c = llm.engine.target, llm.decoder.config
     drafter.reset()
     text = torch.randint(3, c.vocab, (BEFORE + 2 * rounds + 20,)).tolist()
     show(drafter, c.hidden, 0, BEFORE - 1, text)
@@ -77,7 +97,7 @@ def measure(llm: LLM, params: SamplingParams, depth: int, rounds: int) -> list[t
     return found[5:]
 
 
-def show(drafter: FeatureProposer, hidden: int, start: int, count: int, text: list[int]) -> None:
+def show(drafter: Proposer, hidden: int, start: int, count: int, text: list[int]) -> None:
     """States of `count` tokens, which are any."""
     if start == 0:
         drafter.open(0, text[:1])
@@ -88,16 +108,6 @@ def timed(do: Callable[..., object], *given: object) -> float:
     start = time.perf_counter()
     do(*given)
     return time.perf_counter() - start
-
-
-def _save_untrained(llm: LLM, directory: Path, depth: int) -> None:
-    c = llm.decoder.config
-    torch.manual_seed(0)
-    config = BlockConfig(
-        layer=layers_like(c, 2), target_hidden=c.hidden, boundaries=spread(c.layers, 3), block=depth, mask_token=0,
-        draft_vocab=SAID, own_head=True, markov_rank=64,
-    )  # fmt: skip
-    save_block(BlockHead(config).requires_grad_(False), directory)
 
 
 if __name__ == "__main__":

@@ -14,10 +14,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from forerun.draft.levels import LevelHeads, Prefix
+from forerun.draft.level_heads import STATE, LevelHeads, Prefix
+from forerun.draft.operations import Operations
 from forerun.draft.view import TargetView
 from forerun.errors import LoadError
+from forerun.kernels.native import ACTIVATIONS, ADD, COp
 from forerun.models.config import ModelConfig
+from forerun.recorded import LOGITS, X
+
+SILU = ACTIVATIONS["silu"]
 
 
 class _Block(nn.Module):
@@ -63,6 +68,23 @@ class HydraHeads(LevelHeads):
             x = self.rest[level](x)
         logits: Tensor = self.lm_heads[level](x)
         return logits, carried
+
+    def widths(self) -> tuple[int, int]:
+        return self.hidden, self.hidden * (1 + len(self.first))
+
+    def record(self, level: int, made: Operations) -> list[COp]:
+        if self.first:
+            block, at = self.first[level], (level + 1) * self.hidden
+            ops = [
+                made.embedding(self.target.table, STATE, self.target.scale, column=at),
+                made.product(block.get_submodule("res_connection"), STATE, X),
+                made.product(block.get_submodule("linear"), STATE, X, activation=SILU, combine=ADD),
+            ]
+        else:
+            ops = [made.copy(STATE, X)]
+        for _ in range(self.again):
+            ops.append(made.product(self.rest[level].get_submodule("linear"), X, X, activation=SILU, combine=ADD))
+        return [*ops, made.product(self.lm_heads[level], X, LOGITS)]
 
 
 def prefix_like(target: TargetView) -> ModelConfig:

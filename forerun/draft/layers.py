@@ -126,7 +126,7 @@ class Native(nn.Module):
 
     def __init__(self, linear: nn.Linear, form: str) -> None:
         super().__init__()
-        self.product, self.bias = Linear(linear.weight.detach(), form), linear.bias
+        self.product = Linear(linear.weight.detach(), form, linear.bias)
 
     @property
     def packed(self) -> Packed:
@@ -134,8 +134,7 @@ class Native(nn.Module):
         return self.product.packed
 
     def forward(self, x: Tensor) -> Tensor:
-        out = self.product(x)
-        return out if self.bias is None else out + self.bias
+        return self.product(x)
 
 
 def with_native_products(module: M, form: str, leave: str | None = None) -> M:

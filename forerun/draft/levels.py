@@ -1,9 +1,7 @@
-"""Heads on the target's last state, one a level: what they are, and drafts grown with them.
+"""Drafting with heads on the target's last state, one a level: Medusa, Hydra, MLP speculators.
 
-With g_t the state in which the target left token t, after its last norm, the target's own head says token t + 1. The
-head of level i (from 0) says token t + 2 + i, from what level i - 1 carries over and the token that was drafted there:
-Medusa's carry the state and look at no token, a multi-layer perceptron a state of its own, Hydra's all embeddings so
-far. Nothing of it outlives a round, so there is no cache, and a request needs no more than its last state.
+Chains are grown in one native call where they are drawn as the target draws, with no filter; what takes more (branches,
+laws to keep) is grown level by level.
 """
 
 from __future__ import annotations
@@ -11,97 +9,64 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from forerun.draft.base import Proposer, Reference, Row
-from forerun.draft.layers import DecoderLayer, with_native_products
+from forerun.draft.layers import with_native_products
+from forerun.draft.level_heads import LevelHeads
+from forerun.draft.native_levels import NativeLevels
 from forerun.draft.tree import Tree, grow
 from forerun.draft.view import TargetView
-from forerun.errors import LoadError
-from forerun.models.config import ModelConfig
-from forerun.models.decoder import Attend
 from forerun.models.shortlist import spread
-from forerun.types import Draft
+from forerun.types import BESIDE, Draft
 
 
-class Prefix(nn.Module):
-    """The decoder layer over the target's states, and the norm behind it."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.config, self.layer = config, DecoderLayer(config)
-        self.norm = nn.RMSNorm(config.hidden, config.norm_eps)
-
-    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        """[T, H] -> [T, H]"""
-        out: Tensor = self.norm(self.layer(x, rotation, attend))
-        return out
-
-
-class LevelHeads(nn.Module):
-    """Base of all modules with a head a level.
+class Grower:
+    """Heads that draft for a target, and the drafts they grow.
 
     Attributes:
-        title: what messages call them, in the plural.
-        levels: how many tokens ahead they say.
-        hidden, vocab: of the target they are for.
-        prefix: what makes the states they begin with of the target's, where these are not the target's own.
+        heads: with products in the target's native form.
+        native: their levels as programs, where whole rounds can be done by them.
     """
 
-    title: str
-    prefix: Prefix | None
+    def __init__(self, name: str, heads: LevelHeads, target: TargetView, width: int) -> None:
+        """Raises LoadError if they are not made for this target."""
+        heads.attach(target)
+        self.name, self.target, self.width = name, target, width
+        self.heads, self.native = heads.to(target.device), None
+        if target.form is not None:
+            self.heads = with_native_products(self.heads, target.form)
+            native = NativeLevels(self.heads, target.config, target.form)
+            self.native = native if native.drafts and width == 1 else None
 
-    def __init__(self, levels: int, hidden: int, vocab: int) -> None:
-        super().__init__()
-        self.levels, self.hidden, self.vocab = levels, hidden, vocab
-        self.prefix = None
+    def grow(self, trees: Sequence[Tree], states: Tensor) -> None:
+        """Grow each tree as deep as its row allows and there are levels; states [trees, H] are those before the roots."""
+        entered = self.heads.enter(states)
+        if not self._round(trees, entered):
+            self._by_levels(trees, entered)
 
-    def attach(self, target: TargetView) -> None:
-        """Let them borrow from this target. Raises LoadError if they are not made for it."""
-        if (self.hidden, self.vocab) != (target.hidden, target.vocab):
-            raise LoadError(
-                f"these {self.title} are for a target with states of {self.hidden} and {self.vocab} tokens, this one"
-                f" has {target.hidden} and {target.vocab}: use some that were trained for it"
-            )
+    def _round(self, trees: Sequence[Tree], entered: Tensor) -> bool:
+        """All of it in one native call. False, and nothing done, where that takes more."""
+        if self.native is None or not all(tree.is_plain for tree in trees):
+            return False
+        stands = trees[0].row.stands  # a guess, which differs between temperatures alone; rows without have no floor
+        links = [tree.link(0) for tree in trees]
+        for tree, said in zip(trees, self.native.round(links, entered, self.target.vocab, stands), strict=True):
+            tree.weigh(said, self.name, BESIDE)
+        return True
 
-    def tokens(self) -> Tensor | None:
-        """The target's token ids they say, in the order of their logits, [Vd] int64; None: all of them."""
-        return None
-
-    def enter(self, states: Tensor) -> Tensor:
-        """What level 0 begins with, of the target's normalised states. [R, H] -> [R, C]"""
-        return states
-
-    def step(self, level: int, carried: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """What a level says behind each of `tokens`, [F] int64, and what it carries over to the next.
-
-        [F, C], where C may differ from level to level -> logits [F, Vd], [F, C']
-        """
-        raise NotImplementedError
-
-
-def for_drafting(heads: LevelHeads, target: TargetView) -> LevelHeads:
-    """Heads that draft for this target, with products in its native form. Raises LoadError if they do not fit."""
-    heads.attach(target)
-    heads = heads.to(target.device)
-    return heads if target.form is None else with_native_products(heads, target.form)
-
-
-def grow_levels(
-    heads: LevelHeads, trees: Sequence[Tree], states: Tensor, target: TargetView, width: int, source: str
-) -> None:
-    """Grow each tree as deep as its row allows and there are levels; states [trees, H] are those before the roots."""
-    growing, carried = list(trees), heads.enter(states)  # rows of frontiers, the trees one after the other
-    for level in range(heads.levels):
-        nodes = [(tree, node) for tree in growing for node in tree.frontier]
-        tokens = torch.tensor([tree.draft.tokens[node] for tree, node in nodes], device=carried.device)
-        logits, carried = heads.step(level, carried, tokens)
-        grow(growing, spread(logits, heads.tokens(), target.vocab), width, source)
-        growing = [tree for tree in growing if tree.row.depth > level + 1 and tree.frontier]
-        if not growing:
-            return
-        place = {(id(tree), node): i for i, (tree, node) in enumerate(nodes)}
-        carried = carried[[place[id(tree), tree.draft.parents[node]] for tree in growing for node in tree.frontier]]
+    def _by_levels(self, trees: Sequence[Tree], carried: Tensor) -> None:
+        growing = list(trees)  # rows of frontiers, the trees one after the other
+        for level in range(self.heads.levels):
+            nodes = [(tree, node) for tree in growing for node in tree.frontier]
+            tokens = torch.tensor([tree.draft.tokens[node] for tree, node in nodes], device=carried.device)
+            logits, carried = self.heads.step(level, carried, tokens)
+            grow(growing, spread(logits, self.heads.tokens(), self.target.vocab), self.width, self.name)
+            growing = [tree for tree in growing if tree.row.depth > level + 1 and tree.frontier]
+            if not growing:
+                return
+            place = {(id(tree), node): i for i, (tree, node) in enumerate(nodes)}
+            carried = carried[[place[id(tree), tree.draft.parents[node]] for tree in growing for node in tree.frontier]]
 
 
 class Levels(Proposer):
@@ -111,8 +76,10 @@ class Levels(Proposer):
         """`name` is what statistics call it. It computes in the heads' own dtype, or in the target's native form.
         Raises LoadError if the heads are not made for this target."""
         self.dtype = next(heads.parameters()).dtype
-        self.heads = for_drafting(heads, target)
+        self.grower = Grower(name, heads, target, width)
         self.name, self.target, self.width, self.boundaries = name, target, width, (target.layers,)
+        self.stops = self.weighs = self.grower.native is not None
+        self.beside = BESIDE if self.stops else 0
         self._states: dict[int, tuple[int, Tensor]] = {}  # by slot: position and state of its last token
 
     def open(self, slot: int, tokens: Sequence[int], references: Sequence[Reference] = (), tenant: str = "") -> None:
@@ -130,10 +97,10 @@ class Levels(Proposer):
 
     @torch.inference_mode()
     def propose(self, rows: Sequence[Row]) -> list[Draft]:
-        trees = [Tree(row) for row in rows]
+        trees = [Tree(row, fed=0) for row in rows]
         # the state must be that of the token before the root
         active = [tree for tree in trees if self._states.get(tree.row.slot, (None,))[0] == len(tree.row.tokens) - 2]
         if active:
             states = self.target.normalise(torch.stack([self._states[tree.row.slot][1] for tree in active]))
-            grow_levels(self.heads, active, states.to(self.dtype), self.target, self.width, self.name)
+            self.grower.grow(active, states.to(self.dtype))
         return [tree.finish(self.target.vocab) for tree in trees]

@@ -13,8 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from forerun.draft.levels import LevelHeads
+from forerun.draft.level_heads import STATE, LevelHeads
+from forerun.draft.operations import Operations
 from forerun.draft.stored import write
+from forerun.kernels.native import ACTIVATIONS, ADD, COp
+from forerun.recorded import LOGITS, X
+
+SILU = ACTIVATIONS["silu"]
 
 
 class _Block(nn.Module):
@@ -63,6 +68,12 @@ class MedusaHeads(LevelHeads):
 
     def step(self, level: int, carried: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         return self.say(level, carried), carried
+
+    def record(self, level: int, made: Operations) -> list[COp]:
+        block = self.blocks[level]
+        assert isinstance(block, _Block)
+        layers = [made.product(layer, X, X, activation=SILU, combine=ADD) for layer in block.layers]
+        return [made.copy(STATE, X), *layers, made.product(self.lm_heads[level], X, LOGITS)]
 
     def forward(self, state: Tensor) -> Tensor:
         """[.., H] -> logits [.., heads, Vd]"""

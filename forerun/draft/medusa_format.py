@@ -58,15 +58,16 @@ def _renamed(name: str, layers: int) -> str:
 def _of_vllm(raw: Json, tensors: Tensors) -> MedusaHeads:
     shape, tensors = read_medusa(raw), dict(tensors)
     ids, said = tensors.pop("token_map", None), shape.said if shape.said < shape.vocab else None
+    rows = None  # of a stored head, in the order of their tokens, as draws want them
     if said is not None:
-        tensors["token_map"] = _ids(ids, said, shape.vocab)
+        tensors["token_map"], rows = _ids(ids, said, shape.vocab).sort()
     if shape.shared:
         size_of(tensors, "lm_heads.0.weight", 0)
         tensors |= {f"lm_heads.{i}.weight": tensors["lm_heads.0.weight"] for i in range(shape.heads)}
     for name in [name for name in tensors if name.startswith("lm_heads.")]:
         weight = tensors[name]
-        if said is not None and len(weight) == shape.vocab:
-            weight = weight[tensors["token_map"]]
+        if rows is not None:
+            weight = weight[tensors["token_map"] if len(weight) == shape.vocab else rows]
         tensors[name] = weight if shape.scale == 1 else weight * shape.scale
     sizes = shape.heads, shape.layers, shape.hidden, shape.vocab
     return assemble(lambda: MedusaHeads(*sizes, bias=shape.bias, said=said), tensors, KIND)

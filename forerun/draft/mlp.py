@@ -18,7 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from forerun.draft.level_dialects import MlpShape
-from forerun.draft.levels import LevelHeads
+from forerun.draft.level_heads import STATE, LevelHeads
+from forerun.draft.operations import Operations
+from forerun.kernels.native import ADD, COp
+from forerun.recorded import LOGITS, X
 
 EPS = 1e-6
 
@@ -28,7 +31,7 @@ class _Norm(nn.Module):
 
     def __init__(self, size: int) -> None:
         super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.ones(size)), nn.Parameter(torch.zeros(size))
+        self.weight, self.bias, self.eps = nn.Parameter(torch.ones(size)), nn.Parameter(torch.zeros(size)), EPS
 
     def forward(self, x: Tensor) -> Tensor:
         return _scaled(x) * self.weight + self.bias
@@ -66,6 +69,20 @@ class MlpSpeculator(LevelHeads):
         logits: Tensor = self.head[own](state)
         return logits, carried
 
+    def widths(self) -> tuple[int, int]:
+        return self.shape.inner, max(self.hidden, self.shape.inner)
+
+    def record(self, level: int, made: Operations) -> list[COp]:
+        if self.shape.lstm:  # its gates are no operations of the kernels'
+            return []
+        own = 0 if self.shape.tied else level
+        return [
+            made.embedding(self.emb[own].get_parameter("weight").detach(), X, self.share),
+            made.product(self._projection(level), STATE, X, combine=ADD),
+            made.copy(X, STATE, self.ln[own], activation="gelu"),
+            made.product(self.head[own], STATE, LOGITS),
+        ]
+
     def _remember(self, level: int, carried: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """One step with a cell, which begins empty: state and cell side by side to be carried over, and the state."""
         state, cell = carried.chunk(2, -1) if level else (carried, 0.0)
@@ -77,8 +94,11 @@ class MlpSpeculator(LevelHeads):
         return torch.cat((state, cell), -1), state
 
     def _projected(self, level: int, state: Tensor) -> Tensor:
-        out: Tensor = self.proj[min(level, len(self.proj) - 1)](state)
+        out: Tensor = self._projection(level)(state)
         return out
+
+    def _projection(self, level: int) -> nn.Module:
+        return self.proj[min(level, len(self.proj) - 1)]
 
 
 def _scaled(x: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from forerun.draft.layers import Mlp, SelfAttention
+from forerun.draft.layers import Mlp, Native, SelfAttention
 from forerun.kernels import native
 from forerun.kernels.native import CNorm, COp
 from forerun.models.config import ModelConfig
@@ -22,8 +22,9 @@ from forerun.recorded import ATTENDED, HIDDEN, QKV, X
 class Operations:
     """Makes them for layers of one shape; what they point to is kept as long as this is."""
 
-    def __init__(self, config: ModelConfig, form: str, rotation: tuple[Tensor, Tensor]) -> None:
-        """Products are packed in `form`. rotation: cos and sin of all positions, float32 [context, 1, D / 2]."""
+    def __init__(self, config: ModelConfig, form: str, rotation: tuple[Tensor, Tensor] | None) -> None:
+        """Products are packed in `form`. rotation: cos and sin of all positions, float32 [context, 1, D / 2], for what
+        attends."""
         self.config, self.form, self.rotation = config, form, rotation
         self._kept: list[Any] = []
 
@@ -33,27 +34,44 @@ class Operations:
         return Packed(weight.detach().contiguous(), added, self.form, gated=gated)
 
     def product(
-        self, weight: Tensor | Packed, source: int, to: int, norm: nn.Module | None, bias: Tensor | None = None,
-        **options: Any,
+        self, weight: Tensor | Packed | nn.Module, source: int, to: int, norm: nn.Module | None = None,
+        bias: Tensor | None = None, **options: Any,
     ) -> COp:  # fmt: skip
-        """A product with what is in buffer `source`, normed before if there is a norm. `options`: fields of `COp`."""
+        """A product with what is in buffer `source`, normed before if there is a norm, by a weight or a module whose
+        product is native. `options`: fields of `COp`."""
+        if isinstance(weight, nn.Module):
+            assert isinstance(weight, Native)
+            weight = weight.packed
         packed = weight if isinstance(weight, Packed) else self.pack(weight, bias, gated=bool(options.get("gated")))
         self._kept.append(packed)
         return COp(kind=native.LINEAR, input=source, output=to, norm=self._norm(norm), matrix=packed.matrix, **options)
 
-    def embedding(self, table: Tensor | Packed, to: int, scale: float = 1.0) -> COp:
-        """Rows [.., width] of a table of tokens."""
+    def embedding(self, table: Tensor | Packed, to: int, scale: float = 1.0, column: int = 0) -> COp:
+        """Rows [.., width] of a table of tokens, into a buffer's columns from `column` on."""
         if isinstance(table, Tensor):
             table = (table if table.dtype in (torch.float32, torch.bfloat16) else table.float()).contiguous()
         self._kept.append(table)
-        return embed_op(table, to, scale)
+        made = embed_op(table, to, scale)
+        made.column = column
+        return made
 
-    def copy(self, source: int, to: int, first: nn.Module | None = None, second: nn.Module | None = None) -> COp:
-        """A buffer as it is, behind two norms if there are any."""
-        return COp(kind=native.SAVE, input=source, output=to, norm=self._norm(first), after=self._norm(second))
+    def copy(
+        self,
+        source: int,
+        to: int,
+        first: nn.Module | None = None,
+        second: nn.Module | None = None,
+        activation: str = "",
+    ) -> COp:
+        """A buffer as it is, behind two norms and an activation if there are any."""
+        return COp(
+            kind=native.SAVE, input=source, output=to, norm=self._norm(first), after=self._norm(second),
+            activation=native.ACTIVATIONS[activation] if activation else 0,
+        )  # fmt: skip
 
     def rotate(self, attention: SelfAttention, layer: int) -> COp:
         """Norm and turn queries and keys in QKV; keys and values go into the cache's `layer`."""
+        assert self.rotation is not None
         cosine, sine = self.rotation
         return COp(
             kind=native.ROTATE, input=QKV, layer=layer, norm=self._norm(attention.q_norm),
@@ -86,6 +104,11 @@ class Operations:
     def _norm(self, norm: nn.Module | None) -> CNorm:
         if norm is None or isinstance(norm, nn.Identity):
             return CNorm()
-        weight = norm.get_parameter("weight").detach().float().contiguous()
-        self._kept.append(weight)
-        return CNorm(weight.data_ptr(), None, self.config.norm_eps, native.NORMS["rms"])
+        tensors = dict(norm.named_parameters())
+        weight, bias = (
+            tensors[name].detach().float().contiguous() if name in tensors else None for name in ("weight", "bias")
+        )
+        self._kept += [weight, bias]
+        eps = getattr(norm, "eps", None) or self.config.norm_eps
+        begins = (None if tensor is None else tensor.data_ptr() for tensor in (weight, bias))
+        return CNorm(*begins, eps, native.NORMS["rms"])

@@ -15,11 +15,12 @@ from forerun.cache.attention import Attention, Segment
 from forerun.cache.kv import KVCache
 from forerun.draft.base import Row
 from forerun.draft.features import FeatureProposer
-from forerun.draft.levels import LevelHeads, for_drafting, grow_levels
+from forerun.draft.level_heads import LevelHeads
+from forerun.draft.levels import Grower
 from forerun.draft.tree import Tree
 from forerun.draft.view import TargetView
 from forerun.models.rope import rope_tables
-from forerun.types import Draft
+from forerun.types import BESIDE, Draft
 
 
 class Prefixed(FeatureProposer):
@@ -32,11 +33,13 @@ class Prefixed(FeatureProposer):
         `slots` requests at a time. It computes in the heads' own dtype, or in the target's native form. Raises
         LoadError if the heads are not made for this target."""
         self.dtype = next(heads.parameters()).dtype
-        self.heads = for_drafting(heads, target)
+        self.grower = Grower(name, heads, target, width)
         self.name, self.target, self.width, self.boundaries = name, target, width, (target.layers,)
+        self.stops = self.weighs = self.grower.native is not None
+        self.beside = BESIDE if self.stops else 0
         self._shape = {"tokens": tokens, "page": page, "slots": slots}
-        assert self.heads.prefix is not None
-        self._prefix = self.heads.prefix
+        assert self.grower.heads.prefix is not None
+        self._prefix = self.grower.heads.prefix
         config = self._prefix.config
         tables = rope_tables(config, config.ropes[0], target.context, self.dtype)
         self.rotation = tuple(table.to(target.device) for table in tables)
@@ -61,11 +64,11 @@ class Prefixed(FeatureProposer):
 
     @torch.inference_mode()
     def propose(self, rows: Sequence[Row]) -> list[Draft]:
-        trees = [Tree(row) for row in rows]
+        trees = [Tree(row, fed=0) for row in rows]
         active = [tree for tree in trees if self._can_draft(tree.row)]
         if active:
             states = self._read([tree.row for tree in active])
-            grow_levels(self.heads, active, states, self.target, self.width, self.name)
+            self.grower.grow(active, states)
         return [tree.finish(self.target.vocab) for tree in trees]
 
     def _can_draft(self, row: Row) -> bool:

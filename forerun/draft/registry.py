@@ -20,7 +20,8 @@ from forerun.draft.corpus import Index
 from forerun.draft.eagle1 import load_first_head
 from forerun.draft.eagle_format import load_head
 from forerun.draft.hydra_format import load_hydra
-from forerun.draft.levels import LevelHeads, Levels
+from forerun.draft.level_heads import LevelHeads
+from forerun.draft.levels import Levels
 from forerun.draft.medusa_format import load_heads
 from forerun.draft.mlp_format import load_mlp
 from forerun.draft.mtp_format import load_module

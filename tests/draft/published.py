@@ -18,7 +18,8 @@ from transformers import LlamaConfig, LlamaModel
 
 from forerun.draft import levels
 from forerun.draft.base import Proposer
-from forerun.draft.levels import LevelHeads, Levels
+from forerun.draft.level_heads import LevelHeads
+from forerun.draft.levels import Levels
 from forerun.draft.prefixed import Prefixed
 from forerun.draft.view import TargetView, view_of
 from forerun.engine.engine import Engine

@@ -6,6 +6,7 @@ those of a naive twin for each node of chains and trees; that damaged directorie
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,11 +18,20 @@ import torch
 from forerun import LLM, LoadError, SamplingParams
 from forerun.catalogue.facts import facts_at
 from forerun.catalogue.fit import checks, fits, sizes_of
+from forerun.draft.base import Row
 from forerun.draft.layers import with_native_products
-from forerun.draft.levels import LevelHeads, Levels
+from forerun.draft.level_heads import LevelHeads
+from forerun.draft.levels import Levels
+from forerun.draft.native_levels import NativeLevels
+from forerun.draft.prefixed import Prefixed
 from forerun.draft.registry import LEVELS, kind_of
 from forerun.draft.stored import tensor_names
+from forerun.draft.view import view_of
 from forerun.kernels import native
+from forerun.models.config import load_config
+from forerun.native import NativeDecoder
+from forerun.types import BESIDE, SIXTEENTHS, Draft
+from forerun.verify import Noise
 from tests import tiny
 from tests.draft import published
 from tests.draft.published import Published, change, damage, random, target
@@ -102,6 +112,83 @@ def test_native_products_are_those_of_torch(name: str, form: str, tmp_path: Path
         assert (said - expected).norm() / expected.norm() < (0.05 if form == "int8" else 1e-5)
 
 
+NATIVE = [name for name in FAMILIES if "a cell" not in name and "gates" not in name]
+
+
+def rounds_of(name: str, directory: Path) -> Any:
+    """A proposer with these heads in float32 on the native kernels, and rows of several requests that it can draft for."""
+    native.start(2)
+    draft, make = FAMILIES[name]
+    path = tiny.family("llama")
+    view = view_of(NativeDecoder(load_config(path), path, "float32", 256), form="float32")
+    heads = LEVELS[draft](make().write(directory), view)
+
+    def proposer(form: str | None = "float32") -> Any:
+        target = replace(view, form=form)
+        if heads.prefix is None:
+            return Levels(draft, heads, target)
+        return Prefixed(draft, heads, target, tokens=1024, page=4, slots=8)
+
+    rows = [
+        Row(slot, tuple(range(5 + slot, 12 + slot)), SamplingParams(temperature=t), Noise(slot, 6), depth)
+        for slot, (depth, t) in enumerate(((2, 0.8), (1, 0.0), (9, 1.3), (3, 0.0)))
+    ]
+    states = [random(6, published.HIDDEN, seed=slot).float() for slot in range(len(rows))]
+
+    def drafts(drafter: Any, rows: list[Row] = rows) -> list[Draft]:
+        for row, shown in zip(rows, states, strict=True):
+            drafter.open(row.slot, row.tokens)
+            drafter.observe(row.slot, 0, {view.layers: shown})
+        return drafter.propose(rows)
+
+    return heads, proposer, rows, drafts
+
+
+@pytest.mark.skipif(native.library() is None, reason="the native kernels were not compiled")
+@pytest.mark.parametrize("name", NATIVE)
+def test_a_round_in_one_call_is_the_chain_level_by_level(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several requests, each with its own depth and temperature, on the native kernels and on torch."""
+    heads, proposer, rows, drafts = rounds_of(name, tmp_path / "heads")
+    calls, done = [], NativeLevels.round
+    monkeypatch.setattr(NativeLevels, "round", lambda *a: (calls.append(a[1]), done(*a))[1])
+    one_call, by_levels, torchs = proposer(), proposer(), proposer(None)
+    by_levels.grower.native = None
+    found = [drafts(each) for each in (one_call, by_levels, torchs)]
+    assert len(calls) == 1 and len(calls[0]) == len(rows)
+    assert found[0] == found[1] == found[2]
+    assert [len(draft) - 1 for draft in found[0]] == [min(row.depth, heads.levels) for row in rows]
+    assert len({token for draft in found[0] for token in draft.tokens[1:]}) > min(4, heads.levels)
+
+
+@pytest.mark.skipif(native.library() is None, reason="the native kernels were not compiled")
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("name", ["IBM's", "Hydra", "Hydra++", "vLLM's, some tokens"])
+def test_chains_end_where_they_are_not_sure_any_more(name: str, temperature: float, tmp_path: Path) -> None:
+    """Behind the token with which the product of what its sixteenths stand for falls below the row's floor; beside them
+    stand the likeliest of what was not said."""
+    _, proposer, rows, drafts = rounds_of(name, tmp_path / "heads")
+    rows = [replace(row, params=SamplingParams(temperature=temperature), depth=3) for row in rows]
+    stands = array("f", [*(0.5 + i / 32 for i in range(16)), *(0.2 + i / 64 for i in range(16))])
+    assert proposer().stops and proposer().beside == BESIDE
+    whole = drafts(proposer(), [replace(row, stands=stands) for row in rows])
+    kept = drafts(proposer(), [replace(row, stands=stands, floor=0.95) for row in rows])
+    ended = 0
+    for all_of_it, draft in zip(whole, kept, strict=True):
+        chain = [node for node in range(1, len(all_of_it)) if all_of_it.sure[node - 1] < SIXTEENTHS]
+        chance, wanted = 1.0, []
+        for node in chain:
+            if chance < 0.95:
+                break
+            wanted.append(all_of_it.tokens[node])
+            chance *= min(stands[all_of_it.sure[node - 1]], 1.0)
+        found = [draft.tokens[n] for n in range(1, len(draft)) if draft.sure[n - 1] < SIXTEENTHS]
+        assert found == wanted and len(draft) - 1 <= len(found) + BESIDE
+        ended += len(wanted) < len(chain)
+    assert ended, "no chain ended early: nothing was tested"
+
+
 BROKEN: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     "a level less": ("IBM's", lambda d: damage(d, "speculator.emb.2.weight"), "emb.2.weight"),
     "another shape": ("IBM's", lambda d: damage(d, "speculator.proj.0.weight", torch.zeros(3, 3)), r"\[3, 3\]"),
@@ -168,8 +255,6 @@ def test_heads_of_another_target_are_refused(name: str, other: dict[str, int], t
 
 def test_a_layer_before_hydra_s_heads_is_a_llama_s(tmp_path: Path) -> None:
     directory = published.hydra("prefix-mlp").write(tmp_path / "heads")
-    from forerun.draft.view import view_of
-
     with pytest.raises(LoadError, match="the target is of gemma2"):
         LEVELS["hydra"](directory, view_of(tiny.decoder(tiny.family("gemma2"))))
 

@@ -80,7 +80,7 @@ def test_the_proposer_computes_what_is_trained(form) -> None:
     medusa, state = Levels("medusa", heads, replace(view, form=form)), torch.randn(5, 32)
     expected = heads(state)
     for head in range(3):
-        apart = (medusa.heads.step(head, state, torch.zeros(5))[0] - expected[:, head]).norm() / expected[
+        apart = (medusa.grower.heads.step(head, state, torch.zeros(5))[0] - expected[:, head]).norm() / expected[
             :, head
         ].norm()
         assert apart < (0.05 if form == "int8" else 1e-5)

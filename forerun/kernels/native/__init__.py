@@ -119,7 +119,7 @@ def _declare(lib: ctypes.CDLL) -> None:
     lib.forerun_run.argtypes, lib.forerun_run.restype = [POINTER(CProgram), POINTER(CBatch)], None
     lib.forerun_chain.argtypes = [POINTER(CProgram), POINTER(CBatch), POINTER(CChain)]
     lib.forerun_chain.restype = None
-    lib.forerun_block.argtypes = [POINTER(CProgram), POINTER(CBatch), POINTER(CProgram), POINTER(CChain)]
+    lib.forerun_block.argtypes = [POINTER(CProgram), POINTER(CBatch), c_void_p, POINTER(CChain)]
     lib.forerun_block.restype = None
     lib.forerun_pack.argtypes = [c_int32, c_void_p, c_int32, c_int32, c_void_p, c_void_p]
     lib.forerun_pack.restype = None

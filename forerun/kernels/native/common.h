@@ -14,7 +14,7 @@ enum FileType : int32_t {  // GGUF's numbers of the types that are repacked
   GGML_Q4_0 = 2, GGML_Q4_1 = 3, GGML_Q5_0 = 6, GGML_Q5_1 = 7, GGML_Q8_0 = 8, GGML_Q3_K = 11, GGML_Q4_K = 12, GGML_Q5_K = 13,
   GGML_Q6_K = 14, GGML_IQ4_NL = 20,
 };
-enum Kind : int32_t { EMBED = 0, LINEAR = 1, ROTATE = 2, ATTEND = 3, READ = 4, SAVE = 5 };  // READ measures memory, SAVE copies rows, normed by `norm` and `after`
+enum Kind : int32_t { EMBED = 0, LINEAR = 1, ROTATE = 2, ATTEND = 3, READ = 4, SAVE = 5 };  // READ measures memory, SAVE copies rows, normed by `norm` and `after`, then activated
 enum NormKind : int32_t { NO_NORM = 0, RMS = 1, LAYER = 2 };
 enum Combine : int32_t { REPLACE = 0, ADD = 1, TIMES = 2 };
 enum Activation : int32_t { NONE = 0, SILU = 1, GELU_TANH = 2, GELU = 3 };
@@ -38,14 +38,14 @@ struct Op {
   int32_t kind, in, out, layer;
   Norm norm, key_norm, after;    // LINEAR: before the product, and on its result (sandwich). ROTATE: query and key norms
   Matrix matrix;
-  int32_t activation, gated;     // LINEAR: activation of the result; gated: gate and up interleaved by 16
+  int32_t activation, gated;     // LINEAR and SAVE: activation of the result; gated: gate and up interleaved by 16
   int32_t combine, wanted;       // LINEAR: what is done with what stands in `out`; take only the wanted rows
   const float *cosine, *sine;    // ROTATE: [context][rotary / 2] or null
   int32_t rotary, window;
   float scale, softcap;          // ATTEND; LINEAR uses softcap on its result (logits)
   const void *table;             // EMBED: [vocab][hidden] in `format`, or null: rows of `matrix`, which is packed
   const float *positions;        // EMBED: learned positions or null
-  int32_t column, sinks;         // LINEAR: where in a row of `out` the outputs begin. ATTEND: 64, if the first keys are seen
+  int32_t column, sinks;         // LINEAR and EMBED: where in a row of `out` the result begins. ATTEND: 64, if the first keys are seen
                                  // whatever the window, or 0
 };
 

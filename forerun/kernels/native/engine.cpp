@@ -358,9 +358,9 @@ void forerun_chain(const Program *program, const Batch *batch, const Chain *chai
   }
 }
 
-// Draft from one pass over blocks, whose logits lie level by level: a draw for each row of a level, behind what `follow`,
-// unless it is null, adds to its logits for the tokens of the level before.
-void forerun_block(const Program *program, const Batch *batch, const Program *follow, const Chain *chain) {
+// Draft from one pass, whose logits lie level by level: a draw for each row of a level, behind what its program of `follow`,
+// unless that is null, makes of its logits with the tokens of the level before.
+void forerun_block(const Program *program, const Batch *batch, const Program *const *follow, const Chain *chain) {
   std::vector<float> chance(chain->rows, 1);
   std::vector<float *> buffers(batch->buffers, batch->buffers + program->buffers);
   Batch b = *batch;
@@ -371,7 +371,7 @@ void forerun_block(const Program *program, const Batch *batch, const Program *fo
     int64_t *tokens = chain->tokens + (int64_t)level * chain->rows;
     b.ids = tokens;
     b.tokens = chain->active[level];
-    if (follow) forerun_run(follow, &b);
+    if (follow) forerun_run(follow[level], &b);
     const uint64_t *keys = chain->keys + (int64_t)level * chain->rows;
     say_all(program, &b, chain, b.tokens, keys, tokens + chain->rows);
     if (chain->stands && !goes_on(program, &b, chain, level + 1, b.tokens, keys, chance)) break;

@@ -97,7 +97,7 @@ void embed(const Program *p, const Op *op, const Batch *b, int item, int items) 
   const Matrix &a = op->matrix;
   int hidden = a.inputs;
   for (int t = s.from; t < s.to; t++) {
-    float *out = at(p, b, op->out, t);
+    float *out = at(p, b, op->out, t) + op->column;
     int64_t from = b->ids[t] * hidden;
     if (!op->table) unpack_row(a, b->ids[t], out);
     else if (a.format == BF16) for (int i = 0; i < hidden; i++) out[i] = from_bf16(((const uint16_t *)op->table)[from + i]);
@@ -229,6 +229,15 @@ void read(const Op *op, int item, int items) {
   (void)sink;
 }
 
+void activate_row(float *x, int kind, int n) {
+  int i = 0;
+  for (; i + W <= n; i += W) store(x + i, activate(load(x + i), kind));
+  vf tail{};
+  for (int j = i; j < n; j++) tail[j - i] = x[j];
+  tail = activate(tail, kind);
+  for (; i < n; i++) x[i] = tail[i % W];
+}
+
 // Keep a buffer as it is now: a hidden state for whoever drafts from it.
 void save(const Program *p, const Op *op, const Batch *b, int item, int items) {
   Share s = share(b->tokens, item, items);
@@ -237,6 +246,7 @@ void save(const Program *p, const Op *op, const Batch *b, int item, int items) {
     float *out = at(p, b, op->out, t);
     normalise(at(p, b, op->in, t), op->norm, n, out);
     normalise(out, op->after, n, out);
+    if (op->activation) activate_row(out, op->activation, n);
   }
 }
 
