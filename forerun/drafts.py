@@ -19,7 +19,7 @@ COPYING = ("ngram", "suffix", "retrieval")  # drafts that copy
 SIMPLE = ("off", "auto", "ngram", "suffix", "recycle")  # which need nothing
 LOADED = ("model", "medusa", "hydra", "mlp", "eagle", "eagle3", "mtp", "block")  # drafts with weights
 ITSELF = re.compile(  # how a target drafts for itself
-    r"int8|int4|layers=\d{1,6}(?:-\d{1,6})?(?:,\d{1,6}(?:-\d{1,6})?)*|window=[1-9]\d{0,7}"
+    r"int8|int4|layers=(?:auto|\d{1,6}(?:-\d{1,6})?(?:,\d{1,6}(?:-\d{1,6})?)*)|window=[1-9]\d{0,7}"
 )
 NAME = rf"(?:{'|'.join((*SIMPLE, *COPYING, *LOADED, 'self'))})(?:[:+|?&>)]|$)"  # of a draft, where one begins
 WORD = re.compile(r"[^:+|?&>()]*")
@@ -237,7 +237,8 @@ def _check(name: str, argument: str, place: str) -> None:
     if name == "self" and not ITSELF.fullmatch(argument):
         raise ConfigError(
             f"a model cannot draft for itself as {argument!r}: write self:int8 or self:int4 (rounded), self:layers=12"
-            f" (its first layers) or self:layers=0-9,20-29 (these), or self:window=1024 (of its keys){place}"
+            f" (its first layers), self:layers=0-9,20-29 (these) or self:layers=auto (as is found to pay), or"
+            f" self:window=1024 (of its keys){place}"
         )
     if name not in (*LOADED, *SIMPLE, *COPYING, "self"):
         known = [*SIMPLE, *(f"{n}:..." for n in ("retrieval", "self", *LOADED))]

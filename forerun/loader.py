@@ -16,6 +16,7 @@ from forerun.load import check_vocabulary, load_tokenizer, make_runner
 from forerun.models.hub import find_model
 from forerun.models.text import Tokenizer
 from forerun.runner import Runner
+from forerun.skips import layers_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,12 @@ class Loader:
     def itself(self, how: str, width: int) -> Proposer:
         shape, (kind, _, said) = self.target.decoder.config, how.partition("=")
         if kind == "layers":
-            return Abridged(self.target, kept_layers(said, shape.layers), width=width)
+            kept = (
+                layers_of(self.target, self.directory, self.tokenizer)
+                if said == "auto"
+                else kept_layers(said, shape.layers)
+            )
+            return Abridged(self.target, kept, width=width)
         if kind == "window":
             return Abridged(self.target, range(shape.layers), int(said), width)
         config = replace(self.config, draft_quantization=kind)

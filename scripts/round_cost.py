@@ -4,9 +4,9 @@
     python scripts/round_cost.py                      # the model's own file
     python scripts/round_cost.py --quantization int8 --depth 4
 
-`eagle3` is the head that comes with forerun; the others are untrained: `block` has two layers and a Markov head of rank
-64, `medusa` one residual layer a head, and both say as many tokens as `eagle3`; `hydra` and `mlp` (levels tied) say all,
-as published ones do. Rounds and passes take turns; medians, and the median of their quotients.
+`eagle3` is the head that comes with forerun; the others are untrained: `block` has two layers and a Markov head of
+rank 64, `medusa` one residual layer a head, and both say 8,192 tokens; `hydra` and `mlp` (levels tied) say all, as
+published ones do. Rounds and passes take turns; medians, and the median of their quotients.
 """
 
 from __future__ import annotations
@@ -75,9 +75,7 @@ def untrained(llm: LLM, depth: int) -> Iterator[tuple[str, Proposer]]:
     yield from ((name, Levels(name, heads.requires_grad_(False), view)) for name, heads in levels.items())
 
 
-def measure(
-    llm: LLM, drafter: Proposer, params: SamplingParams, depth: int, rounds: int
-) -> list[tuple[float, float]]:
+def measure(llm: LLM, drafter: Proposer, params: SamplingParams, depth: int, rounds: int) -> list[tuple[float, float]]:
     """Seconds of a round and of the pass after it."""
     target, c = llm.engine.target, llm.decoder.config
     drafter.reset()

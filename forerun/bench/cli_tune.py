@@ -10,7 +10,7 @@ import typer
 from forerun.bench.cli_decode import DECODED, Categories, Prompts
 from forerun.bench.lists import plural
 from forerun.config import Config, parse_depth
-from forerun.drafts import drafts_in
+from forerun.drafts import drafts_in, read_draft
 from forerun.errors import ConfigError
 from forerun.flags import ENGINE, with_flags
 from forerun.sampling.params import SamplingParams
@@ -51,7 +51,7 @@ def tune(
     from forerun.bench.decode import Plan
     from forerun.bench.kept import keep
     from forerun.bench.report import print_columns, print_json
-    from forerun.bench.tune import AT_HAND, write_choice
+    from forerun.bench.tune import AT_HAND, look_for_layers, write_choice
     from forerun.bench.tune import tune as measure
     from forerun.progress import progress
 
@@ -62,6 +62,8 @@ def tune(
     )  # fmt: skip
     tasks = choose_tasks(config.get("model"), prompts, categories, requests, BATCHES)
     with progress(as_json, measuring=True) as tell:
+        if any(leaf.argument == "layers=auto" for name in names for leaf in read_draft(name).leaves()):
+            look_for_layers(config | {"quantization": weights}, tasks, tell)
         tuned = measure(config, plan, tasks, tell)
     keep(config.get("model"), tuned.results)
     if out is not None:

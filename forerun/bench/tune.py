@@ -82,6 +82,18 @@ def tune(options: dict[str, Any], plan: Plan, tasks: Sequence[Task], tell: Tell 
     return Tuned(look.model, machine(options.get("threads", 0)), plan.params.max_tokens, choose(best), best, short)
 
 
+def look_for_layers(options: dict[str, Any], tasks: Sequence[Task], tell: Tell = nothing) -> None:
+    """Find the layers of `self:layers=auto` on these prompts, and remember them. Raises as `LLM` does."""
+    from forerun.bench.choice import token_ids
+    from forerun.llm import LLM
+    from forerun.models.hub import find_model
+    from forerun.skips import find
+
+    model = options.get("model")
+    target = LLM(**options | {"draft": OFF}).engine.target
+    find(target, find_model(model), token_ids(model, tasks), tell=tell)
+
+
 def ranked(results: Sequence[Result]) -> list[Result]:
     """What drafts, fastest first."""
     return sorted((r for r in results if r.draft != OFF), key=lambda r: -r.times_plain)

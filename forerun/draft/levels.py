@@ -40,7 +40,7 @@ class Grower:
             self.native = native if native.drafts and width == 1 else None
 
     def grow(self, trees: Sequence[Tree], states: Tensor) -> None:
-        """Grow each tree as deep as its row allows and there are levels; states [trees, H] are those before the roots."""
+        """Grow each tree as deep as its row allows and there are levels; states [trees, H] stand before the roots."""
         entered = self.heads.enter(states)
         if not self._round(trees, entered):
             self._by_levels(trees, entered)

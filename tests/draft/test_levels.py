@@ -116,7 +116,7 @@ NATIVE = [name for name in FAMILIES if "a cell" not in name and "gates" not in n
 
 
 def rounds_of(name: str, directory: Path) -> Any:
-    """A proposer with these heads in float32 on the native kernels, and rows of several requests that it can draft for."""
+    """The heads, what makes a native proposer of them in float32, rows, and what lets it draft for these."""
     native.start(2)
     draft, make = FAMILIES[name]
     path = tiny.family("llama")

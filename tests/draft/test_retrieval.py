@@ -230,10 +230,10 @@ def test_texts_are_the_same_and_the_documents_are_drafted(tmp_path: Path, tokeni
 @pytest.mark.parametrize("rule", ["match", "token", "tree"])
 def test_batches_with_preemption_say_what_they_say_without(temperature: float, rule: str) -> None:
     """Chunks of 3 tokens, room for about two requests; the index has what they say, with mistakes in it."""
-    plain = [list(r.output) for r in build.run(build.engine("llama"), "off", temperature)]
+    plain = [list(r.output) for r in build.run(build.engine("llama", []), "off", temperature)]
     generator = random.Random(1)
     texts = [[t if generator.random() < 0.9 else generator.randrange(tiny.VOCAB) for t in text] for text in plain]
-    engine = build.engine("llama", rule=rule, chunk=3, tokens=112)
+    engine = build.engine("llama", [], rule=rule, chunk=3, tokens=112)
     engine.proposers["retrieval"] = Retrieval()  # type: ignore[index]
     engine.proposers["retrieval"].indices["texts"] = (SimpleNamespace(segments=[segment_of(texts, tiny.VOCAB)]), "")  # type: ignore[attr-defined]
     requests = build.run(engine, "retrieval", temperature)

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
 import torch
 
+from forerun.draft.base import Proposer
 from forerun.draft.block import Block
 from forerun.draft.cascade import Cascade
 from forerun.draft.compose import Either
+from forerun.draft.level_heads import LevelHeads
 from forerun.draft.levels import Levels
 from forerun.draft.model import DraftModel
 from forerun.draft.ngram import NGram
+from forerun.draft.pair_head import PairHead
 from forerun.draft.pairs import Pairs
 from forerun.draft.parallel import ParallelPairs
 from forerun.draft.pard import Pard
@@ -29,57 +36,75 @@ PROPOSERS = (
 )  # fmt: skip
 
 
+HEADS = ("medusa", "mlp", "hydra", "prefixed", "eagle", "eagle1", "parallel", "mtp", "block")
+
+
 def engine(
     family: str = "llama",
+    drafts: Sequence[str] = PROPOSERS,
     *,
     rule: str = "match",
     tokens: int = 1024,
     chunk: int = 64,
     page: int = 4,
     slots: int = 8,
+    width: int = 2,
     dtype: torch.dtype = torch.float64,
     device: str = "cpu",
 ) -> Engine:
-    """A target (a GGUF file on native kernels), and proposers: ngram, suffix, model (chains), listed (the same with a
-    shortlist), tree (of width 3) often agree with it, pard (of width 2) about its first token, heads (of width 2:
-    medusa, mlp, hydra, prefixed, eagle, eagle1, parallel, mtp) and block now and then; both is ngram before an EAGLE-3
-    head."""
+    """A target (a GGUF file on native kernels), and the proposers of `drafts`.
+
+    ngram, suffix, model (chains), listed (the same with a shortlist) and tree (of width 3) often agree with it, pard
+    about its first token, `HEADS` now and then; both is ngram before an EAGLE-3 head. `width` is that of pard and
+    heads, where the rule takes trees.
+    """
     paths = tiny.family(family), tiny.drafter(family)
-    if paths[0].is_file():
-        target, small = map(tiny.native_decoder, paths)
-        listed = tiny.native_decoder(paths[1], tiny.LISTED)
-    else:
-        target, small = (tiny.decoder(path, dtype, device) for path in paths)
-        listed = tiny.decoder(paths[1], dtype, device, tiny.LISTED)
+    native, wide, celled = paths[0].is_file(), rule not in ("token", "block"), width > 1
+    width, room = width if wide else 1, {"tokens": tokens, "page": page, "slots": slots}
 
-    def runner(decoder: object) -> Runner:
-        return Runner(decoder, tokens=tokens, page=page, slots=slots)  # type: ignore[arg-type]
+    def decoder(path: Path, listed: Sequence[int] | None = None) -> Any:
+        if native:
+            return tiny.native_decoder(path, *([listed] if listed else []))
+        return tiny.decoder(path, dtype, device, *([listed] if listed else []))
 
-    wide = rule not in ("token", "block")
-    room = {"tokens": tokens, "page": page, "slots": slots}
-    head, view = tiny.eagle(tiny.eagle_config(family)), view_of(target)
-    block = tiny.block(tiny.block_config(family))
-    proposers = {
-        "ngram": NGram(longest=3, shortest=1),
-        "suffix": Suffix(shortest=1),
-        "recycle": Recycle(width=3 if wide else 1),
-        "model": DraftModel(runner(small), tiny.VOCAB),
-        "listed": DraftModel(runner(listed), tiny.VOCAB),
-        "tree": DraftModel(runner(small), tiny.VOCAB, width=3 if wide else 1),
-        "pard": Pard(runner(small), 3, tiny.VOCAB, width=2 if wide else 1),
-        "medusa": Levels("medusa", tiny.medusa(family), view, width=2 if wide else 1),
-        "mlp": Levels("mlp", tiny.mlp(family, lstm=True), view, width=2 if wide else 1),
-        "hydra": Levels("hydra", tiny.hydra(family), view, width=2 if wide else 1),
-        "prefixed": Prefixed("hydra", tiny.hydra(family, prefix=True), view, **room, width=2 if wide else 1),
-        "eagle": Pairs("eagle3", head, view, **room, width=2 if wide else 1),
-        "eagle1": Pairs("eagle", tiny.eagle1(family), view, **room, width=2 if wide else 1),
-        "parallel": ParallelPairs("eagle3", tiny.parallel(family), view, **room, width=2 if wide else 1),
-        "mtp": Pairs("mtp", tiny.mtp(family), view, **room, width=2 if wide else 1),
-        "block": Block(block, view, **room, width=2 if wide else 1),
+    def runner(made: object) -> Runner:
+        return Runner(made, tokens=tokens, page=page, slots=slots)  # type: ignore[arg-type]
+
+    target = decoder(paths[0])
+    view = view_of(target)
+
+    def model(listed: Sequence[int] | None = None, width: int = 1) -> DraftModel:
+        return DraftModel(runner(decoder(paths[1], listed)), tiny.VOCAB, width=width)
+
+    def levels(name: str, heads: LevelHeads) -> Levels:
+        return Levels(name, heads, view, width)
+
+    def pairs(name: str, head: PairHead, kind: type[Pairs] = Pairs, width: int = width) -> Pairs:
+        return kind(name, head, view, **room, width=width)
+
+    make: dict[str, Callable[[], Proposer]] = {
+        "ngram": lambda: NGram(longest=3, shortest=1),
+        "suffix": lambda: Suffix(shortest=1),
+        "recycle": lambda: Recycle(width=3 if wide else 1),
+        "model": model,
+        "listed": lambda: model(tiny.LISTED),
+        "tree": lambda: model(width=3 if wide else 1),
+        "pard": lambda: Pard(runner(decoder(paths[1])), 3, tiny.VOCAB, width=width),
+        "medusa": lambda: levels("medusa", tiny.medusa(family)),
+        "mlp": lambda: levels("mlp", tiny.mlp(family, lstm=celled)),  # without a cell it drafts in one call
+        "hydra": lambda: levels("hydra", tiny.hydra(family)),
+        "prefixed": lambda: Prefixed("hydra", tiny.hydra(family, prefix=True), view, **room, width=width),
+        "eagle": lambda: pairs("eagle3", tiny.eagle(tiny.eagle_config(family))),
+        "eagle1": lambda: pairs("eagle", tiny.eagle1(family)),
+        "parallel": lambda: pairs("eagle3", tiny.parallel(family), ParallelPairs),
+        "mtp": lambda: pairs("mtp", tiny.mtp(family)),
+        "block": lambda: Block(tiny.block(tiny.block_config(family)), view, **room, width=width),
+        "cascade": lambda: Cascade(NGram(longest=3, shortest=1), model()),
+        "both": lambda: Either(
+            (NGram(longest=3, shortest=1), pairs("eagle3", tiny.eagle(tiny.eagle_config(family)), width=1))
+        ),
     }
-    proposers["cascade"] = Cascade(NGram(longest=3, shortest=1), DraftModel(runner(small), tiny.VOCAB))
-    proposers["both"] = Either((NGram(longest=3, shortest=1), Pairs("eagle3", head, view, **room)))
-    return Engine(runner(target), proposers, rule=rule, chunk=chunk)
+    return Engine(runner(target), {name: make[name]() for name in drafts if name != "off"}, rule=rule, chunk=chunk)
 
 
 def prompts(count: int = 8) -> list[list[int]]:

@@ -24,7 +24,7 @@ def plain(family: str, temperature: float) -> list[list[int]]:
     """What each request says alone, without speculation."""
     outputs = []
     for i, prompt in enumerate(build.prompts()):
-        engine = build.engine(family)
+        engine = build.engine(family, [])
         request = engine.add(prompt, build.params(i, temperature), draft="off")
         build.finish(engine)
         outputs.append(list(request.output))
@@ -35,7 +35,7 @@ def plain(family: str, temperature: float) -> list[list[int]]:
 @pytest.mark.parametrize("draft", build.PROPOSERS)
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_alone(family: str, draft: str, temperature: float) -> None:
-    engine = build.engine(family)
+    engine = build.engine(family, [draft])
     for i in (1, 4):
         request = engine.add(build.prompts()[i], build.params(i, temperature), draft=draft, depth=4)
         build.finish(engine)
@@ -47,15 +47,28 @@ def test_alone(family: str, draft: str, temperature: float) -> None:
 @pytest.mark.parametrize("family", [*tiny.FAMILIES, *FILES])
 def test_staggered_small_chunks_small_pool(family: str, draft: str, temperature: float) -> None:
     """Chunks of 3 tokens in pages of 4, and room for about two requests: preemption is certain."""
-    engine = build.engine(family, chunk=3, tokens=112)
+    engine = build.engine(family, [draft], chunk=3, tokens=112)
     requests = build.run(engine, draft, temperature)
     assert [list(r.output) for r in requests] == plain(family, temperature)
     assert sum(r.stats.preemptions for r in requests) > 0
 
 
+@without
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("draft", build.HEADS)
+@pytest.mark.parametrize("family", GGUF[:2])
+def test_chains_in_one_native_call(family: str, draft: str, temperature: float) -> None:
+    """The same of heads that draft chains, whose rounds are calls into the kernels; `auto` lets them end early."""
+    for depth in (4, "auto"):
+        engine = build.engine(family, [draft], width=1, chunk=3, tokens=112)
+        requests = build.run(engine, draft, temperature, depth=depth)
+        assert [list(r.output) for r in requests] == plain(family, temperature)
+        assert sum(r.stats.preemptions for r in requests) > 0 and sum(r.stats.drafted for r in requests) > 0
+
+
 @pytest.mark.parametrize("draft", [*build.PROPOSERS, "off"])
 def test_depth_auto_changes_nothing_but_speed(draft: str) -> None:
-    requests = build.run(build.engine("llama"), draft, 0.8, depth="auto")
+    requests = build.run(build.engine("llama", [draft]), draft, 0.8, depth="auto")
     assert [list(r.output) for r in requests] == plain("llama", 0.8)
 
 
@@ -85,7 +98,7 @@ def test_sampling_parameters(draft: str) -> None:
     """Every parameter, in one batch, acts as it does without speculation (T15)."""
     outputs = {}
     for name in ("off", draft):
-        engine = build.engine("llama")
+        engine = build.engine("llama", [name])
         requests = [engine.add(build.prompts()[i], p, draft=name, depth=5) for i, p in enumerate(SPECIAL)]
         build.finish(engine)
         outputs[name] = [(list(r.output), r.finish_reason) for r in requests]
@@ -96,7 +109,7 @@ def test_sampling_parameters(draft: str) -> None:
 def test_drafts_are_worth_something(family: str) -> None:
     """Guards the tests above: were nothing ever accepted, they would prove nothing."""
     for draft in build.PROPOSERS:
-        requests = build.run(build.engine(family), draft, 0.0)
+        requests = build.run(build.engine(family, [draft]), draft, 0.0)
         stats = [r.stats for r in requests]
         assert 0 < sum(s.accepted for s in stats) < sum(s.drafted for s in stats)
 
@@ -105,7 +118,7 @@ def test_drafts_are_worth_something(family: str) -> None:
 @pytest.mark.parametrize("draft", build.PROPOSERS)
 def test_ratio_rules_are_greedy_at_temperature_zero(rule: str, draft: str) -> None:
     """At T = 0 the target's distribution is one token: every lossless rule must say it."""
-    requests = build.run(build.engine("llama", rule=rule), draft, 0.0)
+    requests = build.run(build.engine("llama", [draft], rule=rule), draft, 0.0)
     assert [list(r.output) for r in requests] == plain("llama", 0.0)
 
 
@@ -113,7 +126,7 @@ def test_ratio_rules_are_greedy_at_temperature_zero(rule: str, draft: str) -> No
 def test_ratio_rules_are_reproducible_alone(rule: str) -> None:
     outputs = []
     for _ in range(2):
-        engine = build.engine("llama", rule=rule)
+        engine = build.engine("llama", ["tree"], rule=rule)
         request = engine.add(build.prompts()[3], build.params(3, 0.8), draft="tree", depth=3)
         build.finish(engine)
         outputs.append(list(request.output))
@@ -121,7 +134,7 @@ def test_ratio_rules_are_reproducible_alone(rule: str) -> None:
 
 
 def test_a_prefix_from_the_cache_changes_nothing() -> None:
-    engine = build.engine("llama")
+    engine = build.engine("llama", ["model"])
     prompt = build.prompts()[7]
     outputs = []
     for _ in range(3):
@@ -138,7 +151,7 @@ def test_a_prefix_from_the_cache_changes_nothing() -> None:
 def test_on_cuda(family: str, draft: str) -> None:
     outputs = {}
     for name in ("off", draft):
-        requests = build.run(build.engine(family, device="cuda", chunk=7), name, 0.8)
+        requests = build.run(build.engine(family, [name], device="cuda", chunk=7), name, 0.8)
         outputs[name] = [list(r.output) for r in requests]
     assert outputs["off"] == outputs[draft]
 
@@ -146,5 +159,5 @@ def test_on_cuda(family: str, draft: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_runs_in_other_precisions(dtype: torch.dtype) -> None:
     """Near ties may differ there with plain torch kernels; lengths, bookkeeping and pages may not."""
-    requests = build.run(build.engine("llama", dtype=dtype), "tree", 0.8)
+    requests = build.run(build.engine("llama", ["tree"], dtype=dtype), "tree", 0.8)
     assert [r.stats.completion_tokens for r in requests] == [20 + i % 3 for i in range(8)]

@@ -1,0 +1,101 @@
+"""Which layers a model leaves out where it drafts for itself (`self:layers=auto`): remembered, or found now.
+
+They are looked for once for each model, on prompts that are given or on a few of our own, and kept in a small file: the
+numbers of layers, and what they were worth. It holds no text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+
+from forerun.draft.skipping import Kept, continued, search
+from forerun.errors import ForerunError
+from forerun.models.config import note
+from forerun.models.packed_cache import cache_folder, model_digest
+from forerun.models.text import Tokenizer
+from forerun.progress import Tell, nothing
+from forerun.runner import Runner
+from forerun.whole import write_whole
+
+VERSION = "skips 1"  # of what a file holds
+OWN = (
+    "Explain in a few sentences why the sky is blue.",
+    "Write a Python function that counts the words of a text.",
+    "Tom has 12 apples and buys 3 bags of 8. How many apples has he now?",
+    "Write a short letter that cancels a hotel room.",
+)
+SAID, SECONDS, MOST = 64, 20.0, 8  # tokens behind each prompt; of searching; prompts
+LONGEST = 512  # tokens of a prompt that are read
+
+
+def layers_of(target: Runner, directory: Path, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """Those that this model keeps, as they were found before, or as they are found now on prompts of our own."""
+    found = recall(target, directory)
+    if found is None:
+        found = find(target, directory, _own(tokenizer))
+    note(
+        f"self:layers=auto drafts with {len(found.layers)} of {target.decoder.config.layers} layers"
+        f" ({written(found.layers)}), which say what all of them say at {found.agrees:.0%} of the places"
+    )
+    return found.layers
+
+
+def find(
+    target: Runner, directory: Path, prompts: Sequence[Sequence[int]], seconds: float = SECONDS, tell: Tell = nothing
+) -> Kept:
+    """Look for them on what the model says to these prompts, and remember them. The model's cache must be empty."""
+    ends, room = target.decoder.config.end_ids, target.decoder.context - SAID
+    tell("writing texts to look for layers with")
+    texts = continued(target, [list(p[-min(LONGEST, room) :]) for p in prompts[:MOST]], SAID, ends)
+    found = search(target, [text for text in texts if len(text.tokens) > text.start], seconds, tell)
+    path = _place(target, directory)
+    if path is not None:
+        with suppress(OSError, ForerunError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, json.dumps(asdict(found)))
+    return found
+
+
+def recall(target: Runner, directory: Path) -> Kept | None:
+    """What was found before; None where nothing was, or what is there is no such file."""
+    path = _place(target, directory)
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        if path is not None:
+            said = json.loads(path.read_text(encoding="utf-8"))
+            layers = tuple(said["layers"])
+            if layers and list(layers) == sorted(set(layers) & set(range(target.decoder.config.layers))):
+                return Kept(layers, float(said["agrees"]), int(said["depth"]), float(said["times"]))
+    return None
+
+
+def written(layers: Sequence[int]) -> str:
+    """0-9,20 for the layers 0 to 9 and 20, as `self:layers=` takes them."""
+    spans: list[list[int]] = []
+    for layer in layers:
+        if spans and spans[-1][-1] == layer - 1:
+            spans[-1][-1:] = [layer] if len(spans[-1]) > 1 else [spans[-1][-1], layer]
+        else:
+            spans.append([layer])
+    text = ",".join("-".join(map(str, span)) for span in spans)
+    return f"{text}-{text}" if text.isdigit() else text  # a number alone says how many of the first
+
+
+def _place(target: Runner, directory: Path) -> Path | None:
+    folder = cache_folder()
+    with suppress(OSError):
+        if folder is not None:
+            return folder / "layers" / f"{model_digest(directory, [VERSION, target.decoder.precision])}.json"
+    return None
+
+
+def _own(tokenizer: Tokenizer | None) -> list[list[int]]:
+    """Our prompts in tokens; of a model without a tokenizer some tokens that are any."""
+    if tokenizer is None:
+        return [[i + 3] for i in range(len(OWN))]
+    if tokenizer.has_chat_template:
+        return [tokenizer.chat([{"role": "user", "content": text}]) for text in OWN]
+    return [tokenizer.encode(text) for text in OWN]

@@ -1,0 +1,138 @@
+"""Which layers a model leaves out where it drafts for itself.
+
+Protects: that what a part is said to be worth is what its drafts are worth; that layers that do nothing are left out
+and others are not; that nothing of the search stays in the target's cache; that what was found is remembered, and a
+broken memory is none.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from forerun import LLM, SamplingParams, skips
+from forerun.cache.attention import Segment
+from forerun.draft import skipping
+from forerun.draft.base import Row
+from forerun.draft.itself import Abridged, kept_layers
+from forerun.draft.skipping import Kept, Text, continued, influence, judge, search
+from forerun.models.decoder import Decoder, load_decoder
+from forerun.runner import Runner
+from forerun.verify import Noise
+from tests import tiny
+
+PROMPTS = [[5, 6, 7], [9, 4, 8, 30, 21], [3, 1, 4, 1, 5]]
+
+
+def runner(idle: tuple[int, ...] = ()) -> Runner:
+    """A model of three layers, of which `idle` ones change nothing."""
+    directory = tiny.family("llama")
+    decoder = load_decoder(directory, torch.float64, torch.device("cpu"), 256)
+    assert isinstance(decoder, Decoder)
+    for layer in idle:
+        own = decoder.weights.layers[layer]
+        own.out.weight.zero_()
+        own.down.weight.zero_()
+    return Runner(decoder, tokens=512, page=16, slots=2)
+
+
+def texts_of(target: Runner) -> list[Text]:
+    return continued(target, PROMPTS, 24, ())
+
+
+@pytest.fixture(autouse=True)
+def evenly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass takes as long as it has layers."""
+    monkeypatch.setattr(skipping, "_pass_seconds", lambda r: float(len(r.decoder.kept)))
+
+
+def test_texts_are_what_the_model_says() -> None:
+    target = runner()
+    llm = LLM(tiny.family("llama"), draft="off", dtype="float64", kernels="torch", kv_tokens=512)
+    params = SamplingParams(max_tokens=24, ignore_eos=True)
+    said = [list(c.token_ids) for c in llm.generate(PROMPTS, params)]
+    assert [list(t.tokens[t.start :]) for t in texts_of(target)] == said
+    ended = continued(target, PROMPTS[:1], 24, [said[0][5]])[0]
+    assert ended.tokens[-1] == said[0][5] and len(ended.tokens) <= len(PROMPTS[0]) + 6
+
+
+@pytest.mark.parametrize("kept", [(0, 1), (0,), (0, 2)])
+def test_a_part_is_worth_what_its_drafts_are(kept: tuple[int, ...]) -> None:
+    """The tokens that stand behind each place of the texts, by drafting there."""
+    target = runner()
+    texts, stood = texts_of(target), []
+    found = judge(target, kept, texts, 3.0)
+    for text in texts:
+        for end in range(text.start, len(text.tokens)):
+            tokens = list(text.tokens[:end])
+            target.cache.pages.grow(0, len(tokens) + skipping.DEEPEST)
+            chain = Segment(0, tokens[:-1], list(range(-1, len(tokens) - 2)), [])
+            if len(tokens) > 1:
+                target.forward([chain])
+                target.cache.commit(0, range(len(tokens) - 1))
+            (draft,) = Abridged(target, kept).propose([Row(0, tokens, SamplingParams(), Noise(1, 0), skipping.DEEPEST)])
+            pairs = zip(draft.tokens[1:], text.tokens[end:], strict=False)
+            stood.append(
+                next((i for i, (a, b) in enumerate(pairs) if a != b), min(skipping.DEEPEST, len(text.tokens) - end))
+            )
+            target.cache.close(0)
+    near = 0.05 if 1 not in kept and 2 in kept else 1e-9  # a layer behind one that is left out sees other keys
+    assert found.agrees == pytest.approx(sum(n > 0 for n in stood) / len(stood), abs=near)
+    mean = 1 + sum(min(n, found.depth) for n in stood) / len(stood)
+    assert found.times == pytest.approx(mean / (1 + found.depth * len(kept) / 3), abs=near)
+    assert 0 < found.agrees < 1
+
+
+def test_layers_that_do_nothing_are_left_out() -> None:
+    target = runner(idle=(1,))
+    texts = texts_of(target)
+    assert influence(target, texts)[0] == 1
+    heard: list[str] = []
+    found = search(target, texts, 60.0, heard.append)
+    assert 1 not in found.layers and heard
+    assert found.times >= judge(target, (0, 2), texts, 3.0).times
+    assert not any(target.cache.length) and target.cache.pages.available == target.cache.pages.count
+
+
+def test_time_is_over() -> None:
+    """The first part that was judged is there."""
+    target = runner()
+    begun = time.monotonic()
+    assert len(search(target, texts_of(target), 0.0, lambda _: None).layers) == 2
+    assert time.monotonic() - begun < 30
+
+
+def test_what_was_found_is_remembered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORERUN_CACHE", str(tmp_path))
+    searched, find = [], skips.find
+    monkeypatch.setattr(skips, "find", lambda *a, **k: (searched.append(1), find(*a, **k))[1])
+    params, said = SamplingParams(max_tokens=20, temperature=0.8, seed=1, ignore_eos=True), []
+    for _ in range(2):
+        llm = LLM(tiny.family("llama"), draft="self:layers=auto", kv_tokens=512)
+        out = llm.generate([5, 6, 7], params, depth=3)[0]
+        assert out.token_ids == llm.generate([5, 6, 7], params, draft="off")[0].token_ids
+        said.append(out.stats.by_source["self"].drafted)
+    assert len(searched) == 1 and min(said) > 10
+    assert "self:layers=auto drafts with" in capsys.readouterr().err
+    (path,) = (tmp_path / "layers").iterdir()
+    kept = Kept(**json.loads(path.read_text()))
+    assert path.stat().st_size < 300
+    for broken in ("", "{}", '{"layers": [99], "agrees": 1, "depth": 1, "times": 1}', '{"layers": [1, 0]}'):
+        path.write_text(broken)
+        assert skips.recall(llm.engine.target, tiny.family("llama")) is None
+    path.write_text(json.dumps({"layers": list(kept.layers), "agrees": 1, "depth": 2, "times": 1.5}))
+    assert skips.recall(llm.engine.target, tiny.family("llama")) == Kept(tuple(kept.layers), 1.0, 2, 1.5)
+
+
+@pytest.mark.parametrize(
+    ("layers", "text"), [((0, 1, 2, 9), "0-2,9"), ((4,), "4-4"), ((0, 2, 3), "0,2-3"), ((0, 1, 5, 6, 7), "0-1,5-7")]
+)
+def test_layers_are_written_as_they_are_read(layers: tuple[int, ...], text: str) -> None:
+    assert skips.written(layers) == text
+    assert kept_layers(text, 10) == layers
