@@ -181,13 +181,14 @@ class Engine:
                 self._seal(work.request)
         events, first, seconds = [], 0, (drafted - start, verified - drafted)
         for work, draft, verdict in zip(drawing, trees, verdicts, strict=True):
-            rows, first = logits[first : first + len(draft)], first + len(draft)
+            rows = logits if len(drawing) == 1 else logits[first : first + len(draft)]
+            first += len(draft)
             if verdict:
                 events += self._land(work, draft, verdict, rows, seconds)
         if all(work.draws and work.count == 1 for work in works) and not any(map(_insists, works)):
             said = sum(len(event.token_ids) for event in events)
             taken = time.perf_counter() - start
-            self.guard.record(len(works), len(logits), said, taken, self.drafting.asked)
+            self.guard.record(len(works), sum(map(len, trees)), said, taken, self.drafting.asked)
         return events
 
     def _segment(self, work: Work, draft: Draft | None) -> Segment:

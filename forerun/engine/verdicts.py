@@ -16,11 +16,13 @@ from forerun.verify import Noise, Rule, streams
 
 def verdicts_of(requests: Sequence[Request], drafts: Sequence[Draft], logits: Tensor) -> list[Verdict | None]:
     """One verdict a request, None for one that failed. logits [M, V]: the nodes of all drafts one after the other."""
-    rows = torch.split(logits, [len(draft) for draft in drafts])
 
     def decide(chosen: Sequence[int]) -> list[Verdict]:
         """Of these requests, which share a rule."""
-        part = logits if len(chosen) == len(requests) else torch.cat([rows[i] for i in chosen])
+        part = logits
+        if len(chosen) < len(requests):
+            rows = torch.split(logits, [len(draft) for draft in drafts])
+            part = torch.cat([rows[i] for i in chosen])
         return _by(requests[chosen[0]].rule, [requests[i] for i in chosen], [drafts[i] for i in chosen], part)
 
     verdicts: dict[int, Verdict | None] = {}
@@ -33,7 +35,7 @@ def verdicts_of(requests: Sequence[Request], drafts: Sequence[Draft], logits: Te
 def _by(rule: Rule, requests: Sequence[Request], drafts: Sequence[Draft], logits: Tensor) -> list[Verdict]:
     noises = [Noise(r.seed, len(r.tokens) - 1) for r in requests]
     states = [r.state for r in requests]
+    if rule.follow:
+        return rule.follow(drafts, draw_tokens(logits, drafts, states, streams(drafts, noises)))
     with torch.inference_mode():
-        if rule.follow:
-            return rule.follow(drafts, draw_tokens(logits, drafts, states, streams(drafts, noises)))
         return rule.verify(drafts, filter_logits(logits, drafts, states), noises)

@@ -77,7 +77,7 @@ def _greedy(logits: Tensor) -> Tensor:
 
 
 def _library_for(scores: Tensor) -> ctypes.CDLL | None:
-    is_drawn = scores.dtype == torch.float32 and scores.device.type == "cpu"
+    is_drawn = scores.is_cpu and scores.dtype is torch.float32
     return native.library() if is_drawn else None
 
 

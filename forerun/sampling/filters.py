@@ -155,7 +155,8 @@ def draw_tokens(logits: Tensor, drafts: Sequence[Draft], states: Sequence[Sampli
     """The target's own token after each node: a draw from what `filter_logits` gives, which is not made where only
     temperatures count. `keys`: the stream of noise of each node."""
     if any(state.special or not (state.params.greedy or state.params.unfiltered) for state in states):
-        return gumbel_argmax(filter_logits(logits, drafts, states), keys).tolist()
+        with torch.inference_mode():
+            return gumbel_argmax(filter_logits(logits, drafts, states), keys).tolist()
     return say(logits, _temperatures([s.params for d, s in zip(drafts, states, strict=True) for _ in d.tokens]), keys)
 
 

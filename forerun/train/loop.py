@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import signal
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -98,6 +99,8 @@ class Trainer:
             target, stream, recipe.vocab(module, target), settings, path.with_suffix(".captured"), tell
         )
         self.bfloat16 = computes_bfloat16(settings.dtype, target.device)
+        # norms read bfloat16 with weights in float32, as is meant; torch warns that this is not its fastest way
+        warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
         dtype = torch.bfloat16 if self.bfloat16 else torch.float32
         self.optimizers = make_optimizers(
             module, settings.optimizer, settings.learning_rate or RATE, settings.weight_decay, dtype
