@@ -31,7 +31,7 @@ FLOORS = [
     {"draft"},
     {"catalogue"},
     {"engine"},
-    {"completion", "flags", "job", "learned", "llm", "loader", "probe", "terminal"},
+    {"completion", "flags", "job", "learned", "llm", "loader", "probe", "skips", "terminal"},
     {"bench", "check", "doctor", "drafters_cli", "generate_cli", "index_cli", "models_cli", "server", "train"},
     {"chat", "cli", "__main__", "__init__"},
 ]

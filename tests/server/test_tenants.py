@@ -1,6 +1,7 @@
 """What one tenant said never reaches another: a secret is planted, and every endpoint and field is asked for it."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -136,7 +137,8 @@ PATHS: list[tuple[str, dict[str, Any] | None]] = [
 def test_no_endpoint_shows_what_another_tenant_said(shared: Serving, path: str, body: dict[str, Any] | None) -> None:
     plant(shared)
     answer = asked(shared, "mallory", path, body)
-    assert answer.status_code < 500 and "told nobody" not in answer.text and "4711" not in answer.text
+    assert answer.status_code < 500 and "told nobody" not in answer.text
+    assert not re.search(r"(?<![.\d])4711", answer.text)  # which milliseconds may be, behind their point
 
 
 def test_what_is_counted_over_all_is_the_operators(shared: Serving) -> None:
