@@ -39,7 +39,8 @@ def layers_of(target: Runner, directory: Path, tokenizer: Tokenizer | None) -> t
         found = find(target, directory, _own(tokenizer))
     note(
         f"self:layers=auto drafts with {len(found.layers)} of {target.decoder.config.layers} layers"
-        f" ({written(found.layers)}), which say what all of them say at {found.agrees:.0%} of the places"
+        f" ({written(found.layers)}), which say what all say at {found.agrees:.0%} of the places: at best"
+        f" {found.times:.2f} times plain decoding"
     )
     return found.layers
 
