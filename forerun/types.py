@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,6 +27,9 @@ OTHERS = (MEMORY, RECYCLE, RETRIEVAL)  # what is not told of where it does not s
 SALT = "\n"  # stands in a tenant between a client and whatever it tells its requests apart by
 SIXTEENTHS = 16  # parts of a probability that are told apart (SURE in the native kernels)
 BESIDE = 3  # tokens that a native round thinks of beside each that it says, at most (BESIDE there)
+
+
+States: TypeAlias = "Tensor | np.ndarray"  # hidden states [n, H]; in main memory numpy's, which is sooner there
 
 
 class Law(IntEnum):

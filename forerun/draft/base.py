@@ -16,7 +16,7 @@ from torch import Tensor
 
 from forerun.draft.automaton import SuffixAutomaton
 from forerun.sampling.params import SamplingParams
-from forerun.types import Draft
+from forerun.types import Draft, States
 from forerun.verify import Noise
 
 
@@ -126,7 +126,7 @@ class Proposer:
     def close(self, slot: int, finished: Sequence[int] | None = None) -> None:
         """The slot is free again. `finished` is the whole text if the request ended, None if it was preempted."""
 
-    def observe(self, slot: int, start: int, features: Mapping[int, Tensor]) -> None:
+    def observe(self, slot: int, start: int, features: Mapping[int, States]) -> None:
         """What the target thought of tokens that were just committed: {boundary: [n, H]} of positions `start` and on.
 
         Comes for every boundary asked for, once for each committed token, in order; not for those of a cached prefix.

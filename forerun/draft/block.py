@@ -135,11 +135,11 @@ class Block(FeatureProposer):
     def _start(self, tree: Tree, raw: bool) -> Start:
         """What a native round has to know of one request; `raw`, it brings the target's states."""
         slot = tree.row.slot
-        parts = (self.take_raw(slot) if raw else self.take(slot)) or []
+        parts = (self.take_raw(slot) if raw else [part.numpy() for part in self.take(slot)]) or []
         count = len(parts[0]) if parts else 0
         link = tree.link(count)
         link = replace(link, keys=link.keys[: self.config.depth])
-        return Start(_context(slot, count), [part.numpy() for part in parts], 0, link)
+        return Start(_context(slot, count), parts, 0, link)
 
     def _remember(self, rows: Sequence[Row]) -> None:
         """Write the keys and values of all context that waits; none depends on another."""

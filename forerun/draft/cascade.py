@@ -17,7 +17,7 @@ from forerun.draft.base import Proposer, Reference, Row
 from forerun.draft.model import DraftModel
 from forerun.draft.tree import Tree, grow
 from forerun.sampling.filters import shape_logits
-from forerun.types import Draft, Law
+from forerun.types import Draft, Law, States
 from forerun.verify import Noise
 from forerun.verify.token import verify_chain
 
@@ -45,7 +45,7 @@ class Cascade(DraftModel):
         super().close(slot, finished)
         self.first.close(slot, finished)
 
-    def observe(self, slot: int, start: int, features: Mapping[int, Tensor]) -> None:
+    def observe(self, slot: int, start: int, features: Mapping[int, States]) -> None:
         self.first.observe(slot, start, features)
 
     def learn(self, slot: int, before: Sequence[int], tokens: Sequence[int], logits: Tensor) -> None:

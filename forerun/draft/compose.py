@@ -20,7 +20,7 @@ from forerun.draft.cascade import Cascade
 from forerun.draft.model import DraftModel
 from forerun.drafts import SIGNS, Leaf, Several, read_name
 from forerun.errors import ConfigError
-from forerun.types import Draft, Law
+from forerun.types import Draft, Law, States
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ class Composition(Proposer):
         for part in self.parts:
             part.close(slot, finished)
 
-    def observe(self, slot: int, start: int, features: Mapping[int, Tensor]) -> None:
+    def observe(self, slot: int, start: int, features: Mapping[int, States]) -> None:
         for part in self.parts:
             if part.boundaries:
                 part.observe(slot, start, {b: features[b] for b in part.boundaries})

@@ -13,11 +13,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from forerun.cache.kv import KVCache
 from forerun.draft.base import Proposer, Reference, Row
+from forerun.types import States
 
 CHUNK = 512  # so many features that wait are fused, and some heads read no more in a pass
 
@@ -35,7 +37,7 @@ class Waiting:
     begin: int = 0
     seen: int = -1
     fused: list[Tensor] = field(default_factory=list)
-    shown: list[list[Tensor]] = field(default_factory=list)
+    shown: list[list[States]] = field(default_factory=list)
     unfused: int = 0
 
     def __len__(self) -> int:
@@ -79,7 +81,7 @@ class FeatureProposer(Proposer):
         self.waiting.pop(slot, None)
         self.cache.close(slot)
 
-    def observe(self, slot: int, start: int, features: Mapping[int, Tensor]) -> None:
+    def observe(self, slot: int, start: int, features: Mapping[int, States]) -> None:
         waiting = self.waiting[slot]
         if waiting.seen < 0 and self.cache.length[slot] < start:
             self.cache.close(slot)  # what lies between was shown to others, and is not here any more
@@ -102,14 +104,15 @@ class FeatureProposer(Proposer):
         waiting = self.waiting.get(row.slot)
         return waiting is not None and waiting.seen == len(row.tokens) - 1
 
-    def take_raw(self, slot: int) -> list[Tensor] | None:
+    def take_raw(self, slot: int) -> list[np.ndarray] | None:
         """All that waits as it was shown, [n, H] of every boundary; it waits no more. None, and nothing done, where
         some of it is fused already."""
         waiting = self.waiting[slot]
         if waiting.fused or not waiting.shown:
             return None
         shown, waiting.shown, waiting.unfused = waiting.shown, [], 0
-        return shown[0] if len(shown) == 1 else [torch.cat(parts) for parts in zip(*shown, strict=True)]
+        found = [[*map(as_array, parts)] for parts in shown]
+        return found[0] if len(found) == 1 else [np.concatenate(parts) for parts in zip(*found, strict=True)]
 
     def take(self, slot: int) -> list[Tensor]:
         """All that waits, fused, in parts [n, Hd]; it waits no more."""
@@ -127,7 +130,17 @@ class FeatureProposer(Proposer):
     @torch.inference_mode()
     def _fuse(self, waiting: Waiting) -> None:
         if waiting.shown:
-            columns = [torch.cat(parts) for parts in zip(*waiting.shown, strict=True)]
+            columns = [torch.cat([*map(as_tensor, parts)]) for parts in zip(*waiting.shown, strict=True)]
             waiting.fused.append(self.fuse(torch.cat(columns, dim=-1).to(self.dtype)))
             waiting.shown.clear()
             waiting.unfused = 0
+
+
+def as_tensor(states: States) -> Tensor:
+    """States as torch has them; they share memory."""
+    return states if isinstance(states, Tensor) else torch.from_numpy(states)
+
+
+def as_array(states: States) -> np.ndarray:
+    """States in main memory as numpy has them; they share memory."""
+    return states.numpy() if isinstance(states, Tensor) else states

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from forerun.draft.base import Proposer, Reference, Row
+from forerun.draft.features import as_tensor
 from forerun.draft.layers import with_native_products
 from forerun.draft.level_heads import LevelHeads
 from forerun.draft.native_levels import NativeLevels
 from forerun.draft.tree import Tree, grow
 from forerun.draft.view import TargetView
 from forerun.models.shortlist import spread
-from forerun.types import BESIDE, Draft
+from forerun.types import BESIDE, Draft, States
 
 
 class Grower:
@@ -80,7 +81,7 @@ class Levels(Proposer):
         self.name, self.target, self.width, self.boundaries = name, target, width, (target.layers,)
         self.stops = self.weighs = self.grower.native is not None
         self.beside = BESIDE if self.stops else 0
-        self._states: dict[int, tuple[int, Tensor]] = {}  # by slot: position and state of its last token
+        self._states: dict[int, tuple[int, States]] = {}  # by slot: position and state of its last token
 
     def open(self, slot: int, tokens: Sequence[int], references: Sequence[Reference] = (), tenant: str = "") -> None:
         self._states.pop(slot, None)
@@ -91,7 +92,7 @@ class Levels(Proposer):
     def reset(self) -> None:
         self._states.clear()
 
-    def observe(self, slot: int, start: int, features: Mapping[int, Tensor]) -> None:
+    def observe(self, slot: int, start: int, features: Mapping[int, States]) -> None:
         states = features[self.target.layers]
         self._states[slot] = start + len(states) - 1, states[-1]
 
@@ -101,6 +102,6 @@ class Levels(Proposer):
         # the state must be that of the token before the root
         active = [tree for tree in trees if self._states.get(tree.row.slot, (None,))[0] == len(tree.row.tokens) - 2]
         if active:
-            states = self.target.normalise(torch.stack([self._states[tree.row.slot][1] for tree in active]))
+            states = self.target.normalise(torch.stack([as_tensor(self._states[tree.row.slot][1]) for tree in active]))
             self.grower.grow(active, states.to(self.dtype))
         return [tree.finish(self.target.vocab) for tree in trees]

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -119,14 +120,14 @@ class Pairs(FeatureProposer):
     def _start(self, tree: Tree, raw: bool) -> Start:
         """What a native round has to know of one request; `raw`, it fuses what it is given."""
         row = tree.row
-        parts = self.take_raw(row.slot) if raw else [self.head.enter(part) for part in self.take(row.slot)]
+        parts = self.take_raw(row.slot) if raw else [self.head.enter(part).numpy() for part in self.take(row.slot)]
         assert parts is not None and self.native is not None
         if raw and len(parts) > len(self.native.features):
-            parts = [torch.cat(parts, -1)]
+            parts = [np.concatenate(parts, -1)]
         first, count = self.next_position(row.slot) + 1, len(parts[0])
         tokens, parents = list(row.tokens[first : first + count]), list(range(-1, count - 1))
         segment = Segment(row.slot, tokens, parents, [count - 1])
-        return Start(segment, [part.numpy() for part in parts], row.noise.target(0), tree.link(count))
+        return Start(segment, parts, row.noise.target(0), tree.link(count))
 
     def _can_draft(self, row: Row) -> bool:
         """Without the state before the root, without room, or after a token that the head's own embedding lacks, the

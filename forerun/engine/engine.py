@@ -12,8 +12,6 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 
-from torch import Tensor
-
 from forerun.cache.attention import Segment
 from forerun.config import parse_depth
 from forerun.draft.base import Proposer, Reference
@@ -23,7 +21,7 @@ from forerun.engine.blame import blaming
 from forerun.engine.depth import Auto, DepthPolicy
 from forerun.engine.drafting import OFF, Drafting
 from forerun.engine.guard import Guard
-from forerun.engine.observe import kept, logprobs_of, round_of
+from forerun.engine.observe import Rows, kept, logprobs_of, quick, round_of
 from forerun.engine.request import Request
 from forerun.engine.scheduler import Scheduler, Work
 from forerun.engine.verdicts import verdicts_of
@@ -173,18 +171,17 @@ class Engine:
         verified = time.perf_counter()
         if all(work.draws and work.count == 1 for work in works):  # reading a prompt is another regime
             self.policy.record_pass(sum(len(s.tokens) for s in segments), self.clock() - begun)
-        tokens = 0
+        tokens, features = 0, {boundary: quick(states) for boundary, states in forward.features.items()}
         for work, segment in zip(works, segments, strict=True):
-            work.features, work.first, tokens = forward.features, tokens, tokens + len(segment.tokens)
+            work.features, work.first, tokens = features, tokens, tokens + len(segment.tokens)
             if not work.draws:
                 self._commit(work, range(work.count))
                 self._seal(work.request)
         events, first, seconds = [], 0, (drafted - start, verified - drafted)
         for work, draft, verdict in zip(drawing, trees, verdicts, strict=True):
-            rows = logits if len(drawing) == 1 else logits[first : first + len(draft)]
-            first += len(draft)
             if verdict:
-                events += self._land(work, draft, verdict, rows, seconds)
+                events += self._land(work, draft, verdict, Rows(logits, first, len(draft)), seconds)
+            first += len(draft)
         if all(work.draws and work.count == 1 for work in works) and not any(map(_insists, works)):
             said = sum(len(event.token_ids) for event in events)
             taken = time.perf_counter() - start
@@ -203,12 +200,12 @@ class Engine:
         return Segment(request.slot, tokens + draft.tokens[1:], parents, want)
 
     def _land(
-        self, work: Work, draft: Draft, verdict: Verdict, logits: Tensor, seconds: tuple[float, float]
+        self, work: Work, draft: Draft, verdict: Verdict, rows: Rows, seconds: tuple[float, float]
     ) -> list[Event]:
         """Commit a verdict and say what it says; nothing where that fails. `seconds` of drafting and of the rest."""
         request, event = work.request, Event(work.request.id, [], [], [])
         with blaming(request):
-            event.round = self._trace(request, draft, verdict, logits, seconds)
+            event.round = self._trace(request, draft, verdict, rows, seconds)
         if request.error:
             return []
         read = work.count - 1  # known tokens before the root
@@ -220,8 +217,8 @@ class Engine:
         request.stats.verify_seconds += seconds[1]
         self._count(request, draft, verdict)
         with blaming(request):
-            self._teach(request, draft, logits)
-            self._say(request, draft, verdict, logits, event)
+            self._teach(request, draft, rows)
+            self._say(request, draft, verdict, rows, event)
         if request.error:
             return []
         if request.finish_reason:
@@ -231,7 +228,7 @@ class Engine:
             self.target.cache.pages.shrink(request.slot, len(request.tokens))
         return [event]
 
-    def _say(self, request: Request, draft: Draft, verdict: Verdict, logits: Tensor, event: Event) -> None:
+    def _say(self, request: Request, draft: Draft, verdict: Verdict, rows: Rows, event: Event) -> None:
         """Append a verdict's tokens up to the one that ends the request, and write them into its event."""
         for token in verdict.tokens:
             event.pieces.append(request.append(token))
@@ -241,7 +238,7 @@ class Engine:
         event.token_ids, event.finish_reason = verdict.tokens[:taken], request.finish_reason
         event.sources = [*(draft.sources[node] for node in verdict.path[1:]), ""][:taken]
         if request.params.logprobs is not None:
-            event.logprobs = logprobs_of(logits[verdict.path[:taken]], event.token_ids, request.params.logprobs)
+            event.logprobs = logprobs_of(rows.taken[verdict.path[:taken]], event.token_ids, request.params.logprobs)
 
     def _failed(self, request: Request) -> Event:
         """End a request by its own error."""
@@ -290,22 +287,22 @@ class Engine:
             if draft.sure:
                 self.policy.survival(offered.name, request.params.greedy).add(draft, path, is_open)
 
-    def _teach(self, request: Request, draft: Draft, logits: Tensor) -> None:
+    def _teach(self, request: Request, draft: Draft, rows: Rows) -> None:
         """Show the target's laws to the proposer that wants them."""
         if request.draft == OFF or not self.proposers[request.draft].learns:
             return
         first = request.tokens[-2] if len(request.tokens) > 1 else -1
         before = [first, *(draft.tokens[parent] for parent in draft.parents[1:])]
-        self.proposers[request.draft].learn(request.slot, before, draft.tokens, logits)
+        self.proposers[request.draft].learn(request.slot, before, draft.tokens, rows.taken)
 
     def _trace(
-        self, request: Request, draft: Draft, verdict: Verdict, logits: Tensor, seconds: tuple[float, float]
+        self, request: Request, draft: Draft, verdict: Verdict, rows: Rows, seconds: tuple[float, float]
     ) -> Round | None:
         if not request.trace:
             return None
         name = request.offered[-1].name if request.offered else request.draft
         rate = self.policy.rate(name, request.acceptance[name])
-        return round_of(request, draft, verdict, logits, rate, seconds)
+        return round_of(request, draft, verdict, rows.taken, rate, seconds)
 
     def _seal(self, request: Request) -> None:
         cache = self.target.cache  # a verdict cut short by a stop has committed more than was said

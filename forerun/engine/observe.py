@@ -3,26 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from forerun import rng
 from forerun.engine.request import Request
-from forerun.types import Draft, Round, TokenLogprobs, Verdict
+from forerun.types import Draft, Round, States, TokenLogprobs, Verdict
 from forerun.verify import Noise
 
 
-def kept(states: Tensor, first: int, path: Sequence[int]) -> Tensor:
-    """Of the states of a pass [T, H], the rows of `path` (increasing, not none), counted from `first` on.
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A request's rows of a pass's logits [M, V]: few look at them, and to take them is an operation of torch's."""
 
-    They keep no others alive. Behind a pass an operation of torch takes ten times as long as one of numpy.
-    """
-    rows = [first + i for i in path]
-    if states.device.type != "cpu" or states.dtype == torch.bfloat16:  # numpy has no such numbers
-        return states[rows]
-    found = states.numpy()
-    return states if len(rows) == len(found) else torch.from_numpy(found[rows])
+    logits: Tensor
+    first: int
+    count: int
+
+    @property
+    def taken(self) -> Tensor:
+        """[N, V]"""
+        return self.logits[self.first : self.first + self.count]
+
+
+def quick(states: Tensor) -> States:
+    """The states of a pass [T, H] as numpy has them, where it can: behind a pass an operation of torch's takes ten
+    times as long as one of numpy's, and every request takes its rows."""
+    return states.numpy() if states.is_cpu and states.dtype != torch.bfloat16 else states
+
+
+def kept(states: States, first: int, path: Sequence[int]) -> States:
+    """Of the states of a pass [T, H], the rows of `path` (increasing, not none), counted from `first` on. They keep no
+    others alive."""
+    if len(path) == 1 and not isinstance(states, Tensor):
+        at = first + path[0]
+        return states[at : at + 1].copy()
+    return states[[first + i for i in path]]
 
 
 def round_of(

@@ -11,12 +11,11 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from torch import Tensor
-
 from forerun.cache.kv import KVCache
 from forerun.draft.base import Proposer
 from forerun.engine.blame import blaming
 from forerun.engine.request import WAITING, Request
+from forerun.types import States
 
 
 @dataclass(slots=True)
@@ -27,7 +26,7 @@ class Work:
     request: Request
     count: int
     draws: bool
-    features: dict[int, Tensor] = field(default_factory=dict)
+    features: dict[int, States] = field(default_factory=dict)
     first: int = 0
 
 

@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from forerun.draft.base import Reference
+from forerun.draft.features import as_tensor
 from forerun.draft.suffix import Suffix
 from forerun.train.captured import Captured
 from forerun.train.data import Example
 from forerun.train.losses import Law, law_of, said_of
+from forerun.types import States
 
 RECORDED = "recorded"  # what the target's engine calls a recorder
 
@@ -91,13 +93,13 @@ class Recorder(Suffix):
         super().open(slot, tokens, references, tenant)
         self._texts[slot] = _Text(len(tokens) - 1, len(tokens) - 1)
 
-    def observe(self, slot: int, start: int, features: Mapping[int, Tensor]) -> None:
+    def observe(self, slot: int, start: int, features: Mapping[int, States]) -> None:
         text = self._texts[slot]
         if text.end == 0:
             text.begun = start
         text.end = start + len(features[self.boundaries[0]])
         if self._wanted:
-            text.states.append(torch.stack([features[boundary].bfloat16() for boundary in self._wanted]))
+            text.states.append(torch.stack([as_tensor(features[boundary]).bfloat16() for boundary in self._wanted]))
 
     def learn(self, slot: int, before: Sequence[int], tokens: Sequence[int], logits: Tensor) -> None:
         text = self._texts[slot]

@@ -26,6 +26,7 @@ from forerun.draft.base import Row
 from forerun.draft.block import Block
 from forerun.draft.block_format import save_block
 from forerun.draft.block_head import BlockHead
+from forerun.draft.features import as_tensor
 from forerun.draft.native_block import NativeBlock
 from forerun.draft.view import TargetView, view_of
 from forerun.engine.engine import Engine
@@ -291,7 +292,9 @@ def test_a_fault_would_be_seen(fault: str, watch: Watch, monkeypatch: pytest.Mon
         observe = Block.observe
 
         def shifted(self: Block, slot: int, start: int, features: Any) -> None:
-            observe(self, slot, start, {boundary: states.roll(1, 0) for boundary, states in features.items()})
+            observe(
+                self, slot, start, {boundary: as_tensor(states).roll(1, 0) for boundary, states in features.items()}
+            )
 
         monkeypatch.setattr(Block, "observe", shifted)
     run(engine, count=2, length=8)

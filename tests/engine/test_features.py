@@ -10,6 +10,7 @@ from forerun.cache.attention import Segment
 from forerun.cache.kv import KVCache
 from forerun.draft.base import Proposer
 from forerun.draft.compose import Either
+from forerun.draft.features import as_tensor
 from forerun.draft.model import DraftModel
 from forerun.draft.ngram import NGram
 from forerun.engine.engine import Engine
@@ -39,7 +40,7 @@ class Watcher(DraftModel):
 
     def observe(self, slot, start, features):
         assert tuple(features) == self.boundaries
-        rows = torch.stack([features[b] for b in self.boundaries], 1)
+        rows = torch.stack([as_tensor(features[b]) for b in self.boundaries], 1)
         for i, row in enumerate(rows):
             assert start + i not in self.seen[slot], "once"
             assert not self.seen[slot] or start + i == max(self.seen[slot]) + 1, "in order"

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from forerun import LLM, SamplingParams
+from forerun.draft.features import as_tensor
 from forerun.engine.request import Request
 from forerun.train import recorder as recorders
 from forerun.train.capture import PAGE, Target, apart, example_of
@@ -133,7 +134,7 @@ def test_faults_are_seen(target: Target, fault: str, monkeypatch: pytest.MonkeyP
         learn(self, slot, before, tokens, logits if fault == "shifted" else logits.flip(0))
 
     def wrong_observe(self: Recorder, slot: int, start: int, features: dict[int, Tensor]) -> None:
-        observe(self, slot, start, {at: states.roll(1, -1) for at, states in features.items()})
+        observe(self, slot, start, {at: as_tensor(states).roll(1, -1) for at, states in features.items()})
 
     def warm(logits: Tensor, top: int) -> Law:
         return law_of(logits / 0.8, top)
