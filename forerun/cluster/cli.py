@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from forerun.cluster.key import ask_for_key
 from forerun.errors import ConfigError
 
 
@@ -32,6 +33,8 @@ def deploy(
         return
     _need_extra("ray")
     listener = listen(plan.settings)
+    if not plan.address:
+        ask_for_key()
     from forerun.cluster.run import run
 
     sys.exit(run(plan, listener, verbose))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -80,12 +79,12 @@ def on_ray(plan: Plan) -> Iterator[RayCrew]:
     here = not plan.address
     most = sum(plan.threads(model) * model.replicas.max for model in plan.models)
     options: dict[str, Any] = {"address": plan.address}
-    if here:  # on no network, and with as many processors as the plan says, however many there are
-        options = {"num_cpus": max(most, 1), "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
-    os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
+    if here:  # with as many processors as the plan says, however many there are
+        options = {"num_cpus": most, "include_dashboard": False}
     try:
         ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
         serve.start(proxy_location=ProxyLocation.Disabled)
+        logging.getLogger("ray.serve").setLevel(logging.ERROR)  # what matters of it is told here
     except (ConnectionError, RuntimeError, ValueError) as error:
         where = f"at {plan.address}" if plan.address else "here"
         raise ForerunError(f"Ray cannot be reached or started {where}: {one_line(str(error))}") from None
@@ -93,7 +92,7 @@ def on_ray(plan: Plan) -> Iterator[RayCrew]:
         yield RayCrew(plan)
     finally:
         with contextlib.suppress(Exception):  # it may be gone already
-            serve.shutdown() if here else _delete(plan)
+            _delete(plan)
         ray.shutdown()
 
 

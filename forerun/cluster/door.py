@@ -50,8 +50,9 @@ class Door:
     def __init__(self, plan: Plan, crew: Crew) -> None:
         self.plan, self.crew = plan, crew
         self.draining = False
-        self.tickets: set[asyncio.Task[Any]] = set()  # requests in work
+        self.tickets: set[Relay] = set()  # requests in work
         self.again: Counter[str] = Counter()
+        self._reading = 0  # requests whose bodies are on their way
         self._limit = plan.settings.max_queue + sum(m.replicas.max * m.engine.max_rows for m in plan.models)
         self._beginning = asyncio.Lock()
         self._parsing = CapacityLimiter(1)
@@ -62,8 +63,8 @@ class Door:
 
     def end_all(self) -> None:
         """End every request as it is."""
-        for task in list(self.tickets):
-            task.cancel()
+        for relay in list(self.tickets):
+            relay.end()
 
     def stop(self) -> None:
         """Nothing is left to end."""
@@ -101,33 +102,33 @@ class Door:
             await (await self._pages[path](scope))(scope, receive, send)
             return
         self._admit()
-        task = asyncio.current_task()
-        assert task is not None
-        self.tickets.add(task)
-        try:
-            if path in LISTS and scope["method"] == "GET":
-                await (await self._list(scope, LISTS[path]))(scope, receive, send)
-            else:
-                await self._relay(scope, receive, send)
-        finally:
-            self.tickets.discard(task)
+        if path in LISTS and scope["method"] == "GET":
+            await (await self._list(scope, LISTS[path]))(scope, receive, send)
+        else:
+            await self._relay(scope, receive, send)
 
     def _admit(self) -> None:
         if self.draining:
             raise UnavailableError("the server is shutting down")
-        if len(self.tickets) >= self._limit:
-            raise BusyError(f"{len(self.tickets)} requests are running or waiting already: try again in a moment")
+        taken = len(self.tickets) + self._reading
+        if taken >= self._limit:
+            raise BusyError(f"{taken} requests are running or waiting already: try again in a moment")
 
     async def _relay(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = await Request(scope, receive).body()
-        value = await self._parsed(body)
+        self._reading += 1
+        try:
+            body = await Request(scope, receive).body()
+            value = await self._parsed(body)
+        finally:
+            self._reading -= 1
         model = self._model_of(value, scope["path"])
-        settings = self.plan.settings
         known = prefixes(value, self._tenant(value), self.plan.routing) if scope["method"] == "POST" else ()
-        relay = Relay(self.crew, model, self.plan.retries, settings.timeout)
+        relay = Relay(self.crew, model, self.plan.retries, self.plan.settings.timeout)
+        self.tickets.add(relay)
         try:
             await relay.run(self._envelope(scope, body, known), receive, send)
         finally:
+            self.tickets.discard(relay)
             self.again[model] += max(0, relay.attempts - 1)
 
     async def _parsed(self, body: bytes) -> Mapping[str, Any]:

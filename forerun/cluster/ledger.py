@@ -63,14 +63,17 @@ class Ledger:
             self._affinity.learn(prefixes, choice.replica)
             return choice.replica
 
-    def ended(self, request: str) -> str | None:
-        """A request has left its replica, however that came; the replica, if it had one."""
+    def ended(self, request: str, counts: bool = True) -> str | None:
+        """A request has left its replica, however that came; the replica, if it had one.
+
+        `counts` says whether it is one that `counts()` is about."""
         with self._lock:
             entry = self._entries.pop(request, None)
             if entry is None:
                 return None
             self._leave(entry)
-            self._counts[entry.choice.replica, "prefix" if entry.choice.held else "queue"] += 1
+            if counts:
+                self._counts[entry.choice.replica, "prefix" if entry.choice.held else "queue"] += 1
             return entry.choice.replica
 
     def counts(self) -> dict[tuple[str, str], int]:

@@ -52,27 +52,35 @@ class Relay:
         self.attempts = 0
         self._start: Message | None = None
         self._ended = False
+        self._over = asyncio.Event()
+
+    def end(self) -> None:
+        """End it as it is, with an error."""
+        self._over.set()
 
     async def run(self, envelope: Envelope, receive: Receive, send: Send) -> None:
         """Have it answered, unless the client goes away before. Raises what no answer could be begun for."""
-        work = asyncio.ensure_future(self._answered(envelope, send))
-        gone = asyncio.ensure_future(_gone(receive))
-        try:
-            await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
-            if work.done():
-                work.result()
-        finally:
-            for task in (work, gone):
-                task.cancel()
-            await asyncio.gather(work, gone, return_exceptions=True)  # the replica is told before this ends
-
-    async def _answered(self, envelope: Envelope, send: Send) -> None:
         try:
             async with asyncio.timeout(self.timeout + OVERTIME if self.timeout else None):
-                await self._tried(envelope, send)
+                await self._raced(envelope, receive, send)
         except Exception as error:
             if not self.begun or not await self._said(error, send):
                 raise
+
+    async def _raced(self, envelope: Envelope, receive: Receive, send: Send) -> None:
+        """The answer, the end of the client or the end of the server, whichever comes first."""
+        work = asyncio.ensure_future(self._tried(envelope, send))
+        others = [asyncio.ensure_future(_gone(receive)), asyncio.ensure_future(self._over.wait())]
+        try:
+            await asyncio.wait((work, *others), return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                work.result()
+            elif self._over.is_set():
+                raise UnavailableError("the server is shutting down")
+        finally:
+            for task in (work, *others):
+                task.cancel()
+            await asyncio.gather(work, *others, return_exceptions=True)  # the replica is told before this ends
 
     async def _tried(self, envelope: Envelope, send: Send) -> None:
         avoid: tuple[str, ...] = ()
@@ -86,7 +94,7 @@ class Relay:
                 if self.begun or self.attempts > self.retries:
                     raise UnavailableError("the replica that worked on this has died") from None
             finally:
-                replica = self.crew.ledgers[self.model].ended(envelope.id)
+                replica = self.crew.ledgers[self.model].ended(envelope.id, counts=envelope.scope["method"] == "POST")
             log.warning("replica %s of %s has died: its request goes to another one", replica, self.model)
             avoid = (*avoid, replica) if replica else avoid
 
