@@ -208,9 +208,8 @@ class Door:
 
         try:
             async with asyncio.timeout(PATIENCE):
-                await Relay(self.crew, model, self.plan.retries, 0).run(
-                    self._envelope(scope, b"", (), replica), waiting, keep
-                )
+                relay = Relay(self.crew, model, 0 if replica else self.plan.retries, 0)
+                await relay.run(self._envelope(scope, b"", (), replica), waiting, keep)
         except TimeoutError:
             raise UnavailableError(f"a replica of {model} does not answer") from None
         if answer["status"] != 200:
