@@ -3,10 +3,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint docs sanitize clean
+.PHONY: demo cluster-demo test lint docs sanitize clean
 
 demo: $(STAMP)  ## install into .venv, then answer real requests with speculation and without
 	$(BIN)/python examples/demo.py
+
+cluster-demo: $(VENV)/.cluster  ## two replicas on this machine, behind one address
+	$(BIN)/python examples/cluster_demo.py
 
 test: $(STAMP) lint  ## lint, type-check and run the tests
 	$(BIN)/python -m pytest -n auto --dist worksteal
@@ -36,6 +39,10 @@ $(STAMP): pyproject.toml setup.py $(wildcard forerun/kernels/native/*.cpp foreru
 $(VENV)/.docs: $(STAMP)
 	@# forerun itself is there: only what the group adds is installed
 	$(BIN)/pip install --disable-pip-version-check --quiet "forerun[docs]"
+	touch $@
+
+$(VENV)/.cluster: $(STAMP)
+	$(BIN)/pip install --disable-pip-version-check --quiet "forerun[cluster]"
 	touch $@
 
 clean:

@@ -18,6 +18,7 @@ from forerun.bench.cli import app as bench
 from forerun.bench.cli_tune import tune
 from forerun.chat.cli import chat
 from forerun.check.cli import check
+from forerun.cluster.cli import deploy
 from forerun.completion import words_of_bash
 from forerun.drafters_cli import app as drafters
 from forerun.errors import ForerunError, Interrupted
@@ -72,6 +73,7 @@ app.command(
 )(train)
 app.command(epilog="[dim]forerun tune Qwen/Qwen3-0.6B --drafts suffix,model:my-draft --prompts tasks.jsonl[/dim]")(tune)
 app.command(epilog="[dim]forerun serve Qwen/Qwen3-0.6B --draft suffix --port 8000[/dim]")(serve)
+app.command(epilog="[dim]forerun deploy examples/cluster.toml        forerun deploy cluster.toml --check[/dim]")(deploy)
 app.command(epilog="[dim]forerun models        forerun models /data/gguf --json[/dim]")(models)
 app.command(
     epilog="[dim]forerun index src/ docs/ --out my-index        forerun index answers.jsonl --out my-index[/dim]"

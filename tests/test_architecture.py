@@ -33,6 +33,7 @@ FLOORS = [
     {"engine"},
     {"completion", "flags", "job", "learned", "llm", "loader", "probe", "skips", "terminal"},
     {"bench", "check", "doctor", "drafters_cli", "generate_cli", "index_cli", "models_cli", "server", "train"},
+    {"cluster"},
     {"chat", "cli", "__main__", "__init__"},
 ]
 FLOOR = {name: i for i, names in enumerate(FLOORS) for name in names}

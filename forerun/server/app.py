@@ -64,8 +64,9 @@ FAILURES = {
 }
 
 
-def make_app(llm: LLM, settings: Settings) -> FastAPI:
-    """The server's application around a loaded model. `app.state.service` is its service."""
+def make_app(llm: LLM, settings: Settings, callers: Callers | None = None) -> FastAPI:
+    """The server's application around a loaded model. `app.state.service` is its service; `callers`, unless somebody
+    else knows them, are those of the settings."""
     metrics = Metrics(settings.metrics_compat)
     name = served_name(llm, settings)
     service = Service(llm, settings.max_queue, (metrics, Journal(name)))
@@ -100,7 +101,7 @@ def make_app(llm: LLM, settings: Settings) -> FastAPI:
     _texts(app, kitchen)
     _operation(app, kitchen, metrics, root)
     _playground(app)
-    callers = Callers.of(settings)
+    callers = Callers.of(settings) if callers is None else callers
     if settings.indices:
         folder = Path(settings.indices).expanduser()
         load_all(llm, folder)

@@ -10,8 +10,9 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Collection
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import uvicorn
 from fastapi import FastAPI
@@ -22,7 +23,6 @@ from forerun.sandbox import stop_all
 from forerun.server.addresses import is_loopback
 from forerun.server.app import describe, make_app
 from forerun.server.connections import connections
-from forerun.server.service import Service
 from forerun.server.settings import Settings
 from forerun.server.tenants import Callers
 
@@ -31,7 +31,7 @@ log = logging.getLogger("forerun.server")
 
 def run(options: dict[str, Any], settings: Settings, listener: socket.socket, verbose: bool) -> int:
     """Serve on a socket of `listen` until a signal ends it. Returns the exit code: 0 after an orderly shutdown."""
-    _log(verbose, sys.stderr.isatty())
+    start_logging(verbose, sys.stderr.isatty())
     try:
         llm = LLM(**options)
         fault = probe(llm)  # and the first client does not pay for first calls
@@ -72,6 +72,22 @@ def announcement(facts: dict[str, Any], where: str) -> str:
     return f"forerun: serving {json.dumps(facts)} on {where}"
 
 
+class Drainable(Protocol):
+    """What a server must know of the service behind it, to end in order."""
+
+    draining: bool  # new requests are told 503
+
+    @property
+    def tickets(self) -> Collection[object]:
+        """Requests that have not ended."""
+
+    def end_all(self) -> None:
+        """End every request as it is."""
+
+    def stop(self) -> None:
+        """Nothing is asked of it any more."""
+
+
 class Server(uvicorn.Server):
     """uvicorn, but the first signal lets running requests end while new ones are told 503."""
 
@@ -87,7 +103,7 @@ class Server(uvicorn.Server):
                 server_header=False,
             )
         )
-        self.service: Service = app.state.service
+        self.service: Drainable = app.state.service
         self.bound = settings.shutdown_timeout
         self._drain: asyncio.Task[None] | None = None
 
@@ -147,7 +163,7 @@ class PlainLines(logging.Formatter):
         return " ".join([super().formatMessage(record), *(f"{name}={value}" for name, value in facts.items())])
 
 
-def _log(verbose: bool, person: bool) -> None:
+def start_logging(verbose: bool, person: bool) -> None:
     """Log to stderr: plain lines for a person, JSON for a program."""
     handler = logging.StreamHandler()
     handler.setFormatter(PlainLines() if person else JsonLines())

@@ -241,7 +241,7 @@ def test_no_thread_of_the_engine_outlives_the_server(monkeypatch: pytest.MonkeyP
         sockets[0].close()
 
     monkeypatch.setattr(server_run.Server, "run", second_signal)
-    monkeypatch.setattr(server_run, "_log", lambda *_: None)
+    monkeypatch.setattr(server_run, "start_logging", lambda *_: None)
     options, listener = {"model": str(tiny.worded()), "kv_tokens": 256}, listen(Settings(port=0))
     assert server_run.run(options, Settings(), listener, False) == 0
     assert not servers[0].service._thread.is_alive()

@@ -1,0 +1,129 @@
+"""The replicas of a plan on Ray Serve: started, asked, and ended."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+import ray
+from ray import serve
+from ray.exceptions import RayActorError, TaskCancelledError
+from ray.serve.config import AutoscalingConfig, ProxyLocation, RequestRouterConfig
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
+from ray.serve.handle import DeploymentHandle
+from starlette.types import Message
+
+from forerun.cluster.envelope import Envelope
+from forerun.cluster.ledger import Ledger, close, ledger_of
+from forerun.cluster.plan import Model, Plan, replica_settings
+from forerun.cluster.relay import LostError
+from forerun.cluster.replica import Replica
+from forerun.cluster.router import PrefixRouter
+from forerun.errors import BusyError, ForerunError, one_line
+from forerun.server.service import UnavailableError
+from forerun.server.tenants import Callers
+
+log = logging.getLogger("forerun.server")
+SPARE = 64  # calls of a replica besides its requests: how it is, what it counts
+HEALTH = 5.0  # seconds between two questions to a replica whether it works; three without an answer are its end
+
+
+class RayCrew:
+    """The replicas of all models, each model a deployment."""
+
+    def __init__(self, plan: Plan) -> None:
+        """Start them and wait until they are up. Raises ForerunError."""
+        self.plan = plan
+        self.ledgers: dict[str, Ledger] = {}
+        self._handles: dict[str, DeploymentHandle] = {}
+        for i, model in enumerate(plan.models):
+            name = f"model-{i}"
+            close(name)
+            self.ledgers[model.name] = ledger_of(name, plan.routing)
+            application = _deployment(plan, model, name).bind(
+                dict(model.options) | {"threads": plan.threads(model)},
+                replica_settings(plan, model),
+                bool(Callers.of(plan.settings)),
+            )
+            try:
+                handle = serve.run(application, name=name, route_prefix=None)
+            except RuntimeError as error:
+                raise ForerunError(f"model {model.name!r} does not start: {one_line(str(error))}") from None
+            self._handles[model.name] = handle.options(stream=True)
+
+    async def ask(self, model: str, envelope: Envelope) -> AsyncGenerator[list[Message], None]:
+        """What a replica answers. Raises LostError, BusyError, UnavailableError."""
+        answer = self._handles[model].answer.remote(envelope)
+        try:
+            async for messages in answer:
+                yield messages
+        except RayActorError:
+            raise LostError from None
+        except BackPressureError:
+            raise BusyError("no replica has a place for this request: try again in a moment") from None
+        except DeploymentUnavailableError:
+            raise UnavailableError(f"no replica of {model} is up") from None
+        except TaskCancelledError:
+            raise LostError from None
+        finally:
+            answer.cancel()
+
+
+@contextmanager
+def on_ray(plan: Plan) -> Iterator[RayCrew]:
+    """Replicas until the end of the block. Raises ForerunError."""
+    here = not plan.address
+    most = sum(plan.threads(model) * model.replicas.max for model in plan.models)
+    options: dict[str, Any] = {"address": plan.address}
+    if here:  # with as many processors as the plan says, however many there are
+        options = {"num_cpus": most, "include_dashboard": False}
+    try:
+        ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
+        serve.start(proxy_location=ProxyLocation.Disabled)
+        logging.getLogger("ray.serve").setLevel(logging.ERROR)  # what matters of it is told here
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        where = f"at {plan.address}" if plan.address else "here"
+        raise ForerunError(f"Ray cannot be reached or started {where}: {one_line(str(error))}") from None
+    try:
+        yield RayCrew(plan)
+    finally:
+        with contextlib.suppress(Exception):  # it may be gone already
+            _delete(plan)
+        ray.shutdown()
+
+
+def _delete(plan: Plan) -> None:
+    for i in range(len(plan.models)):
+        serve.delete(f"model-{i}")
+
+
+def _deployment(plan: Plan, model: Model, name: str) -> serve.Deployment:
+    settings, replicas = plan.settings, model.replicas
+    at_once = settings.max_queue + model.engine.max_rows + SPARE
+    scale: dict[str, Any] = {"num_replicas": replicas.min}
+    if replicas.max > replicas.min:
+        scale = {
+            "autoscaling_config": AutoscalingConfig(
+                min_replicas=replicas.min, max_replicas=replicas.max, target_ongoing_requests=replicas.requests
+            )
+        }
+    return serve.deployment(
+        Replica,
+        name=name,
+        ray_actor_options={"num_cpus": plan.threads(model)},
+        max_ongoing_requests=at_once,
+        max_queued_requests=at_once,
+        health_check_period_s=HEALTH,
+        health_check_timeout_s=3 * HEALTH,
+        graceful_shutdown_timeout_s=settings.shutdown_timeout,
+        request_router_config=RequestRouterConfig(
+            request_router_class=PrefixRouter,
+            request_router_kwargs={"deployment": name, "routing": asdict(plan.routing)},
+        ),
+        max_constructor_retry_count=1,
+        **scale,
+    )

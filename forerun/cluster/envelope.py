@@ -1,0 +1,113 @@
+"""A whole HTTP request as it goes to a replica, and the answer as it comes back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Scope
+
+from forerun.server.tenants import CALLER, Caller, Callers
+
+ASKED = ("http_version", "method", "scheme", "path", "raw_path", "query_string", "headers", "client", "server")
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """One request, for one attempt.
+
+    Attributes:
+        id: names the attempt.
+        scope: what ASGI says of the request.
+        body: all of it.
+        caller: who asks, as the door has found out.
+        prefixes: hashes of the beginning of its text, by which a replica is chosen.
+        replica: the only one that is to have it; "" is any.
+        avoid: replicas that have failed it.
+    """
+
+    id: str
+    scope: dict[str, Any]
+    body: bytes
+    caller: Caller
+    prefixes: tuple[int, ...] = ()
+    replica: str = ""
+    avoid: tuple[str, ...] = ()
+
+
+def asked(scope: Scope) -> dict[str, Any]:
+    """What a replica needs of a request's scope."""
+    return {name: scope[name] for name in ASKED if name in scope}
+
+
+class Trusted(Callers):
+    """Everybody is who the door says: `CALLER` is set before the application is asked."""
+
+    def __init__(self, keys: bool) -> None:
+        """`keys`: whether the door asks for any."""
+        self._keys = keys
+
+    def __len__(self) -> int:
+        return int(self._keys)
+
+    @property
+    def clients(self) -> set[str]:
+        """None that an index could be for."""
+        return set()
+
+    def find(self, authorization: str) -> Caller | None:
+        """Who is asking."""
+        return CALLER.get()
+
+
+@dataclass(eq=False, slots=True)
+class Answering:
+    """An application at work on one envelope."""
+
+    envelope: Envelope
+    gone: asyncio.Event = field(default_factory=asyncio.Event)
+    written: asyncio.Queue[Message | None] = field(default_factory=asyncio.Queue)
+    read: bool = False
+
+    async def receive(self) -> Message:
+        """The body, and then nothing until the client goes away."""
+        if not self.read:
+            self.read = True
+            return {"type": "http.request", "body": self.envelope.body, "more_body": False}
+        await self.gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Message) -> None:
+        """Keep a message until it is asked for."""
+        self.written.put_nowait(message)
+
+    async def run(self, app: ASGIApp) -> None:
+        """Have it answered; `None` is the last thing written."""
+        CALLER.set(self.envelope.caller)
+        try:
+            await app({"type": "http", "asgi": {"version": "3.0"}, **self.envelope.scope}, self.receive, self.send)
+        finally:
+            self.written.put_nowait(None)
+
+
+async def answers(app: ASGIApp, envelope: Envelope) -> AsyncIterator[list[Message]]:
+    """What an application answers, as ASGI messages: each time all that have come. Closed early, it is told that the
+    client has gone."""
+    work = Answering(envelope)
+    task = asyncio.create_task(work.run(app))
+    try:
+        while True:
+            messages = [await work.written.get()]
+            while not work.written.empty():
+                messages.append(work.written.get_nowait())
+            known = [message for message in messages if message is not None]
+            if known:
+                yield known
+            if None in messages:
+                break
+        await task  # raises what the application raised
+    finally:
+        work.gone.set()
+        task.cancel()
