@@ -15,7 +15,7 @@ import numpy as np
 from forerun.draft.corpus import BREAK, PASSAGE, SORTED, Segment
 
 RECENT = 256  # tokens of a request that say what it is about
-WORDS = 32  # of these, at most, the rarest,
+WORDS = 16  # of these, at most, the rarest,
 FOUND = 5_000  # which occur so often in all, at most: the time of a question
 FITTING = 8  # passages that are taken
 LENGTH = 2 * PASSAGE  # tokens of each: an answer goes on where its passage ends
