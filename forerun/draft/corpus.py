@@ -1,7 +1,8 @@
 """An index of texts on disk: their tokens, and a suffix array over them, opened without reading them.
 
-A directory: `index.json`, and for each segment three files of plain numbers and a table of passages. A segment never changes once it is there;
-what is added becomes a segment of its own, and the list of segments is replaced last, in one step.
+A directory: `index.json`, and for each segment three files of plain numbers and a table of passages. A segment never
+changes once it is there; what is added becomes a segment of its own, and the list of segments is replaced last, in one
+step.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ class Ground:
         self._tokens = np.concatenate([gap, *(part for text in texts for part in (text, gap))])
 
     def retrieve(self, text: Sequence[int], most: int) -> tuple[int, list[int]]:
-        """(tokens that match, what goes on there) for the end of a text: of the places of the longest match the first."""
+        """(tokens that match, what goes on there) for the end of a text: at the first place of the longest match."""
         ends = np.flatnonzero(self._tokens[:-1] == text[-1])
         ends = ends[self._tokens[ends + 1] != BREAK]
         length = 0
@@ -52,8 +52,8 @@ def ground(segments: Sequence[Segment], tokens: Sequence[int]) -> Ground | None:
 
 
 def fit(segments: Sequence[Segment], tokens: Sequence[int]) -> list[tuple[int, int]]:
-    """The passages that share most with the end of a request, best first: (segment, place). A token that they share counts by
-    how few passages have it, as in BM25; how often it occurs within one is not known, and they are equally long."""
+    """The passages that share most with the end of a request, best first: (segment, place). A token that they share
+    counts by how few passages have it, as in BM25; how often one has it is not known, and they are equally long."""
     tables = [(number, segment.passages) for number, segment in enumerate(segments) if segment.passages]
     scores, count = defaultdict[tuple[int, int], float](float), sum(table.count for _, table in tables)
     for token in _rarest(segments, tokens):

@@ -1,4 +1,4 @@
-"""Grounding: the passages that looking at all of them would choose, of nobody else's documents, and nothing if damaged."""
+"""Grounding: the passages that looking at all would choose, of nobody else's documents, and nothing if damaged."""
 
 from __future__ import annotations
 
