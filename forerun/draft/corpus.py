@@ -1,7 +1,8 @@
 """An index of texts on disk: their tokens, and a suffix array over them, opened without reading them.
 
-A directory: `index.json`, and for each segment three files of plain numbers. A segment never changes once it is there;
-what is added becomes a segment of its own, and the list of segments is replaced last, in one step.
+A directory: `index.json`, and for each segment three files of plain numbers and a table of passages. A segment never
+changes once it is there; what is added becomes a segment of its own, and the list of segments is replaced last, in one
+step.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from typing import Any
 
 import numpy as np
 
+from forerun.draft import passages
+from forerun.draft.passages import Passages
 from forerun.errors import LoadError, RequestError
 from forerun.kernels import native
 from forerun.kernels.native import CTexts
@@ -29,7 +32,10 @@ VERSION = 1
 BREAK = 0xFFFFFFFF  # stands between two texts; no token has this id
 SORTED = 16  # tokens of a suffix that its place depends on, and so the longest match
 MOST = 1 << 31  # tokens of a segment
+PASSAGE = 256  # tokens of a passage
 PARTS = {"tokens": np.uint32, "suffixes": np.uint32, "starts": np.int64}
+TABLE = "passages"
+FILES = (*PARTS, TABLE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +49,14 @@ class File:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Some texts of an index: [tokens] and [suffixes] as in `retrieval.h`, mapped."""
+    """Some texts of an index: [tokens] and [suffixes] as in `retrieval.h`, mapped; older ones have no passages."""
 
     name: str
     tokens: np.ndarray
     suffixes: np.ndarray
     starts: np.ndarray
     files: tuple[File, ...]
+    passages: Passages | None = None
 
     @property
     def struct(self) -> CTexts:
@@ -114,11 +121,21 @@ def _open(directory: Path, segment: Any, vocab: int) -> Segment:
             parts[part] = np.memmap(path, kind, "r", shape=(count[part],))
         if parts["starts"][0] != 0 or parts["starts"][-1] != count["suffixes"] or (np.diff(parts["starts"]) < 0).any():
             raise LoadError(f"{directory / name}.starts is damaged: make the index again with forerun index")
-        return Segment(name, **parts, files=files)
+        return Segment(name, **parts, files=files, passages=_open_table(directory / f"{name}.{TABLE}", segment))
     except OSError as error:
         raise LoadError(f"{error.filename} cannot be read ({error.strerror}): make the index again") from None
     except (ValueError, KeyError, TypeError):
         raise LoadError(f"{directory / LIST} is damaged: make the index again with forerun index") from None
+
+
+def _open_table(path: Path, segment: Any) -> Passages | None:
+    """The passages of a segment, if it has any."""
+    if TABLE not in segment:
+        return None
+    count, size = map(int, segment[TABLE])
+    if path.stat().st_size != size:
+        raise LoadError(f"{path} is damaged (another size): make the index again with forerun index")
+    return Passages(path, count)
 
 
 @contextmanager
@@ -161,7 +178,7 @@ def _alone(directory: Path) -> Iterator[None]:
 
 def is_left_over(directory: Path) -> bool:
     """Whether a directory without a list has nothing but what a build has left that was killed."""
-    return all(path.stem.isdigit() and path.suffix[1:] in PARTS for path in directory.iterdir())
+    return all(path.stem.isdigit() and path.suffix[1:] in FILES for path in directory.iterdir())
 
 
 class Writer:
@@ -183,7 +200,7 @@ class Writer:
             self.count += len(ids) + 1
 
     def finish(self) -> dict[str, Any]:
-        """Sort the suffixes; what the list says of the segment."""
+        """Sort the suffixes, write the passages; what the list says of the segment."""
         self._tokens.flush()
         os.fsync(self._tokens.fileno())
         tokens = np.memmap(self._path("tokens"), np.uint32, "r", shape=(self.count,))
@@ -194,7 +211,14 @@ class Writer:
         starts.flush()
         counts = {"tokens": len(tokens), "suffixes": len(suffixes), "starts": len(starts)}
         files = [(file.path, file.size, file.changed) for file in self.files]
-        return {"name": self.name, **counts, "files": files}
+        return {"name": self.name, **counts, "files": files, **self._tabled(tokens)}
+
+    def _tabled(self, tokens: np.ndarray) -> dict[str, Any]:
+        """Write the passages; what the list says of them, which is nothing where SQLite cannot."""
+        if not passages.supported():
+            return {}
+        count = passages.write(self._path(TABLE), passages_of(tokens))
+        return {TABLE: [count, self._path(TABLE).stat().st_size]}
 
     def _mapped(self, part: str, count: int) -> np.memmap:
         """A part to be written. Its room is taken now: a disk that is full later would end the process."""
@@ -215,11 +239,21 @@ class Writer:
 
     def remove(self) -> None:
         """Take away what was written."""
-        for part in PARTS:
+        for part in FILES:
             with suppress(OSError):
                 self._path(part).unlink()
         with suppress(OSError):
             self.directory.rmdir()  # it was not there before, or is an index
+
+
+def passages_of(tokens: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+    """All passages of texts, none of them across a break: where they begin, and their tokens."""
+    begin, step = 0, 1 << 20
+    for first in range(0, len(tokens), step):
+        for end in (first + np.flatnonzero(tokens[first : first + step] == BREAK)).tolist():
+            for place in range(begin, end, PASSAGE):
+                yield place, tokens[place : min(place + PASSAGE, end)]
+            begin = end + 1
 
 
 def sort_suffixes(tokens: np.ndarray, suffixes: np.ndarray, starts: np.ndarray) -> None:

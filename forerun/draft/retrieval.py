@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from forerun.draft.base import Proposer, Reference, Row
 from forerun.draft.corpus import BREAK, SORTED, Index, Segment
+from forerun.draft.ground import Ground, ground
 from forerun.kernels import native
 from forerun.kernels.native import CTexts, address
 from forerun.types import RETRIEVAL, SALT, Draft
@@ -19,7 +20,7 @@ JUDGES = 64  # occurrences, at most, that say what follows
 
 class Retrieval(Proposer):
     """Proposes what most occurrences of the longest suffix of the text go on with, no further than that has matched; of
-    several indices the one with the longest match.
+    several indices the one with the longest match, but first of all the passages that fit the request.
 
     Attributes:
         indices: by name, each with the client whose requests it serves; "" serves all.
@@ -31,33 +32,47 @@ class Retrieval(Proposer):
         """`indices` by name; they serve all."""
         self.indices: dict[str, tuple[Index, str]] = {name: (index, "") for name, index in (indices or {}).items()}
         self.slots: dict[int, str] = {}
+        self._grounds: dict[int, Ground] = {}
         self._shelves: dict[str, _Shelf] = {}
 
     def add(self, name: str, index: Index, client: str = "") -> None:
         """Draft from this one too, from the next step on; instead of one of the same name."""
         self.indices[name] = (index, client)
-        self._shelves.clear()
+        self._forget()
 
     def remove(self, name: str) -> None:
         """Draft from it no more."""
         del self.indices[name]
+        self._forget()
+
+    def _forget(self) -> None:
+        """What was found may be of an index that is no longer there."""
         self._shelves.clear()
+        self._grounds.clear()
 
     def open(self, slot: int, tokens: Sequence[int], references: Sequence[Reference] = (), tenant: str = "") -> None:
         self.slots[slot] = tenant
+        found = ground(self._shelf(tenant).segments, tokens)
+        if found:
+            self._grounds[slot] = found
 
     def close(self, slot: int, finished: Sequence[int] | None = None) -> None:
         self.slots.pop(slot, None)
+        self._grounds.pop(slot, None)
 
     def reset(self) -> None:
         self.slots.clear()
+        self._grounds.clear()
 
     def propose(self, rows: Sequence[Row]) -> list[Draft]:
         return [self._propose(row) for row in rows]
 
     def _propose(self, row: Row) -> Draft:
-        shelf = self._shelf(self.slots[row.slot])
-        match, tokens = shelf.retrieve(row.tokens[-SORTED:], row.depth)
+        end, near = row.tokens[-SORTED:], self._grounds.get(row.slot)
+        match, tokens = self._shelf(self.slots[row.slot]).retrieve(end, row.depth)
+        closer = near.retrieve(end, row.depth) if near else (0, [])
+        if closer[0] >= match:
+            match, tokens = closer
         return Draft.chain(row.tokens[-1], tokens, self.name, match)
 
     def _shelf(self, tenant: str) -> _Shelf:

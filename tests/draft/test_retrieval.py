@@ -6,7 +6,6 @@ import errno
 import json
 import random
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -228,14 +227,17 @@ def test_texts_are_the_same_and_the_documents_are_drafted(tmp_path: Path, tokeni
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("rule", ["match", "token", "tree"])
-def test_batches_with_preemption_say_what_they_say_without(temperature: float, rule: str) -> None:
+def test_batches_with_preemption_say_what_they_say_without(
+    temperature: float, rule: str, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
     """Chunks of 3 tokens, room for about two requests; the index has what they say, with mistakes in it."""
     plain = [list(r.output) for r in build.run(build.engine("llama", []), "off", temperature)]
     generator = random.Random(1)
     texts = [[t if generator.random() < 0.9 else generator.randrange(tiny.VOCAB) for t in text] for text in plain]
     engine = build.engine("llama", [], rule=rule, chunk=3, tokens=112)
-    engine.proposers["retrieval"] = Retrieval()  # type: ignore[index]
-    engine.proposers["retrieval"].indices["texts"] = (SimpleNamespace(segments=[segment_of(texts, tiny.VOCAB)]), "")  # type: ignore[attr-defined]
+    with adding(tmp_path, tokenizer, tiny.VOCAB) as writer:
+        writer.add(File("said", 1, 2), texts)
+    engine.proposers["retrieval"] = Retrieval({"texts": Index(tmp_path)})  # type: ignore[index]
     requests = build.run(engine, "retrieval", temperature)
     if rule == "match" or not temperature:
         assert [list(r.output) for r in requests] == plain
