@@ -52,7 +52,7 @@ class RayCrew:
             try:
                 handle = serve.run(application, name=name, route_prefix=None)
             except RuntimeError as error:
-                raise ForerunError(f"model {model.name!r} does not start: {one_line(str(error))}") from None
+                raise ForerunError(f"model {model.name!r} does not start: {_reason(name, error)}") from None
             self._handles[model.name] = handle.options(stream=True)
 
     async def ask(self, model: str, envelope: Envelope) -> AsyncGenerator[list[Message], None]:
@@ -71,6 +71,15 @@ class RayCrew:
             raise LostError from None
         finally:
             answer.cancel()
+
+
+def _reason(name: str, error: RuntimeError) -> str:
+    """Why a deployment has failed: the last error of forerun's in what Ray reports of its replicas, if there is one."""
+    application = serve.status().applications.get(name)
+    told = [d.message for d in application.deployments.values()] if application else []
+    lines = [line.partition("forerun.errors.")[2] for message in told for line in message.splitlines()]
+    ours = [line.partition(": ")[2] for line in lines if line]
+    return one_line(ours[-1] if ours else str(error))
 
 
 @contextmanager
