@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from forerun.draft.skipping import Kept, continued, search
-from forerun.errors import ForerunError
+from forerun.errors import CapacityError, ForerunError
 from forerun.models.config import note
 from forerun.models.packed_cache import cache_folder, model_digest
 from forerun.models.text import Tokenizer
@@ -48,11 +48,15 @@ def layers_of(target: Runner, directory: Path, tokenizer: Tokenizer | None) -> t
 def find(
     target: Runner, directory: Path, prompts: Sequence[Sequence[int]], seconds: float = SECONDS, tell: Tell = nothing
 ) -> Kept:
-    """Look for them on what the model says to these prompts, and remember them. The model's cache must be empty."""
-    ends, room = target.decoder.config.end_ids, target.decoder.context - SAID
+    """Look for them on what the model says to these prompts, and remember them. The model's cache must be empty. Raises
+    CapacityError where it has no room for a prompt."""
+    pages = target.cache.pages
+    room = min(target.decoder.context, pages.count * pages.size) - SAID
+    if room < 1:
+        raise CapacityError(f"self:layers=auto needs room for {SAID + 1} tokens and more: set a larger kv_tokens")
     tell("writing texts to look for layers with")
-    texts = continued(target, [list(p[-min(LONGEST, room) :]) for p in prompts[:MOST]], SAID, ends)
-    found = search(target, [text for text in texts if len(text.tokens) > text.start], seconds, tell)
+    known = [prompt[-min(LONGEST, room) :] for prompt in prompts[:MOST]]
+    found = search(target, continued(target, known, SAID, target.decoder.config.end_ids), seconds, tell)
     path = _place(target, directory)
     if path is not None:
         with suppress(OSError, ForerunError):

@@ -15,7 +15,6 @@ from typing import Any
 
 from anyio import CapacityLimiter, to_thread
 from fastapi import FastAPI
-from fastapi.middleware.cors import CORSMiddleware
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.datastructures import MutableHeaders
 from starlette.requests import ClientDisconnect, Request
@@ -28,11 +27,9 @@ from forerun.cluster.plan import Plan
 from forerun.cluster.prefixes import prefixes
 from forerun.cluster.relay import Crew, Relay
 from forerun.errors import BusyError, ForerunError, brief
-from forerun.server import bounds, errors, fields
-from forerun.server.bodies import Bodies
+from forerun.server import bounds, errors
 from forerun.server.errors import ApiError
-from forerun.server.gate import Gate
-from forerun.server.hosts import Hosts
+from forerun.server.gate import guard
 from forerun.server.journal import REQUEST_ID
 from forerun.server.kitchen import SMALL
 from forerun.server.service import UnavailableError
@@ -223,14 +220,5 @@ def make_door(plan: Plan, crew: Crew) -> FastAPI:
     app = FastAPI(title="forerun", openapi_url=None, docs_url=None, redoc_url=None)
     app.state.service = door
     app.mount("/", door)
-    callers, hosts = Callers.of(settings), Hosts(settings)
-    app.add_middleware(Gate, callers=callers, hosts=hosts, bodies=Bodies(settings), turn=door.turn)
-    if settings.allowed_origins:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=settings.allowed_origins,
-            allow_methods=["*"],
-            allow_headers=["*"],
-            expose_headers=["X-Request-Id", "Retry-After", fields.HEADER],
-        )
+    guard(app, settings, Callers.of(settings), door.turn)
     return app

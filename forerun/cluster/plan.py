@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -11,8 +10,8 @@ from typing import Any
 
 from forerun.cluster.affinity import Routing
 from forerun.config import Config
-from forerun.errors import ConfigError, ForerunError, nearest, one_line, shown
-from forerun.server.settings import Settings
+from forerun.errors import ConfigError, ForerunError, nearest, shown
+from forerun.server.settings import Settings, read_toml
 
 LONGEST_NAME = 100  # characters
 MOST_REPLICAS = 10_000
@@ -72,12 +71,7 @@ class Plan:
 
 def read_plan(path: Path) -> Plan:
     """The plan in a TOML file. Raises ConfigError, in one line that names the file."""
-    try:
-        given = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"the cluster's file {path} cannot be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the cluster's file {path} is not TOML: {one_line(str(error))}") from None
+    given = read_toml(path, "cluster")
     try:
         return make_plan(given)
     except ForerunError as error:

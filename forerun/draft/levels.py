@@ -37,8 +37,9 @@ class Grower:
         self.heads, self.native = heads.to(target.device), None
         if target.form is not None:
             self.heads = with_native_products(self.heads, target.form)
-            native = NativeLevels(self.heads, target.config, target.form)
-            self.native = native if native.drafts and width == 1 else None
+            if width == 1:
+                native = NativeLevels(self.heads, target.config, target.form)
+                self.native = native if native.drafts else None
 
     def grow(self, trees: Sequence[Tree], states: Tensor) -> None:
         """Grow each tree as deep as its row allows and there are levels; states [trees, H] stand before the roots."""

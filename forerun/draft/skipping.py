@@ -109,16 +109,14 @@ def continued(target: Runner, prompts: Sequence[Sequence[int]], length: int, end
     """What the model goes on with behind each prompt at temperature 0, `length` tokens or up to one of `ends`."""
     texts = []
     for prompt in prompts:
-        tokens = list(prompt)
-        read = 0
+        tokens, new = list(prompt), list(prompt)
         target.cache.pages.grow(0, len(tokens) + length)
-        while len(tokens) < len(prompt) + length and tokens[-1] not in ends:
-            new = tokens[read:]
+        while len(tokens) < len(prompt) + length and (len(tokens) == len(prompt) or new[-1] not in ends):
             segment = Segment(0, new, list(range(-1, len(new) - 1)), [len(new) - 1])
-            logits = target.forward([segment]).logits
+            said = int(target.forward([segment]).logits[0].argmax())
             target.cache.commit(0, range(len(new)))
-            read = len(tokens)
-            tokens.append(int(logits[0].argmax()))
+            new = [said]
+            tokens.append(said)
         target.cache.close(0)
         texts.append(Text(tokens, len(prompt)))
     return texts

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
-from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import FileResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
@@ -20,14 +19,12 @@ from forerun import __version__
 from forerun.llm import LLM
 from forerun.models.hub import DEFAULT
 from forerun.models.names import title
-from forerun.server import api, errors, fields, ollama, translate
+from forerun.server import api, errors, ollama, translate
 from forerun.server.answers import started
-from forerun.server.bodies import Bodies
 from forerun.server.embeddings import Embedder, embeddings
 from forerun.server.errors import ApiError
-from forerun.server.gate import Gate
+from forerun.server.gate import guard
 from forerun.server.grammars import Grammars
-from forerun.server.hosts import Hosts
 from forerun.server.indices import Indices, load_all, mount
 from forerun.server.journal import Journal
 from forerun.server.kitchen import Kitchen
@@ -109,15 +106,7 @@ def make_app(llm: LLM, settings: Settings, callers: Callers | None = None) -> Fa
             llm.draft = f"{RETRIEVAL}+{llm.draft}"
         mount(app, Indices(service, folder, callers.clients))
     add_page(app, name, bool(callers))
-    app.add_middleware(Gate, callers=callers, hosts=Hosts(settings), bodies=Bodies(settings), turn=kitchen.turn)
-    if settings.allowed_origins:  # outside the gate: a preflight carries no key, and a page may read why it is refused
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=settings.allowed_origins,
-            allow_methods=["*"],
-            allow_headers=["*"],
-            expose_headers=["X-Request-Id", "Retry-After", fields.HEADER],
-        )
+    guard(app, settings, callers, kitchen.turn)
     return app
 
 

@@ -5,18 +5,34 @@ from __future__ import annotations
 import secrets
 from collections.abc import Awaitable, Callable
 
+from fastapi import FastAPI
+from fastapi.middleware.cors import CORSMiddleware
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from forerun.server import errors
+from forerun.server import errors, fields
 from forerun.server.bodies import Bodies
 from forerun.server.errors import ApiError
 from forerun.server.hosts import Hosts
 from forerun.server.journal import REQUEST_ID
+from forerun.server.settings import Settings
 from forerun.server.tenants import CALLER, Callers
 
 Turn = Callable[[], Awaitable[None]]
 FORM = "application/x-www-form-urlencoded"
+
+
+def guard(app: FastAPI, settings: Settings, callers: Callers, turn: Turn) -> None:
+    """Put the gate of these settings in front of an application."""
+    app.add_middleware(Gate, callers=callers, hosts=Hosts(settings), bodies=Bodies(settings), turn=turn)
+    if settings.allowed_origins:  # outside the gate: a preflight carries no key, and a page may read why it is refused
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.allowed_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id", "Retry-After", fields.HEADER],
+        )
 
 
 class Gate:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from forerun.config import Config
-from forerun.errors import ConfigError, nearest
+from forerun.errors import ConfigError, nearest, one_line
 from forerun.server.tenants import clean_key
 
 
@@ -98,14 +98,19 @@ class Settings:
             raise ConfigError("api_keys must be the name of a file, indices of a folder, share_memory true or false")
 
 
+def read_toml(path: Path, what: str) -> dict[str, Any]:
+    """What a TOML file holds; `what` it is, for errors. Raises ConfigError."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"the {what} file {path} cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the {what} file {path} is not TOML: {one_line(str(error))}") from None
+
+
 def read_file(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Options of the engine and of the server from a TOML file; flags may still override them. Raises ConfigError."""
-    try:
-        options = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"the configuration file {path} cannot be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the configuration file {path} is not TOML: {error}") from None
+    options = read_toml(path, "configuration")
     options = {name.replace("-", "_"): value for name, value in options.items()}
     engine, server = ({f.name for f in fields(kind)} for kind in (Config, Settings))
     for name in options:
