@@ -11,6 +11,8 @@ demo: $(STAMP)  ## install into .venv, then answer real requests with speculatio
 cluster-demo: $(VENV)/.cluster  ## two replicas on this machine, behind one address
 	$(BIN)/python examples/cluster_demo.py
 
+# tests are compiled once, and not in each run by each worker, wherever byte code is not kept otherwise
+test: export PYTHONDONTWRITEBYTECODE =
 test: $(STAMP) lint  ## lint, type-check and run the tests
 	$(BIN)/python -m pytest -n auto --dist worksteal
 
@@ -27,7 +29,7 @@ sanitize: $(STAMP)  ## the tests of the native kernels under AddressSanitizer, w
 	FORERUN_EMULATE=1 FORERUN_CXXFLAGS="-fsanitize=address -g1 -O1 -fno-omit-frame-pointer --param asan-instrumentation-with-call-threshold=0" $(BIN)/python setup.py --quiet build_ext --build-lib build/sanitize --build-temp build/sanitize
 	@# libstdc++ too: Python does not link it, and without it AddressSanitizer ends at the first exception of torch
 	FORERUN_NATIVE=$$(find build/sanitize -name '_native*.so') LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libasan.so) $$($${CXX:-c++} -print-file-name=libstdc++.so)" \
-	ASAN_OPTIONS=detect_leaks=0 $(BIN)/python -m pytest -p no:faulthandler tests/kernels tests/test_native.py tests/test_native_gguf.py tests/models/test_gguf_weights.py tests/models/test_gguf_container.py tests/draft/test_eagle.py tests/draft/test_block.py tests/draft/test_levels.py
+	ASAN_OPTIONS=detect_leaks=0 $(BIN)/python -m pytest -p no:faulthandler tests/kernels tests/test_native.py tests/test_native_gguf.py tests/models/test_gguf_weights.py tests/models/test_gguf_container.py tests/draft/test_heads.py tests/draft/test_eagle.py tests/draft/test_block.py tests/draft/test_levels.py
 
 $(STAMP): pyproject.toml setup.py $(wildcard forerun/kernels/native/*.cpp forerun/kernels/native/*.h)
 	$(PYTHON) -m venv $(VENV)

@@ -16,6 +16,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "quantization": ("int8", "int4"),
     "draft_quantization": ("auto", "none", "int8", "int4"),
     "kernels": ("auto", "native", "torch"),
+    "objective": ("throughput", "latency", "energy"),
 }
 
 
@@ -29,9 +30,9 @@ class Config:
         draft: off, ngram, suffix, recycle (or recycle:TABLE), retrieval:INDEX (or several, by commas), self:int4 (the
             model itself, rounded), self:layers=N or self:window=N (with fewer layers or keys), model:, medusa:, hydra:,
             mlp:, eagle:, eagle3:, mtp: or block:DIR_OR_HUB_ID; a|b (or a+b) asks b where a has nothing, a?b whichever
-            is measured to do better, a&b makes one tree of both, a>b has a draft for the draft model b, parentheses
-            nest: suffix|model:.. copies what repeats and drafts the rest; auto is suffix, and for the default model the
-            drafter that comes with it behind that.
+            is measured to do better, a&b makes one tree of both, a>b has a draft for the draft model b, ahead(a) lets
+            the draft model a draft on while the target verifies, parentheses nest: suffix|model:.. copies what repeats
+            and drafts the rest; auto is suffix, and for the default model the drafter that comes with it behind that.
             Several (a list, or --draft once for each): those without weights by turns, then the best of the others.
         depth: most tokens drafted ahead: a number, or auto to choose by measured cost and acceptance, zero included.
         width: nodes a level of the trees of a draft with weights; 1 drafts chains.
@@ -50,11 +51,18 @@ class Config:
         kernels: native (compiled, exact in every dtype), torch, or auto: native on CPU where they can be used.
         device: auto takes CUDA where there is one.
         threads: CPU threads; 0 leaves torch's choice.
+        draft_threads: of these, those that draft ahead while the target verifies (ahead(..)); 0 is half of them.
         context: most tokens of one request, prompt included; None is the model's own limit.
         max_rows: requests that run at the same time.
         chunk: most prompt tokens of one request read in one pass.
+        objective: what depth auto looks for: throughput (most tokens a second of all requests together), or latency
+            (least time for a token, in the mean over requests: who gains little is held up less by who gains much), or
+            energy (most tokens a joule, where the machine counts joules).
+        slo_ms: milliseconds that no step should take while requests are being answered, if it can be helped: by
+            drafting less, and by reading other prompts in smaller pieces; 0 is no bound.
         page: tokens in one page of the KV cache; multiples of 16 are fastest on CPU.
-        kv_tokens: tokens the KV cache holds over all requests; None fits it to the free memory.
+        kv_tokens: tokens the KV cache holds over all requests, and so does that of each draft with weights; None fits
+            all of them to a quarter of the free memory.
     """
 
     model: str | None = None
@@ -70,9 +78,12 @@ class Config:
     kernels: str = "auto"
     device: str = "auto"
     threads: int = 0
+    draft_threads: int = 0
     context: int | None = None
     max_rows: int = 16
     chunk: int = 512
+    objective: str = "throughput"
+    slo_ms: int = 0
     page: int = 16
     kv_tokens: int | None = None
 
@@ -100,9 +111,11 @@ class Config:
         for name, low, high in (
             ("width", 1, 16),
             ("threads", 0, 1024),
+            ("draft_threads", 0, 1024),
             ("context", 2, 1 << 24),
             ("max_rows", 1, 1024),
             ("chunk", 1, 1 << 20),
+            ("slo_ms", 0, 1 << 20),
             ("page", 1, 1024),
             ("kv_tokens", 2, 1 << 32),
         ):
@@ -114,6 +127,8 @@ class Config:
         threshold = self.draft_threshold
         if not isinstance(threshold, (int, float)) or isinstance(threshold, bool) or not 0 <= threshold <= 1:
             raise ConfigError(f"draft_threshold={threshold!r} is out of range: give a number from 0 to 1")
+        if self.slo_ms and self.objective == "energy":
+            raise ConfigError(f"slo_ms={self.slo_ms} bounds time, and objective=energy counts joules: give one")
         if self.width > 1 and self.rule in ("token", "block"):
             raise ConfigError(
                 f"rule {self.rule} verifies chains, but width={self.width} drafts trees: use rule match or tree"

@@ -200,7 +200,7 @@ def _cuda() -> Finding:
 
 def _energy() -> Finding:
     """Which devices have a counter of energy that can be read, and why others have not."""
-    from forerun.bench.energy import Meter
+    from forerun.measure.energy import Meter
 
     meter = Meter()
     counted = f"{', '.join(meter.devices)} by {meter.method}" if meter.sources else meter.method

@@ -1,8 +1,8 @@
 """What a draft option says: the names of drafts, and how several of them draft for one request.
 
 `a|b` asks b where a has nothing (`a+b` is the same), `a?b` whichever of the two is measured to do better, `a&b` makes
-one tree of what both say, `a>b` has a draft for the draft model b, and parentheses nest; `>` binds closest, then `&`
-and `?`. The second draft of a kind is called, for
+one tree of what both say, `a>b` has a draft for the draft model b, `ahead(a)` lets the draft model a draft on while the
+target verifies, and parentheses nest; `>` binds closest, then `&` and `?`. The second draft of a kind is called, for
 instance, model#2.
 """
 
@@ -21,7 +21,8 @@ LOADED = ("model", "medusa", "hydra", "mlp", "eagle", "eagle3", "mtp", "block") 
 ITSELF = re.compile(  # how a target drafts for itself
     r"int8|int4|layers=(?:auto|\d{1,6}(?:-\d{1,6})?(?:,\d{1,6}(?:-\d{1,6})?)*)|window=[1-9]\d{0,7}"
 )
-NAME = rf"(?:{'|'.join((*SIMPLE, *COPYING, *LOADED, 'self'))})(?:[:+|?&>)]|$)"  # of a draft, where one begins
+AHEAD = "ahead"  # what lets a draft go on while the target verifies
+NAME = rf"(?:(?:{'|'.join((*SIMPLE, *COPYING, *LOADED, 'self'))})(?:[:+|?&>)]|$)|{AHEAD}\()"  # where a draft begins
 WORD = re.compile(r"[^:+|?&>()]*")
 NEXT = re.compile(rf"[+|?&>](?=\(*{NAME})")  # where an argument ends
 NEXT_OF_LOADED = re.compile(rf"[|?&>](?=\(*{NAME})")  # a directory may be called "a+suffix"
@@ -52,17 +53,31 @@ class Leaf:
 
 
 @dataclass(frozen=True, slots=True)
+class Ahead:
+    """A draft that goes on while the target verifies."""
+
+    part: Leaf | Several | Ahead
+
+    def __str__(self) -> str:
+        return f"{AHEAD}({self.part})"
+
+    def leaves(self) -> Iterator[Leaf]:
+        """All drafts that are named, in order."""
+        yield from self.part.leaves()
+
+
+@dataclass(frozen=True, slots=True)
 class Several:
     """Drafts that draft for one request: by turns (+), the best of them (?), all of them in one tree (&), or each for
     the next (>)."""
 
     how: str
-    parts: tuple[Leaf | Several, ...]
+    parts: tuple[Leaf | Several | Ahead, ...]
 
     def __str__(self) -> str:
         return self.how.join(f"({part})" if self.needs_parentheses(part) else str(part) for part in self.parts)
 
-    def needs_parentheses(self, part: Leaf | Several) -> bool:
+    def needs_parentheses(self, part: Leaf | Several | Ahead) -> bool:
         """Whether a part binds less closely than what holds the parts together."""
         return isinstance(part, Several) and SIGNS.index(part.how) < SIGNS.index(self.how)
 
@@ -72,7 +87,10 @@ class Several:
             yield from part.leaves()
 
 
-def read_draft(spec: str) -> Leaf | Several:
+Said = Leaf | Several | Ahead  # what an option says
+
+
+def read_draft(spec: str) -> Said:
     """A draft option. Raises ConfigError, which says where it stops making sense."""
     found = _Reader(spec, _check).whole()
     kinds = [leaf.kind for leaf in found.leaves()]
@@ -83,7 +101,7 @@ def read_draft(spec: str) -> Leaf | Several:
     return _numbered(found, Counter())
 
 
-def read_name(name: str, known: Collection[str]) -> Leaf | Several:
+def read_name(name: str, known: Collection[str]) -> Said:
     """What is asked of an engine, by names that it knows. Raises ConfigError."""
 
     def check(leaf: str, argument: str, _place: str) -> None:
@@ -118,7 +136,7 @@ def draft_name(spec: str) -> str:
 
 def names_in(name: str) -> list[str]:
     """The drafts in what the engine calls a proposer."""
-    return [part for part in re.split(r"[+|?&>()]", name) if part]
+    return [part for part in re.split(r"[+|?&>()]", name) if part and part != AHEAD]
 
 
 def kind_of_name(name: str) -> str:
@@ -126,8 +144,10 @@ def kind_of_name(name: str) -> str:
     return name.partition("#")[0]
 
 
-def _numbered(said: Leaf | Several, seen: Counter[str]) -> Leaf | Several:
+def _numbered(said: Said, seen: Counter[str]) -> Said:
     """The same, with drafts of one kind counted in order."""
+    if isinstance(said, Ahead):
+        return Ahead(_numbered(said.part, seen))
     if isinstance(said, Several):
         return replace(said, parts=tuple(_numbered(part, seen) for part in said.parts))
     seen[said.kind] += 1
@@ -152,25 +172,25 @@ class _Reader:
         """`check` is told the name and argument of each draft, and where they stand."""
         self.spec, self.check, self.at, self.open = spec, check, 0, 0
 
-    def whole(self) -> Leaf | Several:
+    def whole(self) -> Said:
         found = self._either()
         if self.at < len(self.spec):
             raise ConfigError(f"{self._here()} is one ) too many, or a + | ? & or > is missing before it")
         return found
 
-    def _either(self) -> Leaf | Several:
+    def _either(self) -> Said:
         return self._several("+|", self._best)
 
-    def _best(self) -> Leaf | Several:
+    def _best(self) -> Said:
         return self._several("?", self._both)
 
-    def _both(self) -> Leaf | Several:
+    def _both(self) -> Said:
         return self._several("&", self._cascade)
 
-    def _cascade(self) -> Leaf | Several:
+    def _cascade(self) -> Said:
         return self._several(">", self._one)
 
-    def _several(self, signs: str, read: Callable[[], Leaf | Several]) -> Leaf | Several:
+    def _several(self, signs: str, read: Callable[[], Said]) -> Said:
         parts = [read()]
         while self.spec[self.at : self.at + 1] and self.spec[self.at] in signs:
             self.at += 1
@@ -179,7 +199,10 @@ class _Reader:
         flat = [own for p in parts for own in (p.parts if isinstance(p, Several) and p.how == how else (p,))]
         return Several(how, tuple(flat)) if len(flat) > 1 else flat[0]
 
-    def _one(self) -> Leaf | Several:
+    def _one(self) -> Said:
+        if self.spec.startswith(f"{AHEAD}(", self.at):
+            self.at += len(AHEAD)
+            return Ahead(self._one())
         if self.spec[self.at : self.at + 1] != "(":
             return self._leaf()
         if self.open == DEEP:

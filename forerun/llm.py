@@ -17,13 +17,15 @@ from forerun.draft.corpus import Index
 from forerun.draft.registry import automatic, make_proposers, with_references
 from forerun.draft.view import view_of
 from forerun.drafts import draft_name, read_draft
+from forerun.engine.depth import Auto
 from forerun.engine.engine import Engine
 from forerun.errors import RequestError
 from forerun.job import Completion, Job
 from forerun.kernels import native
 from forerun.learned import learned_of
 from forerun.load import load_tokenizer, make_runner, pick_device
-from forerun.loader import Loader, open_index
+from forerun.loader import Loader, open_index, share_memory
+from forerun.measure.joules import JoulesClock
 from forerun.models.advice import recommended
 from forerun.models.decoder import Decoder
 from forerun.models.hub import find_model
@@ -57,6 +59,7 @@ class LLM:
 
     def __init__(self, model: str | Path | None = None, **options: Any) -> None:
         self.config = Config.of(model=None if model is None else str(model), **options)
+        clock = JoulesClock() if self.config.objective == "energy" else None
         if self.config.threads:
             torch.set_num_threads(self.config.threads)
         device = pick_device(self.config.device)
@@ -64,24 +67,35 @@ class LLM:
         self.tokenizer = load_tokenizer(directory, check=True)
         self.recommended = recommended(directory)
         target = make_runner(self.config, directory, device)
+        native.reserve(self.config.draft_threads)
         view = view_of(target.decoder)
         instructions = native.instructions() if view.form else ""
         spec = automatic(self.config.draft, directory, instructions, target.decoder.weight_bits)
         width, threshold = self.config.width, self.config.draft_threshold
         load = Loader(self.config, directory, self.tokenizer, target)
         proposers = make_proposers(read_draft(spec), load, view, target.cache, width, threshold)
+        if self.config.kv_tokens is None:
+            share_memory(self.config, target, proposers.values())
         self.draft = draft_name(spec)
         self.engine = Engine(
-            target, proposers, rule=self.config.rule, chunk=self.config.chunk, tokenizer=self.tokenizer
+            target,
+            proposers,
+            rule=self.config.rule,
+            chunk=self.config.chunk,
+            tokenizer=self.tokenizer,
+            policy=Auto(self.config.objective, self.config.slo_ms / 1e3),
+            clock=clock,
         )
         decoder = target.decoder
         facts = [
             decoder.precision,
             self.config.threads,
             native.threads(),
+            native.reserved(),
             str(device),
             self.config.draft,
             self.config.width,
+            *(["energy"] if self.config.objective == "energy" else []),  # costs are joules then
         ]
         self.learned = learned_of(self.engine.policy, directory, decoder.weight_bytes, facts)
         self._jobs: dict[int, Job] = {}

@@ -81,9 +81,13 @@ def make_runner(config: Config, directory: Path, device: torch.device, target: R
     longest = longest_context(shape)
     if target is None and config.context and config.context > longest:
         raise ConfigError(f"context={config.context} is over what this model can serve: at most {longest}")
-    context = min(config.context, longest) if config.context else default_context(shape)
+    context = served_context(config, shape)
     _check_tables(config, shape, directory, context)
     is_native, form = pick_form(config, device, shape.raw, drafter=target is not None)
+    tokens = config.kv_tokens if target is None else target.cache.pages.count * target.cache.pages.size
+    each = KVCache.token_bytes(shape, cache_dtype(is_native, form))
+    if config.kv_tokens:
+        check_cache(config.kv_tokens, each, free_memory(device))
     said = None if target is None else _said(config, shape, directory, target)
     decoder: Decoder | NativeDecoder
     if is_native:
@@ -94,11 +98,28 @@ def make_runner(config: Config, directory: Path, device: torch.device, target: R
         decoder = NativeDecoder(shape, directory, form, context, keep, said)
     else:
         decoder = load_decoder(directory, getattr(torch, form), device, context, said)
-    if target:
-        tokens = target.cache.pages.count * target.cache.pages.size
-    else:
-        tokens = config.kv_tokens or fit_kv_tokens(config, decoder)
+    tokens = tokens or fit_kv_tokens(config, context, each, free_memory(device) // 4)
     return Runner(decoder, tokens=tokens, page=config.page, slots=config.max_rows)
+
+
+def cache_dtype(is_native: bool, form: str) -> torch.dtype:
+    """What the KV cache of a model in this form (of `pick_form`) holds."""
+    if is_native:
+        return torch.float32 if form == "float32" else torch.bfloat16
+    dtype: torch.dtype = getattr(torch, form)
+    return dtype
+
+
+def check_cache(tokens: int, each: int, free: int, count: int = 1) -> None:
+    """Raise CapacityError where `count` KV caches of so many tokens, of `each` bytes, do not fit what is free: before
+    anything of them is made, since lists of their pages alone would take minutes."""
+    needed = tokens * each * count
+    if needed > free:
+        of = f"{count} KV caches" if count > 1 else "a KV cache"
+        raise CapacityError(
+            f"{of} of {tokens} tokens need{'s' * (count == 1)} {needed / 1e9:.1f} GB and {free / 1e9:.1f} GB are free:"
+            " set a lower kv_tokens"
+        )
 
 
 def _said(config: Config, shape: ModelConfig, directory: Path, target: Runner) -> Tensor | None:
@@ -118,13 +139,25 @@ def _check_tables(config: Config, shape: ModelConfig, directory: Path, context: 
         )
 
 
-def fit_kv_tokens(config: Config, decoder: Decoder | NativeDecoder) -> int:
-    """Tokens of KV that fit a quarter of the free memory, and no more than all slots could use."""
-    each = KVCache.token_bytes(decoder.config, decoder.dtype)
-    tokens = min(config.max_rows * decoder.context, free_memory(decoder.device) // 4 // each)
+def fit_kv_tokens(config: Config, context: int, each: int, memory: int) -> int:
+    """Tokens of KV, of `each` bytes, that fit this much memory, and no more than all slots could use. Raises
+    CapacityError."""
+    tokens = min(config.max_rows * context, memory // each)
     if tokens < config.page:
         raise CapacityError("there is not enough free memory for a KV cache: use a smaller model, or set kv_tokens")
     return tokens
+
+
+def cache_needs(config: Config, directory: Path) -> tuple[int, int]:
+    """Of a model that is not loaded yet: bytes of one token's keys and values, and the longest text it serves."""
+    shape = load_config(directory)
+    form = pick_form(config, pick_device(config.device), shape.raw, drafter=False)
+    return KVCache.token_bytes(shape, cache_dtype(*form)), served_context(config, shape)
+
+
+def served_context(config: Config, shape: ModelConfig) -> int:
+    """The longest text that a model serves with these options, in tokens."""
+    return min(config.context, longest_context(shape)) if config.context else default_context(shape)
 
 
 def free_memory(device: torch.device) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from forerun.draft.corpus import Index
 from forerun.draft.itself import Abridged, kept_layers
 from forerun.draft.model import DraftModel
 from forerun.errors import RequestError
-from forerun.load import check_vocabulary, load_tokenizer, make_runner
+from forerun.load import check_vocabulary, fit_kv_tokens, free_memory, load_tokenizer, make_runner
 from forerun.models.hub import find_model
 from forerun.models.text import Tokenizer
 from forerun.runner import Runner
@@ -53,6 +54,19 @@ class Loader:
 
     def index(self, where: str) -> Index:
         return open_index(Path(where).expanduser(), self.tokenizer, self.target.decoder.config.vocab)
+
+
+def share_memory(config: Config, target: Runner, proposers: Iterable[Proposer]) -> None:
+    """Let the caches of a target and of its drafters together take what is for caches: a quarter of the free memory.
+    Each holds as many tokens as the others. Only before anything is in them. Raises CapacityError."""
+    own = target.cache
+    others = {id(cache): cache for proposer in proposers if (cache := proposer.kv()) and cache is not own}
+    each = own.row_bytes + sum(cache.row_bytes for cache in others.values())
+    tokens = fit_kv_tokens(config, target.decoder.context, each, free_memory(target.decoder.device) // 4)
+    if tokens < own.pages.count * own.pages.size:
+        target.make_room(tokens)
+        for proposer in proposers:
+            proposer.make_room(tokens)
 
 
 def open_index(directory: Path, tokenizer: Tokenizer | None, vocab: int) -> Index:

@@ -7,6 +7,7 @@ float32 between operations; a product reads them as its format asks (float32, bf
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -82,12 +83,14 @@ class NativeDecoder:
         self._keep: list[Any] = []  # what the program points to
         self._recorded: dict[tuple[int, ...], Recorded] = {}
         self.kept: Sequence[int] = range(config.layers)
+        self._passing = threading.Lock()  # buffers serve one pass at a time, and who drafts ahead has its own thread
 
     def abridged(self, kept: Sequence[int], window: int | None) -> NativeDecoder:
         """The same model with only these of its layers, and a window of so many keys (None: its own), which share
         weights and cache with it."""
         part = copy.copy(self)
         part.config, part.kept, part._keep, part._recorded = self.config.abridged(window), kept, [], {}
+        part._passing = threading.Lock()
         return part
 
     @property
@@ -113,18 +116,22 @@ class NativeDecoder:
         layers = [m for layer in own for m in (layer.qkv, layer.out, layer.up, layer.down)]
         return all_packed([*layers, w.head])  # type: ignore[list-item]
 
-    def forward(self, segments: Sequence[Segment], cache: KVCache, boundaries: Sequence[int] = ()) -> Forward:
+    def forward(
+        self, segments: Sequence[Segment], cache: KVCache, boundaries: Sequence[int] = (), keep: bool = True
+    ) -> Forward:
         """One pass over segments whose slots have room; logits [M, V] float32 of the positions they want, and hidden
-        states [T, H] float32 of all tokens at `boundaries` (see `Forward`)."""
+        states [T, H] float32 of all tokens at `boundaries` (see `Forward`). `keep` as in `Runner.forward`."""
         key = tuple(sorted(set(boundaries)))
         if key not in self._recorded:
             self._recorded[key] = self._record(key)
         recorded, batch = self._recorded[key], Pass(segments, cache)
-        pointers, scratch = recorded.buffers.fit(batch.tokens, batch.wanted)
-        native.loaded().forerun_run(recorded.program, batch.fill(pointers, scratch, cache))
-        logits, *saved = recorded.buffers.arrays[LOGITS:]
-        features = {b: torch.from_numpy(x[: batch.tokens].copy()) for b, x in zip(key, saved, strict=True)}
-        found = torch.from_numpy(logits[: batch.wanted].copy())
+        with self._passing:
+            pointers, scratch = recorded.buffers.fit(batch.tokens, batch.wanted)
+            native.loaded().forerun_run(recorded.program, batch.fill(pointers, scratch, cache))
+            saved = recorded.buffers.arrays[LOGITS + 1 :]
+            features = {b: torch.from_numpy(x[: batch.tokens].copy()) for b, x in zip(key, saved, strict=True)}
+            logits = recorded.buffers.logits(batch.wanted)
+            found = logits.clone() if keep else logits
         return Forward(spread(found, self.said, self.config.vocab), features)
 
     def chain(self, links: Sequence[Link], cache: KVCache, vocab: int) -> list[list[int]]:
@@ -133,7 +140,8 @@ class NativeDecoder:
         if () not in self._recorded:
             self._recorded[()] = self._record(())
         ids = None if self.said is None else self.said.numpy()
-        return self._recorded[()].chain(links, cache, min(vocab, self.config.vocab), ids)
+        with self._passing:
+            return self._recorded[()].chain(links, cache, min(vocab, self.config.vocab), ids)
 
     def _widths(self) -> list[int]:
         c = self.config

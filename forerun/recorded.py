@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from forerun.cache.attention import Segment
 from forerun.cache.kv import KVCache
@@ -96,13 +98,14 @@ class Recorded:
         given: Sequence[int],
         follow: Recorded | None,
         stands: array[float] | None,
+        causal: bool = False,
     ) -> list[Said]:
         """Read what each start brings, and say all tokens behind it from one pass over the `slots` of its block, which
-        see one another, in one call: slot `first` says the first of them. What `follow` adds to logits for the token
-        before comes before each draw. Otherwise as in `round`."""
+        see one another (with `causal` those before them), in one call: slot `first` says the first of them. What
+        `follow` adds to logits for the token before comes before each draw. Otherwise as in `round`."""
         draws = Draws([start.link for start in starts])
         ordered = [starts[i] for i in draws.order]
-        blocks = Pass([slots(start) for start in ordered], cache, causal=False)
+        blocks = Pass([slots(start) for start in ordered], cache, causal)
         size = blocks.tokens // draws.rows
         saying = ((level, row) for level in range(draws.levels) for row in range(draws.active[level]))
         blocks.want = array("q", [row * size + first + level for level, row in saying])
@@ -195,8 +198,16 @@ class _Buffers:
         if rows > self.rows or wanted > self.wanted:
             self.rows, self.wanted = max(rows, self.rows, ROOM), max(wanted, self.wanted, ROOM)
             counts = [self.wanted if i == LOGITS else self.rows for i in range(len(self.widths))]
+            self._logits: dict[int, Tensor] = {}
             self.arrays = [np.zeros((n, w), np.float32) for n, w in zip(counts, self.widths, strict=True)]
             self.pointers = array("Q", [a.ctypes.data for a in self.arrays])
             self.scratch = np.zeros(self.rows * self.scratch_row + 64, dtype=np.uint8)
             self.at = address(self.pointers), -(-self.scratch.ctypes.data // 64) * 64
         return self.at
+
+    def logits(self, wanted: int) -> Tensor:
+        """Its first rows of logits, as they are until the next pass: to make a tensor of them takes longer behind a
+        pass than much else, so those that were made are kept."""
+        if wanted not in self._logits:
+            self._logits[wanted] = torch.from_numpy(self.arrays[LOGITS][:wanted])
+        return self._logits[wanted]

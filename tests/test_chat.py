@@ -5,7 +5,6 @@ import json
 import os
 import re
 import select
-import subprocess
 import sys
 import termios
 import time
@@ -16,13 +15,10 @@ from pathlib import Path
 import pytest
 
 from tests import tiny
+from tests.forked import Process
 from tests.test_cli import SMALL, forerun  # noqa: F401
 
 FLAGS = ["--model", str(tiny.spoken()), "--kv-tokens", "2048", "--threads", "1"]
-OWN_TERMINAL = (
-    "import fcntl, os, sys, termios; os.setsid(); fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"
-    "os.execv(sys.executable, [sys.executable, '-m', 'forerun', 'chat', *sys.argv[1:]])"
-)
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]*\x07|\x1b[=>]")
 ENTER, UP, CTRL_C, CTRL_D = "\r", "\x1b[A", "\x03", "\x04"
 STATISTICS = r"tokens[^\n]* · context \d+ of 2048"
@@ -34,10 +30,8 @@ class Terminal:
     def __init__(self, *flags: str, state: Path, columns: int = 100) -> None:
         self.end, inner = os.openpty()
         termios.tcsetwinsize(inner, (40, columns))
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", OWN_TERMINAL, *FLAGS, *flags], stdin=inner, stdout=inner, stderr=inner,
-            env=os.environ | {"XDG_STATE_HOME": str(state), "PROMPT_TOOLKIT_NO_CPR": "1", "TERM": "xterm"},
-        )  # fmt: skip
+        env = os.environ | {"XDG_STATE_HOME": str(state), "PROMPT_TOOLKIT_NO_CPR": "1", "TERM": "xterm"}
+        self.process = Process(["chat", *FLAGS, *flags], inner, inner, inner, env, tty=True)
         os.close(inner)
         self.raw = ""
 

@@ -287,6 +287,14 @@ def test_interrupting_is_clean() -> None:
     assert process.returncode == 130 and "Traceback" not in err
 
 
+def test_interrupted_where_code_is_made_of_text(tmp_path: Path) -> None:
+    """As dataclasses do while modules are imported: CPython would end `python -m` by the signal whatever we say."""
+    verb = "from forerun import cli\ncli.app = lambda **_: exec('raise KeyboardInterrupt')\ncli.main()\n"
+    (tmp_path / "stopped.py").write_text(verb)
+    done = subprocess.run([sys.executable, "-m", "stopped"], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "forerun: interrupted\n")
+
+
 def test_a_reader_that_goes_away_is_no_error_message() -> None:
     command = (
         f"{sys.executable} -m forerun generate 'x = 1' --max-tokens 3000 --ignore-eos {' '.join(MODEL)} | head -c 1"

@@ -136,8 +136,8 @@ def verbs(group: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 @pytest.mark.parametrize("picture", sorted(DOCS.glob("*.svg")), ids=lambda path: path.name)
-def test_recorded_terminals_are_small_and_can_stand_still(picture: Path) -> None:
+def test_pictures_are_small_and_those_that_move_can_stand_still(picture: Path) -> None:
     text = picture.read_text(encoding="utf-8")
     ElementTree.fromstring(text)
     assert len(text) < 200_000
-    assert "prefers-reduced-motion" in text
+    assert "prefers-reduced-motion" in text or "animation" not in text

@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 
-from forerun import LLM, ConfigError, RequestError, SamplingParams
+from forerun import LLM, ConfigError, RequestError, SamplingParams, load, loader
 from forerun.draft.automaton import SuffixAutomaton
 from forerun.kernels import native
 from forerun.llm import derive_seed
@@ -227,3 +227,21 @@ def test_documents_are_indexed_once_for_all_prompts(monkeypatch: pytest.MonkeyPa
         assert len(made) == 3 and not any(automaton() for automaton in made)
     finally:
         gc.enable()
+
+
+def test_caches_of_drafters_come_out_of_the_same_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A quarter of what is free, for all of them together; each holds as many tokens as the others."""
+    for module in (load, loader):
+        monkeypatch.setattr(module, "free_memory", lambda device: 4_000_000)
+    drafts = [f"model:{tiny.spoken(0.3)}", f"ahead(model:{tiny.spoken(0.02)})"]
+    alone, llm = (LLM(tiny.spoken(), draft=draft, max_rows=64) for draft in ("suffix", drafts))
+    caches = {id(cache): cache for p in llm.engine.proposers.values() if (cache := p.kv())} | {
+        0: llm.engine.target.cache
+    }
+    assert len(caches) == 3 and len({cache.pages.count for cache in caches.values()}) == 1
+    (pages,) = {cache.pages.count for cache in caches.values()}
+    used = sum(pages * cache.pages.size * cache.row_bytes for cache in caches.values())
+    assert 900_000 < used - sum(cache.pages.size * cache.row_bytes for cache in caches.values()) <= 1_000_000
+    assert pages < alone.engine.target.cache.pages.count
+    params = SamplingParams(max_tokens=20, temperature=0.8, seed=1, ignore_eos=True)
+    assert llm.generate("the name", params)[0].token_ids == alone.generate("the name", params, draft="off")[0].token_ids

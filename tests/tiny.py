@@ -21,6 +21,7 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers import models as tokenizer_models
 
 from forerun.draft.block_head import BlockConfig, BlockHead
+from forerun.draft.block_shapes import MarkovShape
 from forerun.draft.eagle1 import FirstHead
 from forerun.draft.eagle_head import EagleConfig, EagleHead
 from forerun.draft.hydra import HydraHeads
@@ -128,7 +129,8 @@ def hf_model(name: str, seed: int = 0, gain: float = 1.0, **overrides: Any) -> A
 _KEPT = tempfile.TemporaryDirectory(prefix="forerun-tiny-")  # goes when the run ends
 
 
-def _new_directory(name: str) -> Path:
+def new_directory(name: str) -> Path:
+    """One of its own, which goes when the run ends."""
     return Path(tempfile.mkdtemp(prefix=f"{name}-", dir=_KEPT.name))
 
 
@@ -137,7 +139,7 @@ def family(name: str, seed: int = 0, gain: float = 1.0) -> Path:
     """A directory holding the tiny model, or a GGUF file; written once a test run."""
     if "/" in name:
         return _gguf(name).path
-    directory = _new_directory(f"{name}-")
+    directory = new_directory(f"{name}-")
     hf_model(name, seed, gain).save_pretrained(directory)
     return directory
 
@@ -151,7 +153,7 @@ def _gguf(name: str) -> Any:
 @functools.cache
 def drafter(name: str, noise: float = 0.15) -> Path:
     """A model that often agrees with `family(name)`: the same weights, disturbed."""
-    directory = _new_directory(f"{name.replace('/', '-')}-draft-")
+    directory = new_directory(f"{name.replace('/', '-')}-draft-")
     model = copy.deepcopy(_gguf(name).model).float() if "/" in name else hf_model(name)
     torch.manual_seed(1)
     with torch.no_grad():
@@ -213,11 +215,13 @@ def parallel(name: str, layers: int = 2, **changes: Any) -> EagleHead:
     return eagle(eagle_config(name, layer, mask_token=3, **({"own_embedding": True} | changes)))
 
 
-def eagle1(name: str, bias: bool = True, qkv_bias: bool = False, own: bool = False, seed: int = 6) -> FirstHead:
+def eagle1(
+    name: str, bias: bool = True, qkv_bias: bool = False, own: bool = False, own_head: bool = False, seed: int = 6
+) -> FirstHead:
     """An EAGLE-1 head for `family(name)`: what it says is anything, and depends on everything it is given."""
     torch.manual_seed(seed)
     layer = replace(eagle_config(name).layer, qkv_bias=qkv_bias)
-    return _filled(FirstHead(layer, load_config(family(name)).layers, bias, own)).requires_grad_(False)
+    return _filled(FirstHead(layer, load_config(family(name)).layers, bias, own, own_head)).requires_grad_(False)
 
 
 def mtp(name: str, layer: dict[str, Any] | None = None, seed: int = 6, draft_vocab: int = VOCAB) -> MtpModule:
@@ -239,7 +243,7 @@ def block_config(name: str, layer: dict[str, Any] | None = None, **changes: Any)
     )  # fmt: skip
     settings: dict[str, Any] = dict(
         target_hidden=target.hidden, boundaries=(2, 0, target.layers), draft_vocab=target.vocab, block=4, mask_token=0,
-        markov_rank=5, confidence=True, confidence_with_markov=True,
+        law=MarkovShape(5), confidence=True, confidence_with_markov=True,
     )  # fmt: skip
     return BlockConfig(layer=make_config(fields | (layer or {}), Path("config.json")), **(settings | changes))
 
@@ -263,7 +267,7 @@ def _filled(module: M) -> M:
 @functools.cache
 def worded(noise: float = 0.0) -> Path:
     """A tiny Llama with a byte-level tokenizer that knows some JSON; `noise` makes it one that often agrees with it."""
-    directory = _new_directory("worded-")
+    directory = new_directory("worded-")
     _write(hf_model("llama", gain=0.7, vocab_size=WORDED), noise, directory)
     return directory
 
@@ -275,7 +279,7 @@ def spoken(noise: float = 0.0) -> Path:
     Most tokens have one favourite to follow them, in rings of eight: greedy it ends in a loop, and sampled it leaves
     a ring every few tokens, so that drafts are accepted in part. `noise` as in `worded`.
     """
-    directory, tokenizer = _new_directory("spoken-") / "tiny", _tokenizer()
+    directory, tokenizer = new_directory("spoken-") / "tiny", _tokenizer()
     model = hf_model("llama", gain=0.7, vocab_size=WORDED, max_position_embeddings=SPOKEN)
     texts = [tokenizer.decode([token]) for token in range(WORDED)]
     said = [i for i, text in enumerate(texts) if text and text.isascii() and (text.isprintable() or text == "\n")]

@@ -53,12 +53,15 @@ def pair(
         print_json({"directory": str(out), **made.as_dict()})
         return
     measured, (target, draft) = made.agreement, (size / 1e6 for size in made.parameters)
+    over, under = made.middle or (0.0, 0.0)
+    middle = f"the middle model says {over:.1%} of the target's tokens, the draft {under:.1%} of its own\n"
     print(
         f"{out}: target of {target:.1f}M parameters, draft of {draft:.1f}M, eps {made.eps:.4f}\n"
         f"greedy agreement {measured.agree:.1%} of {measured.positions} tokens,"
         f" {measured.accepted.get(4, measured.agree):.2f} of 4 drafted accepted, overlap at temperature 1"
         f" {measured.overlap:.1%}, {measured.looping} of {measured.texts} texts loop\n"
-        f"next: forerun bench decode --model {out}/target --drafts suffix,model:{out}/draft"
+        + (middle if made.middle else "")
+        + f"next: forerun bench decode --model {out}/target --drafts suffix,model:{out}/draft"
     )
 
 
@@ -134,35 +137,65 @@ def model(
     verify_cost: Annotated[
         str, typer.Option(help="Of a pass by its rows: ROWS:COST,.. (measured), or what a further row adds.")
     ] = "0",
+    ahead: Annotated[
+        float | None,
+        typer.Option(
+            help="Draft ahead, on cores of the drafter's own: the chance that what a verdict leaves was drafted for."
+        ),
+    ] = None,
+    inner: Annotated[
+        str,
+        typer.Option(
+            help="ACCEPTANCE:COST[:ROW] of what drafts for the draft model, a>b: the chance that the model says a token"
+            " that was drafted for it, the cost of drafting one in passes of the target, and what a further row adds to"
+            " a pass of the draft model, as a share of it (without, as for the target)."
+        ),
+    ] = "",
     requests: Annotated[int, typer.Option(help="Decoding at once.")] = 1,
     as_json: Json = False,
 ) -> None:
     """Compute expected tokens a pass, speed-up and the best depth from acceptance and costs. Nothing is run."""
     from forerun.bench.report import print_json, print_table
-    from forerun.bench.speedup import DEEPEST, Speculation
+    from forerun.bench.speedup import DEEPEST, Speculation, cascaded, played
 
     if depth is not None and not 0 <= depth <= DEEPEST:
         raise ConfigError(f"depth={depth} is out of range: give a whole number from 0 to {DEEPEST}")
+    rows, levels = _verify_cost(verify_cost), 0
+    if inner:
+        chance, cost, *row = inner.split(":", 2) if ":" in inner else (inner, "")
+        below = number(cost, "inner") / draft_cost if draft_cost else 0.0
+        own = _verify_cost(row[0]) if row else rows
+        levels, draft_cost = cascaded(
+            draft_cost, Speculation(acceptance=[number(chance, "inner")], draft_cost=below, verify_cost=own)
+        )
     speculation = Speculation(
         acceptance=[number(a, "acceptance") for a in listed(acceptance)],
         siblings=[number(s, "siblings") for s in listed(siblings)],
         draft_cost=draft_cost,
         fixed_cost=fixed_cost,
-        verify_cost=_verify_cost(verify_cost),
+        verify_cost=rows,
+        foreseen=ahead,
         requests=requests,
     )
     best = speculation.best()
     depths = range(1, min(best.depth + 4, DEEPEST) + 1) if depth is None else [depth]
     forecasts = [speculation.at(d) for d in depths]
+    plays = [] if ahead is None else [played(speculation, f.depth) for f in forecasts]
     if as_json:
         from dataclasses import asdict
 
-        print_json({"depths": [asdict(f) for f in forecasts], "best": asdict(best)})
+        found: dict[str, Any] = {"depths": [asdict(f) for f in forecasts], "best": asdict(best)}
+        found |= {"inner": {"depth": levels, "draft_cost": draft_cost}} if inner else {}
+        print_json(found | ({"played": plays} if plays else {}))
         return
+    cells = [(str(f.depth), str(f.rows), f"{f.tokens:.2f}", f"{f.cost:.2f}", f"{f.speedup:.2f}") for f in forecasts]
     print_table(
-        ("depth", "rows", "tokens a pass", "cost", "times plain"),
-        [(str(f.depth), str(f.rows), f"{f.tokens:.2f}", f"{f.cost:.2f}", f"{f.speedup:.2f}") for f in forecasts],
+        ("depth", "rows", "tokens a pass", "cost", "times plain", *(["played"] if plays else [])),
+        [(*row, f"{play:.2f}") for row, play in zip(cells, plays, strict=True)] if plays else cells,
     )
+    if inner:
+        how = f"drafted for {levels} deep" if levels else "best not drafted for"
+        print(f"the draft model is {how}: a level of it costs {draft_cost:.3f}")
     print(f"best: depth {best.depth}, {best.speedup:.2f} times plain" if best.depth else "best: not to draft at all")
 
 

@@ -7,16 +7,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from forerun.bench.energy import Meter
 from forerun.bench.report import machine
 from forerun.bench.rounds import Batch, Limit, Result, Rounds, Setting
 from forerun.bench.run import PLAIN, Arm, Work
 from forerun.bench.workloads import Task
 from forerun.config import RULE_NAMES, Config, parse_depth
 from forerun.drafts import parse_draft
-from forerun.engine.drafting import OFF
+from forerun.engine.request import OFF
 from forerun.errors import ConfigError, RequestError, nearest
 from forerun.llm import LLM
+from forerun.measure.energy import Meter
 from forerun.models.hub import DEFAULT
 from forerun.progress import Part, Tell, nothing
 from forerun.sampling.params import SamplingParams

@@ -14,12 +14,12 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from forerun.bench.decode import Plan, batches
-from forerun.bench.energy import MINIMUM_SECONDS, Energy, Meter, cost_per_million
 from forerun.bench.report import machine, median
 from forerun.bench.run import PLAIN, Arm, timed_run
 from forerun.bench.workloads import Task
 from forerun.errors import ConfigError, ForerunError
 from forerun.llm import LLM
+from forerun.measure.energy import MINIMUM_SECONDS, Energy, Meter, cost_per_million
 from forerun.models.hub import DEFAULT
 from forerun.progress import Tell, nothing
 

@@ -46,6 +46,8 @@ class Pair:
         eps: the scale of the later layers that was taken.
         agreement: what was measured with it.
         parameters: of the target and the draft.
+        middle: where there is a model between them, the share of the target's greedy tokens that it says, and of its
+            own that the draft says.
     """
 
     directory: Path
@@ -53,6 +55,7 @@ class Pair:
     eps: float
     agreement: Agreement
     parameters: tuple[int, int]
+    middle: tuple[float, float] | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, as in meta.json."""
@@ -62,6 +65,7 @@ class Pair:
             "eps": self.eps,
             "parameters": {"target": self.parameters[0], "draft": self.parameters[1]},
             "measured": asdict(self.agreement),
+            "middle": self.middle,
         }
 
 
@@ -81,13 +85,16 @@ def make_pair(out: Path, recipe: PairRecipe, tell: Tell = nothing) -> Pair:
     out.parent.mkdir(parents=True, exist_ok=True)
     with whole_directory(out) as work:
         tell("learning a tokenizer")
-        prompts = _write_tokenizer(recipe, [work / "target", work / "draft"])
+        parts = ["target", "draft", *(["middle"] if recipe.middle_layers else [])]
+        prompts = _write_tokenizer(recipe, [work / part for part in parts])
         tell("drawing weights")
         base = draw_weights(recipe)
-        _save(_draft_of(base, recipe), recipe, recipe.draft_layers, work / "draft")
+        draft = _first(base, recipe, recipe.draft_layers)
+        _save(draft, recipe, recipe.draft_layers, work / "draft")
         eps, agreement = _settle(base, recipe, work, prompts, tell)
-        sizes = [sum(t.numel() for t in weights.values()) for weights in (base, _draft_of(base, recipe))]
-        pair = Pair(out, recipe, eps, agreement, (sizes[0], sizes[1]))
+        middle = _middle(scaled(base, recipe, eps), recipe, work, prompts, tell) if recipe.middle_layers else None
+        sizes = [sum(t.numel() for t in weights.values()) for weights in (base, draft)]
+        pair = Pair(out, recipe, eps, agreement, (sizes[0], sizes[1]), middle)
         (work / "prompts.json").write_text(json.dumps({"prompts": prompts}))
         (work / "meta.json").write_text(json.dumps(pair.as_dict(), indent=1))
     return pair
@@ -116,6 +123,18 @@ def _settle(
     eps = min(tried, key=lambda e: abs(tried[e] - recipe.agree))
     tell(f"an agreement of {recipe.agree:.0%} was not reached; the nearest is kept, with eps {eps:.4f}")
     return eps, judge(eps).report()
+
+
+def _middle(
+    target: Weights, recipe: PairRecipe, work: Path, prompts: list[list[int]], tell: Tell
+) -> tuple[float, float]:
+    """Write the model between the two; how often it agrees with the target, and the draft with it."""
+    _save(_first(target, recipe, recipe.middle_layers), recipe, recipe.middle_layers, work / "middle")
+    tokens = min(JUDGED_TOKENS, recipe.context - recipe.prompt_tokens)
+    tell("letting target and middle model write")
+    pairs = ((work / "target", work / "middle"), (work / "middle", work / "draft"))
+    over, under = (Judge(*pair, prompts[:JUDGED_PROMPTS], tokens).agree for pair in pairs)
+    return over, under
 
 
 def next_eps(tried: dict[float, float], agree: float) -> float:
@@ -184,9 +203,10 @@ def scaled(base: Weights, recipe: PairRecipe, eps: float) -> Weights:
     return {name: (t.float() * eps).bfloat16() if name in tail else t for name, t in base.items()}
 
 
-def _draft_of(base: Weights, recipe: PairRecipe) -> Weights:
-    later = tuple(f"model.layers.{i}." for i in range(recipe.draft_layers, recipe.layers))
-    return {name: tensor for name, tensor in base.items() if not name.startswith(later)}
+def _first(weights: Weights, recipe: PairRecipe, layers: int) -> Weights:
+    """A model of the target's first layers."""
+    later = tuple(f"model.layers.{i}." for i in range(layers, recipe.layers))
+    return {name: tensor for name, tensor in weights.items() if not name.startswith(later)}
 
 
 def _save(weights: Weights, recipe: PairRecipe, layers: int, directory: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from forerun.bench.peer_process import Prompts
 from forerun.config import parse_depth
 from forerun.drafts import parse_draft
-from forerun.engine.drafting import OFF
+from forerun.engine.request import OFF
 from forerun.errors import ConfigError, nearest
 from forerun.models.hub import find_model
 from forerun.models.names import tag_of

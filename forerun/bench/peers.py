@@ -27,7 +27,7 @@ from forerun.bench.peer_results import ITS_OWN, OURS, Failure, PeerResult, Peers
 from forerun.bench.peer_turns import Company, Player, in_turn
 from forerun.bench.run import PLAIN, Arm, Work, timed_run
 from forerun.config import parse_depth
-from forerun.engine.drafting import OFF
+from forerun.engine.request import OFF
 from forerun.errors import ConfigError, ForerunError, RequestError
 from forerun.kernels import native
 from forerun.llm import LLM

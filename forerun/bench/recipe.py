@@ -17,6 +17,7 @@ class PairRecipe:
     Args:
         layers: layers of the target.
         draft_layers: layers of the draft: the target's first ones.
+        middle_layers: of a third model between the two, for cascades: the target's first ones; 0 makes none.
         hidden: width of the residual stream.
         heads: query heads.
         kv_heads: key and value heads.
@@ -40,6 +41,7 @@ class PairRecipe:
 
     layers: int = 24
     draft_layers: int = 3
+    middle_layers: int = 0
     hidden: int = 1024
     heads: int = 16
     kv_heads: int = 4
@@ -61,7 +63,7 @@ class PairRecipe:
     prompt_tokens: int = 128
 
     def __post_init__(self) -> None:
-        lowest = {"layers": 2, "seed": 0, "vocab": SMALLEST_VOCAB, "head_dim": 2, "context": 64}
+        lowest = {"layers": 2, "seed": 0, "vocab": SMALLEST_VOCAB, "head_dim": 2, "context": 64, "middle_layers": 0}
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(field.default, int):
@@ -73,6 +75,11 @@ class PairRecipe:
         if self.draft_layers >= self.layers:
             raise ConfigError(
                 f"draft_layers={self.draft_layers} is not under layers={self.layers}: the draft is the target's start"
+            )
+        if self.middle_layers and not self.draft_layers < self.middle_layers < self.layers:
+            raise ConfigError(
+                f"middle_layers={self.middle_layers} is not between draft_layers={self.draft_layers} and"
+                f" layers={self.layers}: the middle model has more of the target's first layers than the draft"
             )
         if self.heads % self.kv_heads:
             raise ConfigError(f"heads={self.heads} cannot share kv_heads={self.kv_heads}: give a divisor")

@@ -17,12 +17,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from forerun.bench.energy import Meter, cost_per_million
 from forerun.bench.report import RESAMPLES, first_difference, median
 from forerun.bench.run import PLAIN, Arm, Run, Work, timed_run
 from forerun.bench.tally import tally
 from forerun.kernels import native
 from forerun.llm import LLM
+from forerun.measure.energy import Meter, cost_per_million
 from forerun.progress import Tell
 from forerun.sampling.params import SamplingParams
 

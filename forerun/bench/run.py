@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from forerun.draft.base import Reference
 from forerun.draft.registry import with_references
 from forerun.drafts import draft_name
-from forerun.engine.drafting import OFF
 from forerun.engine.engine import Engine
+from forerun.engine.request import OFF
 from forerun.engine.stats import RequestStats
 from forerun.sampling.params import SamplingParams
 

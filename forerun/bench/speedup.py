@@ -7,15 +7,18 @@ a level is accepted given that the levels before it were. The formulas, with tau
     chain, a chance a_i for level i      tau(K) = 1 + sum over i of a_1 a_2 .. a_i    the same, levels not alike
     tree                                 tau = 1 + sum over nodes of P(accepted)      Sequoia 2402.12374
     speed-up at depth K                  S(K) = tau(K) v(B) / (v(B + B w K) + c K + f)
+    drafting ahead, on cores of its own  S(K) = tau(K) v(B) / (h max(v, d) + (1 - h) (v + d))     SSD 2603.03251
 
 for B requests at once, v(n) the cost of a pass over n rows, w nodes a level, c the cost of drafting a level (a draft
-model), f of a draft whatever its depth (one-pass drafters). With B = w = 1, v constant and f = 0 that is Leviathan's
-theorem 3.8.
+model), f of a draft whatever its depth (one-pass drafters), d = c K + f, h the chance that what a verdict leaves was
+drafted for. With B = w = 1, v constant and f = 0 the former is Leviathan's theorem 3.8.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -43,6 +46,8 @@ class Speculation:
         draft_cost: of drafting one level.
         fixed_cost: of drafting at all.
         verify_cost: rows of a pass to its cost.
+        foreseen: the chance that what a verdict leaves was drafted for while the target worked, on cores of the
+            drafter's own; None where one waits for the other.
         requests: decoding at once; `draft_cost` and `fixed_cost` are for all of them together.
     """
 
@@ -51,12 +56,13 @@ class Speculation:
     draft_cost: float = 0.0
     fixed_cost: float = 0.0
     verify_cost: Cost = field(default=flat)
+    foreseen: float | None = None
     requests: int = 1
 
     def __post_init__(self) -> None:
         if not self.acceptance:
             raise ConfigError("there is no acceptance: give at least one chance, such as 0.8")
-        for chance in (*self.acceptance, *self.siblings):
+        for chance in (*self.acceptance, *self.siblings, self.foreseen or 0.0):
             if not 0 <= chance <= 1:
                 raise ConfigError(f"acceptance {chance} is out of range: give chances from 0 to 1")
         if max(self.acceptance) + sum(self.siblings) > 1 + 1e-9:
@@ -74,13 +80,37 @@ class Speculation:
     def at(self, depth: int) -> Forecast:
         """What drafting `depth` levels gives; depth 0 is plain decoding."""
         rows = self.requests * (1 + self.width * depth)
-        cost = self.verify_cost(rows) + (self.draft_cost * depth + self.fixed_cost if depth else 0.0)
+        verify, drafting = self.verify_cost(rows), self.draft_cost * depth + self.fixed_cost if depth else 0.0
+        hits = self.foreseen or 0.0
+        cost = hits * max(verify, drafting) + (1 - hits) * (verify + drafting)
         tokens = expected_tokens(self, depth)
         return Forecast(depth, rows, tokens, cost, tokens * self.verify_cost(self.requests) / cost)
 
     def best(self, deepest: int = DEEPEST) -> Forecast:
         """The depth from 0 to `deepest` with the greatest speed-up, the smallest of equals."""
         return max((self.at(depth) for depth in range(deepest + 1)), key=lambda forecast: forecast.speedup)
+
+
+def played(speculation: Speculation, depth: int, rounds: int = 20_000, seed: int = 0) -> float:
+    """The speed-up of drafting ahead, played round by round on a machine where the drafter has cores of its own.
+
+    While the target verifies, the drafter reads the draft, and then drafts behind what may come of it, a level at a
+    time. If that is foreseen, the next verification begins once the draft is there; otherwise it is drafted anew, once
+    the drafter is through with the level that it is in.
+    """
+    chance, clock, said = random.Random(seed), 0.0, 0
+    one, rows = speculation.requests, speculation.requests * (1 + speculation.width * depth)
+    verify, level, reached = speculation.verify_cost(rows), speculation.draft_cost, level_chances(speculation, depth)
+    for _ in range(rounds):
+        draw = chance.random()
+        said += 1 + sum(draw < stands for stands in reached)
+        ahead = level * (depth + 1) + speculation.fixed_cost
+        if chance.random() < (speculation.foreseen or 0.0):
+            clock += max(verify, ahead)
+        else:
+            busy = min(math.ceil(verify / level) * level, ahead) if level else 0.0
+            clock += max(verify, busy) + level * depth + speculation.fixed_cost
+    return said * speculation.verify_cost(one) / clock
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +142,14 @@ def level_chances(speculation: Speculation, depth: int) -> list[float]:
         paths = heapq.nlargest(speculation.width, (path * choice for path in paths for choice in choices))
         chances.append(sum(paths))
     return chances
+
+
+def cascaded(draft_cost: float, inner: Speculation) -> tuple[int, float]:
+    """What drafting a level costs where the draft model, whose pass over one row costs `draft_cost`, is itself drafted
+    for (`inner`: costs in passes of it): (how deep at best, cost of a level). Depth 0 is the model alone. A draft of
+    many levels takes several such rounds."""
+    best = inner.best()
+    return best.depth, draft_cost / best.speedup
 
 
 def cost_by_rows(costs: dict[int, float]) -> Cost:

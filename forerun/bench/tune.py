@@ -12,7 +12,7 @@ from forerun.bench.decode import Plan, measure_decoding
 from forerun.bench.report import machine
 from forerun.bench.rounds import Result
 from forerun.bench.workloads import Task
-from forerun.engine.drafting import OFF
+from forerun.engine.request import OFF
 from forerun.errors import ConfigError
 from forerun.progress import Part, Tell, nothing
 from forerun.whole import write_whole

@@ -59,11 +59,8 @@ class _Group:
 class Attention:
     """The plan of one pass. Calling it stores keys and values, and attends: `decoder.Attend`."""
 
-    def __init__(
-        self, segments: Sequence[Segment], cache: KVCache, config: ModelConfig, *, causal: bool = True
-    ) -> None:
-        """Without `causal` the uncommitted tokens of a slot see one another, whatever comes first."""
-        self.cache, self.config, self.causal, self.device = cache, config, causal, cache.data.device
+    def __init__(self, segments: Sequence[Segment], cache: KVCache, config: ModelConfig) -> None:
+        self.cache, self.config, self.device = cache, config, cache.data.device
         depths = [np.asarray(s.depths) for s in segments]
         starts = np.cumsum([0, *(len(s.tokens) for s in segments)])
         lengths = [cache.length[s.slot] for s in segments]
@@ -137,8 +134,7 @@ class Attention:
         for r, segment in enumerate(segments):
             at, count = self.cache.length[segment.slot], len(segment.tokens)
             seen[r, :count, :at] = True
-            own = _ancestors(segment.parents)[segment.offset :] if self.causal else True
-            seen[r, :count, at : at + len(segment.parents)] = own
+            seen[r, :count, at : at + len(segment.parents)] = _ancestors(segment.parents)[segment.offset :]
             seen[r, count:, 0] = True  # a padding query must see something, or it is NaN
         masks: dict[Sight, np.ndarray] = {}
         for window, sinks in set(map(self.config.sight, range(self.config.layers))):

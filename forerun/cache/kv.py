@@ -59,6 +59,11 @@ class KVCache:
         """Bytes of one token's keys and values."""
         return 2 * config.layers * config.kv_heads * config.head_dim * dtype.itemsize
 
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row: keys and values of a token in all layers."""
+        return self.data.nbytes // self.data.shape[2]
+
     def open(self, slot: int, tokens: Sequence[int], tenant: str = "") -> int:
         """Start a slot with whatever prefix of `tokens` is cached of this tenant; returns how many tokens that is."""
         self.length[slot] = self.pages.match(slot, tokens, tenant)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
-from forerun.draft.block_dialects import DEEPSPEC, DEEPSPEC_GEMMA, arch_of
+from forerun.draft.block_dialects import DEEPSPEC, DEEPSPEC_GEMMA, DFLASH2_CLASS, arch_of
 from forerun.draft.eagle_dialects import MASKS
 from forerun.draft.level_dialects import PLAIN, VARIANTS
 from forerun.errors import one_line
@@ -22,6 +22,7 @@ NATIVE = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
 DEEPSPEC_EAGLES = ("Qwen3Eagle3Model", "Gemma4Eagle3Model")
 SPECULATORS = {  # type to --draft
     "eagle3": "eagle3", "peagle": "eagle3", "mtp": "mtp", "dspark": "block", "dflash": "block",
+    "dflash2": "block", "xpress": "block",
 }  # fmt: skip
 
 
@@ -163,7 +164,7 @@ def _of_native(look: Look) -> Kind:
 EAGLE3 = "EAGLE-3 head"
 TITLES = {
     "eagle3": EAGLE3, "peagle": "P-EAGLE head", "mtp": "multi-token module", "dspark": "DSpark drafter",
-    "dflash": "DFlash drafter",
+    "dflash": "DFlash drafter", "dflash2": "DFlash2 drafter", "xpress": "XPress drafter",
 }  # fmt: skip
 NOT_READ = "forerun does not read this kind of drafter"
 OWN_LAYERS = "layers that draft for their own model are read of MiMo only"
@@ -178,8 +179,8 @@ TABLE: tuple[tuple[Callable[[Look], bool], Callable[[Look], Kind]], ...] = (
         _always(Kind("hydra", "", "set of Hydra heads", "hydra")),
     ),
     (
-        lambda k: "DFlash2DraftModel" in k.arch or "selector_rank" in k.block,
-        _always(Kind("dflash2", "z-lab", "DFlash2 drafter", "", NOT_READ)),
+        lambda k: DFLASH2_CLASS in k.arch or "selector_rank" in k.block,
+        _always(Kind("dflash2", "z-lab", "DFlash2 drafter", "block")),
     ),
     (lambda k: k.arch in (DEEPSPEC, DEEPSPEC_GEMMA), _of_deepspec),
     (
@@ -188,7 +189,7 @@ TABLE: tuple[tuple[Callable[[Look], bool], Callable[[Look], Kind]], ...] = (
     ),
     (
         lambda k: k.arch == "DominoDraftModel" or "domino" in [c.get("projector_type") for c in (k.raw, k.block)],
-        _always(Kind("domino", "specforge", "Domino drafter", "", NOT_READ)),
+        _always(Kind("domino", "specforge", "Domino drafter", "block")),
     ),
     (lambda k: k.arch.startswith("DFlash") or k.has("dflash_config"), _of_dflash),
     (_is_peagle, _always(Kind("peagle", "", "P-EAGLE head", "eagle3"))),

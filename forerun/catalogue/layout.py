@@ -10,7 +10,9 @@ from collections.abc import Callable
 
 from forerun.catalogue.facts import Facts
 from forerun.catalogue.family import Json
-from forerun.draft.block_dialects import as_speculators
+from forerun.draft.block_dialects import FLAGS, as_speculators, windows_of
+from forerun.draft.block_shapes import named, read_conv, read_law
+from forerun.draft.fields import read_bool
 from forerun.draft.level_dialects import read_hydra, read_medusa, read_mlp
 from forerun.errors import LoadError, shown
 from forerun.models.families import FAMILIES, OWN_DRAFTER, is_whole
@@ -45,9 +47,14 @@ def _eagle3(facts: Facts) -> str:
 
 
 def _eagle(facts: Facts) -> str:
-    if {"lm_head.weight", "model.lm_head.weight"} & facts.shapes.keys():
-        return "it has an lm_head of its own, as EAGLE-3 heads have"
-    return _lacks(facts, "fc.weight", "layers.0.self_attn.q_proj.weight")
+    if {"norm.weight", "model.norm.weight"} & facts.shapes.keys():
+        return "it has a norm before its lm_head, as EAGLE-3 heads have"
+    raw = facts.raw | layer_of(facts.raw)
+    if raw.get("truncated_vocab_size") not in (None, raw.get("vocab_size")):
+        return f"it says {shown(raw['truncated_vocab_size'])} tokens alone, which is not supported"
+    # its layer is Llama's, whatever the target is
+    own = {name: raw[name] for name in ("num_hidden_layers", "mlp_bias") if raw.get(name) is not None}
+    return _layer(own, 1) or _lacks(facts, "fc.weight", "layers.0.self_attn.q_proj.weight")
 
 
 def _block(facts: Facts) -> str:
@@ -56,11 +63,17 @@ def _block(facts: Facts) -> str:
     except LoadError as error:
         return str(error)
     layer = layer_of(raw)
-    if raw.get("markov_head_type") not in (None, "vanilla"):
-        return f"its Markov head is of the type {shown(raw['markov_head_type'])}: only vanilla is supported"
-    types, size = layer.get("layer_types"), raw.get("block_size")
-    if types is not None and not (isinstance(types, list) and all(t == "full_attention" for t in types)):
-        return "some of its layers have another attention than full_attention, which is not supported"
+    shapes = named({BEFORE.sub("", name): tuple(shape) for name, shape in facts.shapes.items()})
+    readers: list[Callable[[Json], object]] = [
+        lambda raw: windows_of(raw | {"transformer_layer_config": layer}),
+        lambda raw: read_law(raw, shapes),
+        lambda raw: read_conv(raw, shapes, layer.get("hidden_size", shapes.get("norm.weight", (0,))[0])),
+        lambda raw: [read_bool(raw, name, False) for name in FLAGS],
+    ]
+    wrong = next(filter(None, (_says(read, raw) for read in readers)), "")
+    if wrong:
+        return wrong
+    size = raw.get("block_size")
     if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= LARGEST_BLOCK:
         return f"block_size is {shown(size)}, not a whole number from 1 to {LARGEST_BLOCK}"
     mask, vocab = raw.get("mask_token_id"), layer.get("vocab_size")

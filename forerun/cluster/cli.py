@@ -19,14 +19,12 @@ def deploy(
 ) -> None:
     """Serve models by replicas on Ray, behind one address; each request goes where its beginning is known."""
     _need_extra()
+    from forerun.cluster.memory import divided
     from forerun.cluster.plan import read_plan, summary
-    from forerun.models.hub import find_model
     from forerun.server.listen import listen
     from forerun.server.tenants import Callers
 
-    plan = read_plan(file)
-    for model in plan.models:
-        find_model(model.engine.model)
+    plan = divided(read_plan(file))
     Callers.of(plan.settings)
     if check:
         print("\n".join(summary(plan)))
@@ -37,7 +35,7 @@ def deploy(
         ask_for_key()
     from forerun.cluster.run import run
 
-    sys.exit(run(plan, listener, verbose))
+    sys.exit(run(plan, listener, verbose, file))
 
 
 def _need_extra(*more: str) -> None:

@@ -41,9 +41,19 @@ class RayCrew:
         self.ledgers: dict[str, Ledger] = {}
         self._handles: dict[str, DeploymentHandle] = {}
         for i, model in enumerate(plan.models):
+            close(f"model-{i}")
+            self.ledgers[model.name] = ledger_of(f"model-{i}", plan.routing)
+        self._start(plan)
+
+    def renew(self, plan: Plan) -> None:
+        """Replace all replicas by those of another plan for the same models, some at a time: what an old one works on
+        may end within `shutdown_timeout`. Returns when it is done. Raises ForerunError."""
+        self._start(plan)
+        self.plan = plan
+
+    def _start(self, plan: Plan) -> None:
+        for i, model in enumerate(plan.models):
             name = f"model-{i}"
-            close(name)
-            self.ledgers[model.name] = ledger_of(name, plan.routing)
             application = _deployment(plan, model, name).bind(
                 dict(model.options) | {"threads": plan.threads(model)},
                 replica_settings(plan, model),
@@ -86,10 +96,9 @@ def _reason(name: str, error: RuntimeError) -> str:
 def on_ray(plan: Plan) -> Iterator[RayCrew]:
     """Replicas until the end of the block. Raises ForerunError."""
     here = not plan.address
-    most = sum(plan.threads(model) * model.replicas.max for model in plan.models)
     options: dict[str, Any] = {"address": plan.address}
     if here:  # with as many processors as the plan says, however many there are
-        options = {"num_cpus": most, "include_dashboard": False}
+        options = {"num_cpus": plan.processors, "include_dashboard": False}
     try:
         ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
         serve.start(proxy_location=ProxyLocation.Disabled)
@@ -117,7 +126,11 @@ def _deployment(plan: Plan, model: Model, name: str) -> serve.Deployment:
     if replicas.max > replicas.min:
         scale = {
             "autoscaling_config": AutoscalingConfig(
-                min_replicas=replicas.min, max_replicas=replicas.max, target_ongoing_requests=replicas.requests
+                min_replicas=replicas.min,
+                initial_replicas=max(1, replicas.min),  # so that a model that does not start is told at once
+                max_replicas=replicas.max,
+                target_ongoing_requests=replicas.requests,
+                downscale_to_zero_delay_s=replicas.idle if not replicas.min else None,
             )
         }
     return serve.deployment(

@@ -32,12 +32,14 @@ from forerun.server.errors import ApiError
 from forerun.server.gate import guard
 from forerun.server.journal import REQUEST_ID
 from forerun.server.kitchen import SMALL
+from forerun.server.ollama import ACTIONS
 from forerun.server.service import UnavailableError
 from forerun.server.tenants import CALLER, Callers, tenant_of
 
 log = logging.getLogger("forerun.server")
 PATIENCE = 5.0  # seconds until a page about all replicas goes without one
 LISTS = {"/v1/models": "data", "/api/tags": "models", "/api/ps": "models"}  # pages that every model has a part of
+MANAGED = {action for _, action in ACTIONS}
 Page = Callable[[Scope], Awaitable[Response]]
 
 
@@ -53,6 +55,7 @@ class Door:
         self._limit = plan.settings.max_queue + sum(m.replicas.max * m.engine.max_rows for m in plan.models)
         self._beginning = asyncio.Lock()
         self._parsing = CapacityLimiter(1)
+        self._said: dict[tuple[str, str], str] = {}  # lists by page and model: one that sleeps is not woken for them
         self._names = {model.name.removesuffix(":latest"): model.name for model in plan.models}
         self._pages: Mapping[str, Page] = {"/health": self._health, "/ready": self._ready, "/metrics": self._metrics}
 
@@ -141,7 +144,8 @@ class Door:
 
     def _model_of(self, value: Mapping[str, Any], path: str) -> str:
         given = value.get("model") or (value.get("name") if path.startswith("/api/") else None)
-        if not given or not isinstance(given, str):
+        manages = path.removeprefix("/api/") in MANAGED  # these may name a model that is not here, and are refused
+        if manages or not given or not isinstance(given, str):
             return self.plan.models[0].name
         known = self._names.get(given.removesuffix(":latest"))
         if known is None:
@@ -169,19 +173,28 @@ class Door:
 
     async def _ready(self, scope: Scope) -> Response:
         self._all_there()
-        await asyncio.gather(*(self._fetched(scope, model.name) for model in self.plan.models))
+        awake = [model for model in self.plan.models if self.crew.ledgers[model.name].live]
+        await asyncio.gather(*(self._fetched(scope, model.name) for model in awake))
         return JSONResponse({"status": "ready"})
 
     def _all_there(self) -> None:
-        missing = [model for model, ledger in self.crew.ledgers.items() if not ledger.live]
-        if missing:
-            raise UnavailableError(f"no replica of {missing[0]} is up")
+        """Raises UnavailableError where a model has no replica that should have one: others start when asked."""
+        for model in self.plan.models:
+            if model.replicas.min and not self.crew.ledgers[model.name].live:
+                raise UnavailableError(f"no replica of {model.name} is up")
 
     async def _list(self, scope: Scope, field: str) -> Response:
         """A page of which each model has a part."""
-        parts = await asyncio.gather(*(self._fetched(scope, model.name) for model in self.plan.models))
+        parts = await asyncio.gather(*(self._listed(scope, model.name) for model in self.plan.models))
         values = [json.loads(part) for part in parts]
         return JSONResponse(values[0] | {field: [entry for value in values for entry in value[field]]})
+
+    async def _listed(self, scope: Scope, model: str) -> str:
+        """A model's part of a list: what it said last, if it sleeps; else it is woken."""
+        key = scope["path"], model
+        if self.crew.ledgers[model].live or key not in self._said:
+            self._said[key] = await self._fetched(scope, model)
+        return self._said[key]
 
     async def _metrics(self, scope: Scope) -> Response:
         if not CALLER.get().operator:
@@ -203,8 +216,9 @@ class Door:
         async def waiting() -> Any:
             await asyncio.Event().wait()
 
+        sleeps = not self.crew.ledgers[model].live  # a model that starts when it is asked takes as long as it takes
         try:
-            async with asyncio.timeout(PATIENCE):
+            async with asyncio.timeout((self.plan.settings.timeout or None) if sleeps else PATIENCE):
                 relay = Relay(self.crew, model, 0 if replica else self.plan.retries, 0)
                 await relay.run(self._envelope(scope, b"", (), replica), waiting, keep)
         except TimeoutError:

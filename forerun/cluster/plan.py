@@ -26,17 +26,24 @@ class Replicas:
     """How many replicas a model has.
 
     Args:
-        min: there are always so many.
+        min: there are always so many; with 0 the last one ends when nothing is asked for long enough.
         max: never more; between the two Ray decides.
         requests: that each replica works on before there is one more, on average.
+        idle: seconds without requests until the last one ends, where `min` is 0.
     """
 
     min: int = 1
     max: int = 1
     requests: int = 4
+    idle: int = 600
 
     def __post_init__(self) -> None:
-        for name, low, high in (("min", 1, MOST_REPLICAS), ("max", self.min, MOST_REPLICAS), ("requests", 1, 1 << 20)):
+        for name, low, high in (
+            ("min", 0, MOST_REPLICAS),
+            ("max", max(1, self.min), MOST_REPLICAS),
+            ("requests", 1, 1 << 20),
+            ("idle", 1, 1 << 20),
+        ):
             _check_whole(f"replicas.{name}", getattr(self, name), low, high)
 
 
@@ -62,6 +69,11 @@ class Plan:
     routing: Routing = field(default_factory=Routing)
     address: str = ""
     retries: int = 2  # other replicas that a request is given to when the one that worked on it dies
+
+    @property
+    def processors(self) -> int:
+        """CPU threads of as many replicas as there may be."""
+        return sum(self.threads(model) * model.replicas.max for model in self.models)
 
     def threads(self, model: Model) -> int:
         """CPU threads of each replica of a model: what was asked for, or an even share of this machine's."""
@@ -130,7 +142,7 @@ def _replicas(value: object) -> Replicas:
     if isinstance(value, dict):
         _check_names(value, {f.name for f in fields(Replicas)}, "option of replicas")
         least = value.get("min", 1)
-        return Replicas(**{"max": least} | value)
+        return Replicas(**{"max": least or 1} | value)
     _check_whole("replicas", value, 1, MOST_REPLICAS)
     assert isinstance(value, int)
     return Replicas(min=value, max=value)
@@ -168,7 +180,8 @@ def summary(plan: Plan) -> list[str]:
     for model in plan.models:
         least, most = model.replicas.min, model.replicas.max
         count = f"{least} to {most} replicas" if most > least else f"{least} replica{'s' * (least != 1)}"
-        engine = f"{plan.threads(model)} threads each, draft {model.engine.draft}"
+        cache = f" and {model.engine.kv_tokens} tokens of KV cache" if model.engine.kv_tokens else ""
+        engine = f"{plan.threads(model)} threads{cache} each, draft {model.engine.draft}"
         lines.append(f"{model.name}: {count} of {model.engine.model or 'the default model'}, {engine}")
     ray = f"the Ray cluster at {plan.address}" if plan.address else "a Ray cluster of its own"
     return [*lines, f"on {plan.settings.host}:{plan.settings.port}, on {ray}"]

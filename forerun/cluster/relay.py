@@ -94,9 +94,13 @@ class Relay:
                 if self.begun or self.attempts > self.retries:
                     raise UnavailableError("the replica that worked on this has died") from None
             finally:
-                replica = self.crew.ledgers[self.model].ended(envelope.id, counts=envelope.scope["method"] == "POST")
+                replica = self._left(envelope)
             log.warning("replica %s of %s has died: its request goes to another one", replica, self.model)
             avoid = (*avoid, replica) if replica else avoid
+
+    def _left(self, envelope: Envelope) -> str | None:
+        """The replica that has no more to do for this attempt; None if that is known already."""
+        return self.crew.ledgers[self.model].ended(envelope.id, counts=envelope.scope["method"] == "POST")
 
     async def _passed(self, envelope: Envelope, send: Send) -> None:
         self._start, self._ended = None, False
@@ -104,6 +108,8 @@ class Relay:
         try:
             async for messages in answer:
                 for message in messages:
+                    if _is_last(message):  # before the client knows: what it asks next may go to the same replica
+                        self._left(envelope)
                     await self._pass(message, send)
         finally:
             await answer.aclose()
@@ -119,7 +125,7 @@ class Relay:
             self.begun = True
             await send(self._start)
         await send(message)
-        self._ended = not message.get("more_body", False)
+        self._ended = _is_last(message)
 
     async def _said(self, error: Exception, send: Send) -> bool:
         """End a stream with an error; False for an answer that has no place for one."""
@@ -134,6 +140,10 @@ class Relay:
             return False
         await send({"type": "http.response.body", "body": last.encode(), "more_body": False})
         return True
+
+
+def _is_last(message: Message) -> bool:
+    return message["type"] == "http.response.body" and not message.get("more_body", False)
 
 
 async def _gone(receive: Receive) -> None:

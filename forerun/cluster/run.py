@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import json
 import logging
+import signal
 import socket
 import sys
+from pathlib import Path
+from threading import Lock, Thread
 
-from forerun.cluster.crew import on_ray
+from fastapi import FastAPI
+
+from forerun.cluster.crew import RayCrew, on_ray
 from forerun.cluster.door import make_door
-from forerun.cluster.plan import Plan
+from forerun.cluster.memory import renewed
+from forerun.cluster.plan import Plan, read_plan
+from forerun.errors import ForerunError
 from forerun.server.addresses import is_loopback
 from forerun.server.run import Server, start_logging
 from forerun.server.tenants import Callers
@@ -17,8 +24,9 @@ from forerun.server.tenants import Callers
 log = logging.getLogger("forerun.server")
 
 
-def run(plan: Plan, listener: socket.socket, verbose: bool) -> int:
-    """Serve a plan on a socket of `listen` until a signal ends it. Returns the exit code. Raises ForerunError."""
+def run(plan: Plan, listener: socket.socket, verbose: bool, file: Path) -> int:
+    """Serve a plan on a socket of `listen` until a signal ends it; SIGUSR1 reads its file again. Returns the exit code.
+    Raises ForerunError."""
     start_logging(verbose, sys.stderr.isatty())
     settings = plan.settings
     if not is_loopback(settings.host) and not Callers.of(settings):
@@ -29,11 +37,34 @@ def run(plan: Plan, listener: socket.socket, verbose: bool) -> int:
             host, port = listener.getsockname()[:2]
             where = f"http://{f'[{host}]' if ':' in host else host}:{port}"
             print(announcement(plan, where), file=sys.stderr, flush=True)
-            server = Server(make_door(plan, crew), settings)
+            door = make_door(plan, crew)
+            signal.signal(
+                signal.SIGUSR1, lambda *_: Thread(target=_renew, args=(door, crew, file), daemon=True).start()
+            )
+            server = Server(door, settings)
             server.run(sockets=[listener])
             return 0 if server.started else 1
     finally:
         listener.close()
+
+
+_RENEWING = Lock()
+
+
+def _renew(app: FastAPI, crew: RayCrew, file: Path) -> None:
+    """Replace all replicas by those that the file says now; what is wrong with it is logged, and nothing changes."""
+    if not _RENEWING.acquire(blocking=False):
+        log.warning("replicas are being replaced already: send SIGUSR1 when that is done")
+        return
+    try:
+        plan = renewed(crew.plan, read_plan(file))
+        crew.renew(plan)
+        app.state.service.plan = plan
+        log.warning("all replicas are those of %s now", file)
+    except ForerunError as error:
+        log.error("replicas are not replaced: %s", error)
+    finally:
+        _RENEWING.release()
 
 
 def announcement(plan: Plan, where: str) -> str:

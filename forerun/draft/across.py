@@ -137,7 +137,7 @@ class AcrossModel(DraftModel):
     def propose(self, rows: Sequence[Row]) -> list[Draft]:
         chains = [self._begin(row) for row in rows]
         active = [chain for chain in chains if self._can_draft(chain)]
-        logits = self._read([chain.inner for chain in active]) if active else None
+        logits = self.read([chain.inner for chain in active]) if active else None
         while logits is not None:
             for chain, line in zip(active, logits, strict=True):
                 chain.grow(line[None])
@@ -167,7 +167,7 @@ class AcrossModel(DraftModel):
 
     def _hear(self, chains: Sequence[Chain]) -> Tensor:
         """Run the tokens said last; the logits after them. [F, D]"""
-        return self._logits(
+        return self.say(
             [
                 Segment(c.row.slot, c.said[-1:], list(range(-1, len(c.said))), [0], offset=len(c.said))
                 for c in chains

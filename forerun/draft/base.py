@@ -14,6 +14,7 @@ from functools import cached_property
 
 from torch import Tensor
 
+from forerun.cache.kv import KVCache
 from forerun.draft.automaton import SuffixAutomaton
 from forerun.sampling.params import SamplingParams
 from forerun.types import Draft, States
@@ -97,7 +98,10 @@ class Proposer:
             verified as pay.
         learns: it wants the target's laws, too.
         merges: it may make one draft of what several say.
+        sees_all: what it keeps of a request is more than drafts need: it is shown everything, whether it drafts or not.
         rivals: those of its parts of which only the best is asked.
+        ahead: it drafts on while the target verifies, between `begin_ahead` and `end_ahead`,
+        waited: and so long `propose` waited for what goes on, in seconds.
     """
 
     name = ""
@@ -107,6 +111,9 @@ class Proposer:
     weighs = False
     learns = False
     merges = False
+    sees_all = False
+    ahead = False
+    waited = 0.0
     boundaries: tuple[int, ...] = ()
     rivals: tuple[Proposer, ...] = ()
 
@@ -134,7 +141,22 @@ class Proposer:
 
     def learn(self, slot: int, before: Sequence[int], tokens: Sequence[int], logits: Tensor) -> None:
         """What the target said in a round, before any sampling parameter: logits [N, V] behind each of `tokens`, which
-        are the root and whatever was drafted, with the token that stands `before` it (-1 where there is none)."""
+        are the root and whatever was drafted, with the token that stands `before` it (-1 where there is none). They
+        are overwritten by the next pass."""
+
+    def kv(self) -> KVCache | None:
+        """The cache that it keeps of requests, if it has one; it may be another's."""
+        return None
+
+    def make_room(self, tokens: int) -> None:
+        """Start over with a cache of so many tokens, if it has one; what it shares has been made anew."""
+
+    def begin_ahead(self, rows: Sequence[Row], drafts: Sequence[Draft]) -> None:
+        """The target is about to verify these drafts, of rows that it was asked for in this step. Only for who is
+        `ahead`."""
+
+    def end_ahead(self) -> None:
+        """The target has verified them."""
 
     def forget(self) -> None:
         """Drop whatever was kept of requests that have ended."""

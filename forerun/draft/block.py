@@ -17,13 +17,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forerun.cache.attention import Attention, Segment
+from forerun.cache.attention import Segment
 from forerun.cache.kv import KVCache
 from forerun.draft.base import Row
+from forerun.draft.block_attention import BlockAttention
 from forerun.draft.block_head import BlockHead
+from forerun.draft.block_law import Behind
 from forerun.draft.features import FeatureProposer
 from forerun.draft.layers import with_native_products
-from forerun.draft.native_block import NativeBlock, block_of
+from forerun.draft.native_block import NativeBlock, block_of, computes, widened
 from forerun.draft.operations import Operations
 from forerun.draft.tree import Tree, grow
 from forerun.draft.view import TargetView
@@ -37,13 +39,16 @@ from forerun.types import BESIDE, Draft
 class _Growing:
     """A tree under construction, what its block said, and how likely the path to each node is to stand.
 
-    made [K, Hd], said [K, Vd]: of the slots that say something, K as deep as any draft of the round.
+    block [S, Hd]: what was made of all slots. made [K, Hd], said [K, Vd]: of those that say something, K as deep as any
+    draft of the round. carried: what the law carries from each node to its children.
     """
 
     tree: Tree
+    block: Tensor
     made: Tensor
     said: Tensor
     stands: dict[int, float] = field(default_factory=lambda: {-1: 1.0})
+    carried: dict[int, Tensor] = field(default_factory=dict)
 
 
 class Block(FeatureProposer):
@@ -175,13 +180,14 @@ class Block(FeatureProposer):
         if self.native is not None:
             made = self.head.norm(self.native.slots(segments, self.cache))
         else:
-            attention = Attention(segments, self.cache, c.layer, causal=False)
+            attention = BlockAttention(segments, self.cache, c)
             ids = torch.tensor([token for s in segments for token in s.tokens], device=self.target.device)
             made = self.head(self.head.embed(ids).to(self.dtype), self._rotation(attention.positions), attention)
         deepest = min(max(tree.row.depth for tree in trees), c.depth)
-        made = made.view(len(trees), c.block, -1)[:, c.first : c.first + deepest]
+        blocks = made.view(len(trees), c.block, -1)
+        made = blocks[:, c.first : c.first + deepest]
         said = self.head.say(made.flatten(0, 1)).view(len(trees), deepest, -1)
-        return [_Growing(*each) for each in zip(trees, made, said, strict=True)]
+        return [_Growing(*each) for each in zip(trees, blocks, made, said, strict=True)]
 
     def _grow(self, growing: Sequence[_Growing], level: int) -> list[_Growing]:
         """Add one level to each tree; those that go on."""
@@ -194,8 +200,16 @@ class Block(FeatureProposer):
 
     def _follow(self, g: _Growing, level: int) -> Tensor:
         """What is said behind each node of the frontier. [F, V]"""
-        previous = self._frontier(g)
-        return self.head.follow(g.said[level].expand(len(previous), -1), previous)
+        law, previous = self.head.law, self._frontier(g)
+        said = g.said[level].expand(len(previous), -1)
+        if law is not None:
+            if not level:
+                last = torch.tensor(list(g.tree.row.tokens[-2:]), device=self.target.device)
+                g.carried[-1] = law.begin(g.block, last)
+            state = torch.stack([g.carried[g.tree.draft.parents[node]] for node in g.tree.frontier])
+            said, state = law(Behind(level + self.config.first, g.block, said, previous, self.head.embed), state)
+            g.carried |= zip(g.tree.frontier, state, strict=True)
+        return self.head.follow(said)
 
     def _is_trusted(self, g: _Growing, level: int) -> bool:
         """Take the paths that are not likely enough to stand out of the frontier; whether any is left."""
@@ -211,14 +225,18 @@ class Block(FeatureProposer):
         """The tokens of the frontier. [F]"""
         return torch.tensor([g.tree.draft.tokens[node] for node in g.tree.frontier], device=self.target.device)
 
-    def _natively(self, head: BlockHead, form: str, tables: tuple[Tensor, Tensor]) -> tuple[BlockHead, NativeBlock]:
-        """The head with products on the native kernels, and its layers as programs. `tables`: cos and sin of all
-        positions."""
+    def _natively(
+        self, head: BlockHead, form: str, tables: tuple[Tensor, Tensor]
+    ) -> tuple[BlockHead, NativeBlock | None]:
+        """The head with products on the native kernels, and its layers as programs, where there are some that compute
+        them. `tables`: cos and sin of all positions."""
+        if not computes(head.config):
+            return with_native_products(head, form), None
         fast = with_native_products(head, form, "layers")
         says, softcap = self.target.packed, self.target.softcap
         if head.config.own_head:
             says, softcap = fast.lm_head.packed, 0.0  # type: ignore[assignment]
-        return fast, NativeBlock(head, Operations(head.config.layer, form, tables), says, softcap)
+        return fast, NativeBlock(head, Operations(widened(head.config), form, tables), says, softcap)
 
     def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         cosine, sine = (table[positions] for table in self.rotation)

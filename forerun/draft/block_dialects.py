@@ -1,10 +1,16 @@
 """What the config.json of a block drafter says, in the dialects it is published in, told as speculators tells it.
 
-- speculators (`dspark`, `dflash`): as it is.
+- speculators (`KINDS`): as it is.
 - DeepSpec (`Qwen3DSparkModel`): layers and all else at the top. A slot says the token behind its own position, also
   where there is no Markov head and the drafter is called DFlash.
+- SpecForge's Domino (`DominoDraftModel`, or the projector of that name): as its DSpark; a slot says the token behind
+  its own position where `shift_label` is true.
 - z-lab (`DFlashDraftModel`) and SpecForge (`DSparkDraftModel`): layers at the top, all else in `dflash_config`. A slot
   says the token at its own position unless the file says otherwise.
+
+DFlash2 of z-lab is told by its class, or by the selector in `dflash_config`. In layers with a window z-lab's slots see
+all of their block, and those of the others only what comes before them, unless `sliding_window_non_causal` says so.
+`causal` is said of all layers.
 
 But for speculators, numbers of hidden states are those of layers whose outputs are read; -1 is the embedding. A drafter
 that is read the wrong way drafts, and is never right. No torch here: what a drafter is for is asked of files that are
@@ -15,18 +21,28 @@ from __future__ import annotations
 
 from typing import Any
 
+from forerun.draft.block_shapes import DFLASH2, DOMINO, XPRESS
 from forerun.errors import LoadError, shown
 from forerun.models.families import is_whole
 
 Json = dict[str, Any]
 
-KINDS = ("dspark", "dflash")
+KINDS = ("dspark", "dflash", DFLASH2, XPRESS)  # as speculators calls them
+DFLASH2_CLASS = "DFlash2DraftModel"
 DEEPSPEC, DEEPSPEC_GEMMA = "Qwen3DSparkModel", "Gemma4DSparkModel"
+NON_CAUSAL = "sliding_window_non_causal"
+SLIDING, WINDOW = "sliding_attention", 4096  # and the window that transformers takes for a Qwen3 that does not say
+CLASSES = (DEEPSPEC, DEEPSPEC_GEMMA, DFLASH2_CLASS, "DSparkDraftModel", "DFlashDraftModel", "DominoDraftModel")
 ANCHOR = ("sample_from_anchor", "query_zero_predicts_next")  # a slot says the token behind its own position
 OWN = (
     "block_size", "mask_token_id", "markov_rank", "markov_head_type", "enable_confidence_head",
-    "confidence_head_with_markov", "draft_vocab_size",
+    "confidence_head_with_markov", "draft_vocab_size", "causal", NON_CAUSAL,
+    "emb_dim", "gru_hidden_dim", "pure_draft_prefix_len", "conv_kernel_size", "conv_group_size",
+    "selector_rank", "selector_top_k",
 )  # fmt: skip
+FLAGS = ("sample_from_anchor", "causal", NON_CAUSAL, "enable_confidence_head", "confidence_head_with_markov")
+UNKNOWN = ("attention_value_scale", "attention_sink_bias")  # would change what layers compute, and are not read
+SCALES = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping")  # of DFlash2, the same
 
 
 def arch_of(raw: Json) -> str:
@@ -39,35 +55,85 @@ def is_block(raw: Json) -> bool:
     """Whether it describes a block drafter, in whatever dialect."""
     if "speculators_model_type" in raw:
         return raw["speculators_model_type"] in KINDS
-    return "dflash_config" in raw or arch_of(raw) in (DEEPSPEC, DEEPSPEC_GEMMA, "DSparkDraftModel", "DFlashDraftModel")
+    return "dflash_config" in raw or arch_of(raw) in CLASSES
 
 
 def as_speculators(raw: Json) -> Json:
     """The same as speculators would say it; what a file does not say is not there. Raises LoadError for what no
     dialect means."""
     if "speculators_model_type" in raw:
+        if raw["speculators_model_type"] not in KINDS:
+            raise LoadError(f"config.json does not describe one, {' or '.join(KINDS)}")
         return raw
-    deepspec, own = arch_of(raw) == DEEPSPEC, raw.get("dflash_config") or {}
-    if arch_of(raw) == DEEPSPEC_GEMMA:
-        raise LoadError("its layers are Gemma 4's, which are not supported in drafters")
+    own = raw.get("dflash_config") or {}
     if not isinstance(own, dict):
         raise LoadError("dflash_config in config.json is not an object")
-    projector = own.get("projector_type", raw.get("projector_type"))
-    if projector not in (None, *KINDS) or "selector_rank" in own:
-        raise LoadError(f"it is a descendant of DFlash ({shown(projector or 'DFlash2')}), which is not supported")
-    if own.get("causal") is True:
-        raise LoadError("its blocks are causal, which is not supported")
-    given = {name: own.get(name, raw.get(name)) for name in OWN}
-    anchor = [place[name] for name in ANCHOR for place in (own, raw) if place.get(name) is not None]
-    said = {name: value for name, value in given.items() if value is not None}
+    said = {name: own.get(name, raw.get(name)) for name in OWN}
+    said = {name: value for name, value in said.items() if value is not None}
+    said |= {"speculators_model_type": _kind(raw, own), "transformer_layer_config": raw}
+    _check(raw, own)
+    deepspec = arch_of(raw) == DEEPSPEC
+    names = ("shift_label",) if said["speculators_model_type"] == DOMINO else ANCHOR
+    anchor = [place[name] for name in names for place in (own, raw) if place.get(name) is not None]
+    if names != ANCHOR and anchor not in ([True], [False], [True, True], [False, False]):
+        raise LoadError("shift_label in config.json is not true or false: which slot says which token is not known")
+    said["sample_from_anchor"] = anchor[0] if anchor else deepspec
     ids = own.get("target_layer_ids", raw.get("target_layer_ids"))
     if ids is not None:
         said["aux_hidden_state_layer_ids"] = _boundaries(ids)
-    return said | {
-        "speculators_model_type": "dspark" if said.get("markov_rank") else "dflash",
-        "transformer_layer_config": raw,
-        "sample_from_anchor": anchor[0] if anchor else deepspec,
-    }
+    if arch_of(raw).startswith("DFlash") and own.get("projector_type", raw.get("projector_type")) is None:
+        said.setdefault(NON_CAUSAL, True)  # z-lab's
+    if deepspec and NON_CAUSAL not in said and SLIDING in str(raw.get("layer_types")):
+        raise LoadError(f"some of its layers have {SLIDING}, but no {NON_CAUSAL} says which slots these see")
+    return said
+
+
+def _kind(raw: Json, own: Json) -> str:
+    """What speculators would call it, or Domino, which that does not have. Raises LoadError."""
+    projector = own.get("projector_type", raw.get("projector_type"))
+    if projector not in (None, DOMINO, *KINDS) or projector == XPRESS:
+        raise LoadError(f"it is a descendant of DFlash ({shown(projector)}), which is not supported")
+    if projector == DFLASH2 or DFLASH2_CLASS in arch_of(raw) or "selector_rank" in own:
+        return DFLASH2
+    if projector == DOMINO or arch_of(raw) == "DominoDraftModel":
+        return DOMINO
+    return "dspark" if own.get("markov_rank", raw.get("markov_rank")) else "dflash"
+
+
+def _check(raw: Json, own: Json) -> None:
+    """Raise LoadError for layers that are not read."""
+    if arch_of(raw) == DEEPSPEC_GEMMA:
+        raise LoadError("its layers are Gemma 4's, which are not supported in drafters")
+    if arch_of(raw).startswith("DFlashLaguna"):
+        raise LoadError("its layers are Laguna's, which are not supported in drafters")
+    odd = [name for name in UNKNOWN if raw.get(name) is not None or own.get(name) is not None]
+    odd += [name for name in SCALES if own.get(name) not in (None, 1)]
+    if odd:
+        raise LoadError(f"{odd[0]} in config.json changes what it computes in a way that is not supported")
+
+
+def windows_of(raw: Json) -> list[int | None]:
+    """How many tokens of context each layer sees before the anchor, None for all, of a drafter as speculators tells it;
+    nothing where no layer says. Raises LoadError for another attention than these, and for what contradicts itself."""
+    layer = raw["transformer_layer_config"]
+    types, used = layer.get("layer_types"), layer.get("use_sliding_window")
+    window = layer.get("sliding_window", WINDOW if used is True else None)
+    if types is None:
+        return []
+    known = ("full_attention", SLIDING)
+    if not isinstance(types, list) or not all(kind in known for kind in types):
+        raise LoadError(f"some of its layers have another attention than {' and '.join(known)}, which is not supported")
+    if SLIDING not in types:
+        return []
+    if len(types) != layer.get("num_hidden_layers"):
+        layers = shown(layer.get("num_hidden_layers"))
+        raise LoadError(f"layer_types in config.json has {len(types)} entries, but there are {layers} layers")
+    if not is_whole(window) or window < 1 or used is False:
+        raise LoadError(
+            f"some of its layers have {SLIDING}, but sliding_window in config.json is {shown(window)} and"
+            f" use_sliding_window {shown(used)}: one of them is wrong"
+        )
+    return [window if kind == SLIDING else None for kind in types]
 
 
 def _boundaries(ids: Any) -> list[int]:

@@ -3,18 +3,21 @@ confidence heads), read in others too (`block_dialects`).
 
 Whether slot k says the token behind its own position or the one at it is a flag of config.json, and a head that is read
 the wrong way still drafts, but is never right. Where the flag is not there, slots say the token at their own position:
-files of both kinds from before the flag existed are meant so. What older files hold of the target's embedding and head
-is used as the drafter's own.
+files of both kinds from before the flag existed are meant so. What older files hold of an embedding and a head is the
+drafter's own, unless it is the target's, which is borrowed then.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from forerun.draft.block_dialects import KINDS, as_speculators
+from forerun.draft.block_dialects import NON_CAUSAL, as_speculators, windows_of
 from forerun.draft.block_head import BlockConfig, BlockHead, check_fit
+from forerun.draft.block_shapes import DFLASH2, MarkovShape, named, read_conv, read_law
+from forerun.draft.borrowed import is_embedding, is_head
 from forerun.draft.fields import read_bool, read_whole
 from forerun.draft.listed import check_map
 from forerun.draft.stored import (
@@ -37,12 +40,15 @@ from forerun.models.families import is_whole
 
 KIND = "block drafter"
 LARGEST_BLOCK = 64
-W1, TRUST = "markov_head.markov_w1.weight", "confidence_head.proj.weight"
+TRUST = "confidence_head.proj.weight"
 
 
 def save_block(head: BlockHead, directory: Path, target: str | None = None, dtype: torch.dtype = torch.float32) -> None:
-    """Write a head; `target` is the name or path of its target. Raises OSError."""
+    """Write a head; `target` is the name or path of its target. Raises OSError, and ValueError for what is read and not
+    written: causal blocks, convolutions, laws that are no Markov head."""
     c = head.config
+    if c.causal or c.conv or not isinstance(c.law, MarkovShape | None):
+        raise ValueError("such block drafters are read, and not written")
     layer = describe_layer(c.layer, c.layer.layers)
     described = describe_speculator("dspark", "DSparkSpeculator", layer, c.depth, target)
     own = {
@@ -52,8 +58,9 @@ def save_block(head: BlockHead, directory: Path, target: str | None = None, dtyp
         "block_size": c.block,
         "mask_token_id": c.mask_token,
         "sample_from_anchor": c.sample_from_anchor,
-        "markov_rank": c.markov_rank,
-        "markov_head_type": "vanilla",
+        NON_CAUSAL: not c.window_causal,
+        "markov_rank": c.law.rank if c.law else 0,
+        "markov_head_type": c.law.kind if c.law else "vanilla",
         "enable_confidence_head": c.confidence,
         "confidence_head_with_markov": c.confidence_with_markov,
     }
@@ -62,8 +69,11 @@ def save_block(head: BlockHead, directory: Path, target: str | None = None, dtyp
 
 def load_block(directory: Path, target: TargetView) -> BlockHead:
     """Read a head for this target, in float32. Raises LoadError, also where it does not fit."""
-    raw, tensors = read_config(directory, KIND), read_tensors(directory, KIND)
+    raw, tensors = read_config(directory, KIND), named(read_tensors(directory, KIND))
     try:
+        for name, is_theirs in (("embed_tokens.weight", is_embedding), ("lm_head.weight", is_head)):
+            if name in tensors and is_theirs(tensors[name], target):
+                del tensors[name]
         config = _config(as_speculators(raw), tensors, target)
         check_fit(config, target)
         check_map(tensors, config.draft_vocab, config.layer.vocab)
@@ -73,15 +83,14 @@ def load_block(directory: Path, target: TargetView) -> BlockHead:
 
 
 def _config(raw: Json, tensors: Tensors, target: TargetView) -> BlockConfig:
-    kind, layer = raw.get("speculators_model_type"), raw.get("transformer_layer_config")
-    if kind not in KINDS or not isinstance(layer, dict):
-        raise LoadError(f"config.json does not describe one, {' or '.join(KINDS)}")
+    layer = raw.get("transformer_layer_config")
+    if not isinstance(layer, dict):
+        raise LoadError("transformer_layer_config in config.json is not an object: it describes no layers")
     made_for = layer.get("num_target_layers")
     if is_whole(made_for) and made_for != target.layers:
         raise LoadError(f"it was made for a target of {made_for} layers, this one has {target.layers}")
-    if raw.get("markov_head_type") not in (None, "vanilla"):
-        raise LoadError(f"its Markov head is of the type {raw['markov_head_type']!r}: only vanilla is supported")
-    layers, ids = _layers(layer, tensors, target.vocab), _boundaries(raw)
+    layers, ids = _layers(raw, tensors, target.vocab), _boundaries(raw)
+    causal = read_bool(raw, "causal", False)
     width, fused = size_of(tensors, "fc.weight", 1), len(ids) * target.hidden
     if width != fused:
         raise LoadError(
@@ -89,25 +98,29 @@ def _config(raw: Json, tensors: Tensors, target: TargetView) -> BlockConfig:
             " drafter that was trained for it"
         )
     vocab = raw.get("draft_vocab_size")
-    held = {name: tensors[name].shape[1] for name in (W1, TRUST) if name in tensors and tensors[name].ndim == 2}
-    rank = read_whole(raw, "markov_rank", 0, layers.vocab, held.get(W1, 0))
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    law, trusts = read_law(raw, shapes), shapes.get(TRUST, (0, 0))[-1]
     config = BlockConfig(
         layer=layers,
         target_hidden=target.hidden,
         boundaries=ids,
         block=read_whole(raw, "block_size", 1, LARGEST_BLOCK),
         mask_token=read_whole(raw, "mask_token_id", 0, layers.vocab - 1),
+        causal=causal,
+        window_causal=any(layers.windows)
+        and (causal or not read_bool(raw, NON_CAUSAL, raw["speculators_model_type"] == DFLASH2)),
         sample_from_anchor=read_bool(raw, "sample_from_anchor", read_bool(raw, "query_zero_predicts_next", False)),
         draft_vocab=layers.vocab if vocab is None else read_whole(raw, "draft_vocab_size", 1, layers.vocab),
         own_embedding="embed_tokens.weight" in tensors,
         own_head="lm_head.weight" in tensors,
-        markov_rank=rank,
-        confidence=read_bool(raw, "enable_confidence_head", TRUST in held),
-        confidence_with_markov=read_bool(raw, "confidence_head_with_markov", held.get(TRUST, 0) > layers.hidden),
+        law=law,
+        conv=read_conv(raw, shapes, layers.hidden),
+        confidence=read_bool(raw, "enable_confidence_head", TRUST in tensors),
+        confidence_with_markov=read_bool(raw, "confidence_head_with_markov", trusts > layers.hidden),
     )
     if config.depth < 1:
         raise LoadError("block_size 1 leaves no slot that says a token, since the anchor's says none")
-    if config.confidence_with_markov and not rank:
+    if config.confidence_with_markov and not isinstance(law, MarkovShape):
         raise LoadError("confidence_head_with_markov in config.json is true, but there is no Markov head")
     if config.draft_vocab < layers.vocab and not config.own_head:
         raise LoadError(
@@ -118,11 +131,10 @@ def _config(raw: Json, tensors: Tensors, target: TargetView) -> BlockConfig:
 
 def _layers(raw: Json, tensors: Tensors, vocab: int) -> ModelConfig:
     """The decoder layers that transformer_layer_config describes."""
-    count = read_whole(raw, "num_hidden_layers", 1, MOST_LAYERS)
-    types = raw.get("layer_types")
-    if types is not None and (not isinstance(types, list) or set(types) - {"full_attention"}):
-        raise LoadError("some of its layers have another attention than full_attention, which is not supported")
-    return read_layer({"model_type": "qwen3"} | raw, tensors, vocab, layers=count)
+    layer, windows = raw["transformer_layer_config"], windows_of(raw)
+    count = read_whole(layer, "num_hidden_layers", 1, MOST_LAYERS)
+    config = read_layer({"model_type": "qwen3"} | layer | {"layer_types": None}, tensors, vocab, layers=count)
+    return replace(config, windows=tuple(windows)) if windows else config
 
 
 def _boundaries(raw: Json) -> tuple[int, ...]:

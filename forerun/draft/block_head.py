@@ -3,8 +3,8 @@
 As in DFlash (2602.06036) and DSpark (2607.05147): the target's hidden states of a token at some boundaries become one
 vector, its context, from which every layer makes keys and values by itself. The drafter's own tokens are a block of
 slots, the anchor (the last token known) and then masks, which see all of the context and one another, and say all
-tokens of a draft in one pass. A Markov head adds to what a slot says what usually follows the token before it, so that
-the tokens of a draft agree with each other; a confidence head says how likely each of them is to stand.
+tokens of a draft in one pass. A law (`block_law`) makes what a slot says depend on the tokens before it, so that the
+tokens of a draft agree with each other; a confidence head says how likely each of them is to stand.
 
 The module computes slots: whoever calls it brings the rotations and the attention, and so decides which context and
 which slots a slot sees. It never sees requests, caches or drafts. Letters: n boundaries, H the target's hidden size,
@@ -18,11 +18,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from forerun.draft.layers import DecoderLayer
+from forerun.draft.block_gru import GruLaw
+from forerun.draft.block_law import BlockLaw
+from forerun.draft.block_layers import BlockLayer, ConvolvedLayer
+from forerun.draft.block_markov import Markov
+from forerun.draft.block_refiner import Refiner
+from forerun.draft.block_selector import Selector
+from forerun.draft.block_shapes import ConvShape, GruShape, LawShape, MarkovShape, RefinerShape, SelectorShape
 from forerun.draft.listed import Listed
 from forerun.draft.view import TargetView
 from forerun.errors import LoadError
-from forerun.kernels import reference as kernels
 from forerun.models.config import ModelConfig
 from forerun.models.decoder import Attend
 from forerun.models.shortlist import spread
@@ -38,11 +43,15 @@ class BlockConfig:
         boundaries: which of them make the context, in the order in which they are fused.
         block: slots of a block, S, the anchor's included.
         mask_token: the target's token that fills the slots behind the anchor.
+        causal: slots see those before them alone; otherwise all of their block.
+        window_causal: the same of layers with a window (`layer.windows`), which see the context of so many tokens
+            before the anchor.
         sample_from_anchor: slot k says the token at position start + k + 1, start being the anchor's (DSpark);
             otherwise the one at its own position start + k, and slot 0 says nothing (DFlash).
         draft_vocab: tokens it can say; fewer than `vocab` with a map, see `Listed`.
         own_embedding, own_head: it has an embedding and a head of its own; otherwise the target's are used.
-        markov_rank: of the Markov head; 0 has none.
+        conv: convolutions in its layers, if they have some.
+        law: what it says behind the tokens before a slot, if that depends on them.
         confidence: there is a confidence head.
         confidence_with_markov: which also reads what the Markov head knows of the token before.
     """
@@ -52,11 +61,14 @@ class BlockConfig:
     boundaries: tuple[int, ...]
     block: int
     mask_token: int
+    causal: bool = False
+    window_causal: bool = False
     sample_from_anchor: bool = True
     draft_vocab: int
     own_embedding: bool = False
     own_head: bool = False
-    markov_rank: int = 0
+    law: LawShape | None = None
+    conv: ConvShape | None = None
     confidence: bool = False
     confidence_with_markov: bool = False
 
@@ -70,29 +82,14 @@ class BlockConfig:
         """Tokens a block says."""
         return self.block - self.first
 
+    @property
+    def is_bigram(self) -> bool:
+        """Whether its law, if it has one, adds what follows from the token before, and nothing else."""
+        return self.law is None or (isinstance(self.law, MarkovShape) and self.law.kind == "vanilla")
 
-class _Layer(DecoderLayer):
-    """A decoder layer over slots. Context has no residual stream: it enters as keys and values alone."""
-
-    def remember(self, context: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """The keys and values of context, which is normed already. [.., Hd] -> [.., Hkv, D] each"""
-        own = self.self_attn
-        heads = (*context.shape[:-1], -1, own.head_dim)
-        keys = kernels.rotate(own.k_norm(own.k_proj(context).view(heads)), *rotation)
-        return keys, own.v_proj(context).view(heads)
-
-
-class _Markov(nn.Module):
-    """What follows a token, whatever came before: a bias of rank r on what a slot says."""
-
-    def __init__(self, config: BlockConfig) -> None:
-        super().__init__()
-        self.markov_w1 = nn.Embedding(config.layer.vocab, config.markov_rank)
-        self.markov_w2 = nn.Linear(config.markov_rank, config.draft_vocab, bias=False)
-
-    def forward(self, previous: Tensor) -> Tensor:
-        out: Tensor = self.markov_w2(self.markov_w1(previous))
-        return out
+    def is_causal(self, layer: int) -> bool:
+        """Whether slots see no later ones in this layer."""
+        return self.window_causal if self.layer.windows[layer] else self.causal
 
 
 class _Confidence(nn.Module):
@@ -100,12 +97,23 @@ class _Confidence(nn.Module):
 
     def __init__(self, config: BlockConfig) -> None:
         super().__init__()
-        width = config.layer.hidden + (config.markov_rank if config.confidence_with_markov else 0)
+        width = config.layer.hidden
+        if config.confidence_with_markov:
+            assert isinstance(config.law, MarkovShape)
+            width += config.law.rank
         self.proj = nn.Linear(width, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.proj(x)[..., 0]
         return out
+
+
+LAWS: dict[type, str] = {
+    MarkovShape: "markov_head",
+    GruShape: "domino_head",
+    SelectorShape: "candidate_selector",
+    RefinerShape: "refiner_head",
+}
 
 
 class BlockHead(Listed):
@@ -122,17 +130,28 @@ class BlockHead(Listed):
         self.config = config
         self.fc = nn.Linear(len(config.boundaries) * config.target_hidden, c.hidden, bias=False)
         self.hidden_norm = nn.RMSNorm(c.hidden, c.norm_eps)
-        self.layers = nn.ModuleList(_Layer(c, i) for i in range(c.layers))
+        self.layers = nn.ModuleList(self._layer(i) for i in range(c.layers))
         self.norm = nn.RMSNorm(c.hidden, c.norm_eps)
         if config.own_embedding:
             self.embed_tokens = nn.Embedding(c.vocab, c.hidden)
         if config.own_head:
             self.lm_head = nn.Linear(c.hidden, config.draft_vocab, bias=False)
-        if config.markov_rank:
-            self.markov_head = _Markov(config)
+        if isinstance(config.law, MarkovShape):
+            self.markov_head = Markov(config.law, c.hidden, c.vocab, config.draft_vocab, config.first)
+        if isinstance(config.law, GruShape):
+            self.domino_head = GruLaw(config.law, c.hidden, config.draft_vocab, config.first)
+        if isinstance(config.law, SelectorShape):
+            self.candidate_selector = Selector(config.law, c.hidden, c.vocab)
+        if isinstance(config.law, RefinerShape):
+            said, first = config.draft_vocab, config.first
+            self.refiner_head = Refiner(config.law, c.hidden, c.vocab, said, config.block, first)
         if config.confidence:
             self.confidence_head = _Confidence(config)
         self.list_tokens(config.draft_vocab, c.vocab)
+
+    def _layer(self, i: int) -> BlockLayer:
+        c, conv = self.config.layer, self.config.conv
+        return ConvolvedLayer(c, i, conv, self.config.block) if conv else BlockLayer(c, i)
 
     def attach(self, target: TargetView) -> None:
         """Let it borrow from this target. Raises LoadError if the head is not made for it."""
@@ -163,19 +182,25 @@ class BlockHead(Listed):
         out: Tensor = self.norm(x)
         return out
 
+    @property
+    def law(self) -> BlockLaw | None:
+        """What makes the tokens of a draft agree, if anything does."""
+        name = LAWS.get(type(self.config.law))
+        return getattr(self, name) if name else None
+
     def say(self, made: Tensor) -> Tensor:
-        """Logits of the tokens it says, without the Markov head. [.., Hd] -> [.., Vd]"""
+        """Logits of the tokens it says, without its law. [.., Hd] -> [.., Vd]"""
         out: Tensor = self.lm_head(made) if self.config.own_head else self.target.head(made)
         return out
 
     def behind(self, logits: Tensor, previous: Tensor) -> Tensor:
-        """The same behind the tokens `previous`. [.., Vd], [..] -> [.., Vd]"""
-        return logits + self.markov_head(previous) if self.config.markov_rank else logits
+        """The same behind the tokens `previous`, of heads that training knows: none, or a vanilla Markov head.
+        [.., Vd], [..] -> [.., Vd]"""
+        return logits + self.markov_head.bias(previous) if self.config.law else logits
 
-    def follow(self, logits: Tensor, previous: Tensor) -> Tensor:
-        """The same over the target's vocabulary, behind the tokens `previous`; what it cannot say is -inf.
-        [.., Vd], [..] -> [.., V]"""
-        return spread(self.behind(logits, previous), self.tokens(), self.config.layer.vocab)
+    def follow(self, logits: Tensor) -> Tensor:
+        """The same over the target's vocabulary; what it cannot say is -inf. [.., Vd] -> [.., V]"""
+        return spread(logits, self.tokens(), self.config.layer.vocab)
 
     def trust(self, made: Tensor, previous: Tensor) -> Tensor:
         """The logit of how likely the token behind `previous` is to stand, whichever it is. [.., Hd], [..] -> [..]"""

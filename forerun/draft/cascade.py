@@ -3,16 +3,22 @@
 Under `match` the tokens are those that the draft model says alone, with the target's own noise, so its drafts are the
 same and only cost less. Under the ratio rules what comes of checking are exact samples of the draft model's law,
 however many they are, since where they end depends on those before alone (a stopping time): so that law is q.
+
+A draft model drafts again behind what the other one said, until the draft is as deep as it is to be; who copies is
+asked once. How deep is decided by what both cost here and by what was accepted (`Plan`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from torch import Tensor
 
 from forerun import rng
+from forerun.cache.attention import Segment
+from forerun.costs import TICK, Curve
 from forerun.draft.base import Proposer, Reference, Row
 from forerun.draft.model import DraftModel
 from forerun.draft.tree import Tree, grow
@@ -22,6 +28,10 @@ from forerun.verify import Noise
 from forerun.verify.token import verify_chain
 
 INNER = 0x63617363616465  # makes the noise of the inner level another one than the target's
+DEEPEST = 8  # of what is drafted for the model
+REST = 16  # rounds without that, where it did not pay
+KEEP = 0.98  # of what was counted of drafts, with each round
+SHORT = 32  # tokens that a model may have missed: to read more is another matter than a round
 
 
 class Cascade(DraftModel):
@@ -30,8 +40,7 @@ class Cascade(DraftModel):
     def __init__(self, first: Proposer, model: DraftModel) -> None:
         super().__init__(model.runner, model.vocab, 1, f"{first.name}>{model.name}")
         self.first, self.model = first, model
-        self.boundaries, self.learns = first.boundaries, first.learns
-        self._said: dict[int, Draft] = {}  # by slot, for the time of a round: what `first` drafted
+        self.boundaries, self.learns, self.plan = first.boundaries, first.learns, Plan()
 
     @property
     def source(self) -> str:
@@ -58,19 +67,63 @@ class Cascade(DraftModel):
         super().reset()
         self.first.reset()
 
-    def masks(self, row: Row) -> list[int]:
-        return self._said[row.slot].tokens[1:]
-
     def _say_first(self, trees: Sequence[Tree]) -> None:
-        rows = [tree.row for tree in trees]
-        drafts = self.first.propose([_inner(row) for row in rows])
-        self._said = {row.slot: self._readable(draft, row) for row, draft in zip(rows, drafts, strict=True)}
-        logits, start = self._read(rows), 0
-        for tree in trees:
-            draft = self._said[tree.row.slot]
-            keep = self._follow if tree.row.coupled else self._verify
-            keep(tree, draft, logits[start : start + len(draft)])
+        def read(drafts: Sequence[Draft]) -> Tensor:
+            return self.read([tree.row for tree in trees], [(draft, range(len(draft))) for draft in drafts])
+
+        missed = [len(tree.row.tokens) - self.runner.cache.length[tree.row.slot] - 1 for tree in trees]
+        self._round(trees, self._depth(trees), read, missed)
+
+    def _go_on(self, trees: Sequence[Tree]) -> None:
+        depth = self._depth(trees) if isinstance(self.first, DraftModel) else 0
+        if depth:
+            self._round(trees, depth, lambda drafts: self.say(list(map(_behind, trees, drafts))))
+            return
+        begun, level = time.thread_time(), trees[0].level
+        super()._go_on(trees)
+        self.plan.passes.add(len(trees), (time.thread_time() - begun) / (trees[0].level - level))
+
+    def _depth(self, trees: Sequence[Tree]) -> int:
+        """How deep the first is to draft. It leaves the last token of a draft to the model, which says one more."""
+        return self.plan.depth(max(tree.row.depth - tree.level for tree in trees) - 1, len(trees))
+
+    def _round(
+        self,
+        trees: Sequence[Tree],
+        depth: int,
+        read: Callable[[Sequence[Draft]], Tensor],
+        missed: Sequence[int] = (0,),
+    ) -> None:
+        """Let the first draft, and the model check it; `read` gives its logits behind each node of these drafts, and
+        reads so many tokens before them that the model had `missed`."""
+        begun = time.thread_time()
+        drafts = self._drafted(trees, depth) if depth else [Draft.root(tree.draft.tokens[-1]) for tree in trees]
+        drafted = time.thread_time()
+        logits, start = read(drafts), 0
+        if max(missed) <= SHORT:
+            rows = sum(missed) + sum(map(len, drafts))
+            self.plan.record(depth, drafted - begun, rows, time.thread_time() - drafted)
+        for tree, draft in zip(trees, drafts, strict=True):
+            before = len(tree.draft)
+            (self._follow if tree.row.coupled else self._verify)(tree, draft, logits[start : start + len(draft)])
+            self.plan.learn(len(draft) - 1, len(tree.draft) - before - 1)
             start += len(draft)
+
+    def _drafted(self, trees: Sequence[Tree], depth: int) -> list[Draft]:
+        """What the first says behind the last node of each tree, so deep at most, as chains from there."""
+        if not isinstance(self.first, DraftModel):
+            rows = [_inner(tree.row, 0, min(depth, tree.row.depth)) for tree in trees]
+            return [self._readable(draft, row) for row, draft in zip(rows, self.first.propose(rows), strict=True)]
+        begun = []
+        for tree in trees:
+            last = len(tree.draft) - 1
+            row = _inner(tree.row, last, min(last + depth, tree.row.depth - 1))
+            begun.append(Tree(row).resume(tree.draft.first(last)))
+        whole = self.first.complete(begun)
+        return [
+            self._readable(draft.behind(len(tree.draft) - 1), tree.row)
+            for tree, draft in zip(trees, whole, strict=True)
+        ]
 
     def _readable(self, draft: Draft, row: Row) -> Draft:
         """As much of a draft as the model has tokens for."""
@@ -80,7 +133,7 @@ class Cascade(DraftModel):
 
     def _follow(self, tree: Tree, draft: Draft, logits: Tensor) -> None:
         """Let the model say its own tokens, as long as they are those that were drafted, and one more."""
-        for node in range(min(len(draft), tree.row.depth)):
+        for node in range(min(len(draft), tree.row.depth - tree.level)):
             grow([tree], logits[node : node + 1], 1, self.source)
             if draft.tokens[node + 1 : node + 2] != tree.draft.tokens[-1:]:
                 break
@@ -89,18 +142,75 @@ class Cascade(DraftModel):
 
     def _verify(self, tree: Tree, draft: Draft, logits: Tensor) -> None:
         """Tokens of the model's law by rejection sampling, and what that law was behind each of those before them."""
-        row, noise = tree.row, _inner(tree.row).noise
+        row, last = tree.row, len(tree.draft) - 1
         laws = shape_logits(logits, [row.params] * len(draft)).double().softmax(-1).cpu().numpy()
-        verdict = verify_chain(draft, laws, noise)
-        for node, token in enumerate(verdict.tokens[: row.depth]):
+        verdict = verify_chain(draft, laws, _inner(row, last, row.depth).noise)
+        for node, token in enumerate(verdict.tokens[: row.depth - last]):
             kept = node + 1 < len(verdict.path)
             source = f"{draft.sources[node + 1]}&{self.source}" if kept else self.source
-            tree.laws[node] = laws[node]
-            tree.frontier = [tree.draft.add(token, node, source, Law.SAMPLED)]
+            tree.laws[last + node] = laws[node]
+            tree.frontier = [tree.draft.add(token, last + node, source, Law.SAMPLED)]
         tree.fed = len(tree.draft) - 1
 
 
-def _inner(row: Row) -> Row:
-    """How a drafter is asked to draft for the model: a chain, and with noise of its own where laws count."""
-    noise = row.noise if row.coupled else Noise(rng.mix(row.noise.seed ^ INNER), row.noise.root)
-    return replace(row, branching=False, stands=None, floor=0.0, noise=noise)
+class Plan:
+    """How deep a drafter drafts for a draft model: as gives it most tokens a second, by what was measured here.
+
+    Attributes:
+        passes: seconds of a pass of the model by its rows.
+        drafts: seconds of the first by depth.
+    """
+
+    def __init__(self) -> None:
+        self.passes, self.drafts = Curve(slope=0.1), Curve(slope=0.3)
+        self.kept, self.lost, self.rest = 2.0, 1.0, 0  # tokens that stood and did not, discounted; rounds to rest
+
+    def depth(self, most: int, requests: int) -> int:
+        """The best depth, at most `most`; where that is 0, another is tried now and then."""
+        most, self.rest = min(most, DEEPEST), max(self.rest - 1, 0)
+        if most < 1 or self.rest:
+            return 0
+        speeds = [self._tokens(depth) / self._seconds(depth, requests) for depth in range(most + 1)]
+        best = speeds.index(max(speeds))
+        if best == 0:
+            self.rest = REST
+        return max(best, 1)
+
+    def record(self, depth: int, drafting: float, rows: int, checking: float) -> None:
+        """A round took so long: drafting to a depth, and checking it in a pass over so many rows."""
+        self.passes.add(rows, max(checking, TICK))
+        if depth:
+            self.drafts.add(depth, max(drafting, TICK))
+
+    def learn(self, drafted: int, kept: int) -> None:
+        """Of a chain drafted for the model so many tokens stood."""
+        if drafted:
+            kept = min(kept, drafted)
+            self.kept = KEEP * self.kept + kept
+            self.lost = KEEP * self.lost + (kept < drafted)
+
+    def _tokens(self, depth: int) -> float:
+        """That are expected of a round."""
+        rate = self.kept / (self.kept + self.lost)
+        return sum(rate**level for level in range(depth + 1))
+
+    def _seconds(self, depth: int, requests: int) -> float:
+        """That a round takes; a draft a tenth of a pass for each level until one was measured."""
+        one = self.passes.at(requests) or 1.0
+        drafting = self.drafts.at(depth) if depth else 0.0
+        return (self.passes.at(requests * (1 + depth)) or one) + (0.1 * depth * one if drafting is None else drafting)
+
+
+def _behind(tree: Tree, draft: Draft) -> Segment:
+    """What is read of a tree that has been begun, and of a chain behind its last node."""
+    tokens = tree.draft.tokens[tree.fed :] + draft.tokens[1:]
+    return Segment(
+        tree.row.slot, tokens, list(range(-1, tree.fed + len(tokens) - 1)), list(range(len(tokens))), offset=tree.fed
+    )
+
+
+def _inner(row: Row, last: int, depth: int) -> Row:
+    """How a drafter is asked to draft for the model behind node `last` of its tree: a chain, and with noise of its own
+    where laws count."""
+    noise = row.noise if row.coupled else Noise(rng.mix(row.noise.seed ^ (INNER + last)), row.noise.root)
+    return replace(row, branching=False, stands=None, floor=0.0, noise=noise, depth=depth)

@@ -15,10 +15,12 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
+from forerun import drafts
+from forerun.draft.ahead import Ahead
 from forerun.draft.base import Proposer, Reference
 from forerun.draft.cascade import Cascade
 from forerun.draft.model import DraftModel
-from forerun.drafts import SIGNS, Leaf, Several, read_name
+from forerun.drafts import SIGNS, Leaf, Said, read_name
 from forerun.errors import ConfigError
 from forerun.types import Draft, Law, States
 
@@ -172,10 +174,12 @@ class Both(Composition):
         return merged(drafts)
 
 
-def composed(said: Leaf | Several, proposers: Mapping[str, Proposer]) -> Proposer:
+def composed(said: Said, proposers: Mapping[str, Proposer]) -> Proposer:
     """What drafts as an option says, of these proposers."""
     if isinstance(said, Leaf):
         return proposers[said.name]
+    if isinstance(said, drafts.Ahead):
+        return _ahead(composed(said.part, proposers))
     parts = [composed(part, proposers) for part in said.parts]
     if said.how == ">":
         return functools.reduce(_cascade, parts)
@@ -183,12 +187,21 @@ def composed(said: Leaf | Several, proposers: Mapping[str, Proposer]) -> Propose
 
 
 def _cascade(first: Proposer, model: Proposer) -> Cascade:
-    if type(model) is not DraftModel or isinstance(first, Composition):
+    if type(model) is not DraftModel or isinstance(first, Composition) or first.ahead:
         raise ConfigError(
             f"{first.name}>{model.name} is no cascade: it takes one draft, and a draft model to draft for (model:.. or"
             " self:int4)"
         )
     return Cascade(first, model)
+
+
+def _ahead(model: Proposer) -> Ahead:
+    if not isinstance(model, Cascade) and type(model) is not DraftModel:
+        raise ConfigError(
+            f"ahead({model.name}) cannot be: it takes a draft model (model:.., self:int4, or a>model:..), since"
+            " others copy, or need what the target thinks of a text before they go on with it"
+        )
+    return Ahead(model)
 
 
 class Proposers(dict[str, Proposer]):

@@ -6,6 +6,7 @@ last state of token t + 1: the target's own head says token t + 2 from it, and a
 is. EAGLE-2 is the same head, drafting trees.
 
 Two layouts are read: that of its authors, a config.json of a Llama of one layer, and that of vLLM, the same in `model`.
+Either may come with a head of its own.
 """
 
 from __future__ import annotations
@@ -16,18 +17,19 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from forerun.draft.borrowed import is_head
 from forerun.draft.eagle_dialects import read_flag
 from forerun.draft.eagle_format import read_named
 from forerun.draft.layers import Mlp, SelfAttention
 from forerun.draft.pair_head import PairHead, Parts
 from forerun.draft.stored import LAYER, Json, assemble, read_config, read_layer, size_of
 from forerun.draft.view import TargetView
-from forerun.errors import LoadError
+from forerun.errors import LoadError, shown
 from forerun.models.config import ModelConfig
 from forerun.models.decoder import Attend
 
 KIND = "EAGLE head"
-EMBEDDING = "embed_tokens.weight"
+EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 ALIKE = 0.1  # rows of two embeddings that differ by less than this share are the same but for how they are stored
 
 
@@ -49,16 +51,19 @@ class _Layer(nn.Module):
 class FirstHead(PairHead):
     """The head under the names of its authors; what it makes of a pair is a state that the target's head can read."""
 
-    inner = ""  # all of it: the target's head says the tokens
-
-    def __init__(self, layer: ModelConfig, target_layers: int, bias: bool = True, own_embedding: bool = False) -> None:
-        """`bias`: what joins a pair adds one. `own_embedding`: it has one that is not the target's."""
+    def __init__(
+        self, layer: ModelConfig, target_layers: int, bias: bool = True, own_embedding: bool = False,
+        own_head: bool = False,
+    ) -> None:  # fmt: skip
+        """`bias`: what joins a pair adds one. `own_embedding`, `own_head`: it has one that is not the target's."""
         super().__init__()
         self.layer, self.boundaries = layer, (target_layers,)
+        self.inner = "layers." if own_head else ""  # all of it, where the target's head says the tokens
         self.list_tokens(layer.vocab, layer.vocab)
         self.fc = nn.Linear(2 * layer.hidden, layer.hidden, bias=bias)
         self.layers = nn.ModuleList([_Layer(layer)])
         self.embed_tokens = nn.Embedding(layer.vocab, layer.hidden) if own_embedding else None
+        self.lm_head = nn.Linear(layer.hidden, layer.vocab, bias=False) if own_head else None
 
     def attach(self, target: TargetView) -> None:
         c = self.layer
@@ -84,10 +89,11 @@ class FirstHead(PairHead):
         (own,) = self.layers
         assert isinstance(own, _Layer)
         norm = own.post_attention_layernorm
-        return Parts(None, None, self.fc, None, own.self_attn, norm, own.mlp, None, [], None)
+        return Parts(None, None, self.fc, None, own.self_attn, norm, own.mlp, None, [], self.lm_head)
 
     def logits(self, made: Tensor) -> Tensor:
-        return self.target.head(made)
+        out: Tensor = self.target.head(made) if self.lm_head is None else self.lm_head(made)
+        return out
 
     def state(self, made: Tensor) -> Tensor:
         return made
@@ -98,8 +104,10 @@ def load_first_head(directory: Path, target: TargetView) -> FirstHead:
     raw, tensors = read_config(directory, KIND), read_named(directory, KIND)
     try:
         said = _fields(raw)
-        if "lm_head.weight" in tensors:
-            raise LoadError("it has an lm_head of its own, as EAGLE-3 heads have: give it as eagle3:")
+        if "norm.weight" in tensors:
+            raise LoadError("it has a norm before its lm_head, as EAGLE-3 heads have: give it as eagle3:")
+        if said.get("truncated_vocab_size") not in (None, target.vocab):
+            raise LoadError(f"it says {shown(said['truncated_vocab_size'])} tokens alone, which is not supported")
         width = size_of(tensors, "fc.weight", 1)
         if width != 2 * target.hidden:
             raise LoadError(
@@ -113,8 +121,10 @@ def load_first_head(directory: Path, target: TargetView) -> FirstHead:
         held = tensors.get(EMBEDDING)
         if held is not None and _is_target_s(held, target):
             del tensors[EMBEDDING]
-        own = EMBEDDING in tensors
-        head = assemble(lambda: FirstHead(layer, target.layers, bias, own), tensors, KIND)
+        if HEAD in tensors and is_head(tensors[HEAD], target):
+            del tensors[HEAD]
+        own = EMBEDDING in tensors, HEAD in tensors
+        head = assemble(lambda: FirstHead(layer, target.layers, bias, *own), tensors, KIND)
         head.attach(target)
         return head
     except LoadError as error:

@@ -59,6 +59,7 @@ class FeatureProposer(Proposer):
     """
 
     cache: KVCache
+    _shape: dict[str, int]  # of it: tokens, tokens of a page, slots
     waiting: dict[int, Waiting]
     dtype: torch.dtype
 
@@ -72,6 +73,13 @@ class FeatureProposer(Proposer):
 
     def reset(self) -> None:
         self.waiting, self.cache = {}, self.new_cache()
+
+    def kv(self) -> KVCache:
+        return self.cache
+
+    def make_room(self, tokens: int) -> None:
+        self._shape["tokens"] = tokens
+        self.reset()
 
     def open(self, slot: int, tokens: Sequence[int], references: Sequence[Reference] = (), tenant: str = "") -> None:
         self.waiting[slot] = Waiting()

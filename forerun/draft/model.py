@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.cache.attention import Segment
+from forerun.cache.kv import KVCache
 from forerun.draft.base import Proposer, Reference, Row
 from forerun.draft.tree import Tree, grow
 from forerun.runner import Runner
@@ -40,20 +41,35 @@ class DraftModel(Proposer):
     def reset(self) -> None:
         self.runner.reset()
 
+    def kv(self) -> KVCache:
+        return self.runner.cache
+
+    def make_room(self, tokens: int) -> None:
+        self.runner.make_room(tokens)
+
     def propose(self, rows: Sequence[Row]) -> list[Draft]:
-        trees = [Tree(row) for row in rows]
+        return self.complete([Tree(row) for row in rows])
+
+    def complete(self, trees: Sequence[Tree]) -> list[Draft]:
+        """The drafts of trees that have been begun, or not, as deep as they are to be."""
         active = [tree for tree in trees if self._has_room(tree.row)]
         if active:
             self._say_first(active)
         while active := [tree for tree in active if tree.frontier and tree.row.depth > tree.level]:
-            if self._chain(active):
-                break
-            grow(active, self._feed(active), self.width, self.source)
+            self._go_on(active)
         return [tree.finish(self.vocab) for tree in trees]
 
     def _say_first(self, trees: Sequence[Tree]) -> None:
-        """Read what the slots have missed, and add the first level."""
-        grow(trees, self._read([tree.row for tree in trees]), self.width, self.source)
+        """Read what the slots have missed, and what has been drafted, and add a level."""
+        logits = self.read([tree.row for tree in trees], [(tree.draft, tree.frontier) for tree in trees])
+        for tree in trees:
+            tree.fed = len(tree.draft)
+        grow(trees, logits, self.width, self.source)
+
+    def _go_on(self, trees: Sequence[Tree]) -> None:
+        """Add what is still to be drafted, or a level of it."""
+        if not self._chain(trees):
+            grow(trees, self._feed(trees), self.width, self.source)
 
     def _has_room(self, row: Row) -> bool:
         """Without room, in the pool or the model's context, the request goes on without a draft; so it does after a
@@ -63,31 +79,32 @@ class DraftModel(Proposer):
             return False
         return upto <= self.runner.decoder.context and cache.pages.grow(row.slot, upto)
 
-    def masks(self, row: Row) -> list[int]:
-        """What is read behind a row's root, and never committed, by a model that says several tokens in one pass."""
-        return []
-
-    def _read(self, rows: Sequence[Row]) -> Tensor:
-        """Read the committed tokens each slot has missed; the logits after each root, and after each of its masks, row
-        by row. [R, V] where there are none"""
-        cache, roots = self.runner.cache, []
+    def read(self, rows: Sequence[Row], behind: Sequence[tuple[Draft, Sequence[int]]] = ()) -> Tensor:
+        """Read the committed tokens each slot has missed, and what stands `behind` each root, a draft, which is not
+        committed; the logits after those of its nodes that are named, row by row; the root's without any. [N, V]"""
+        cache, found = self.runner.cache, []
+        ends = behind or [(Draft.root(row.tokens[-1]), [0]) for row in rows]
         lags = [list(row.tokens[cache.length[row.slot] :]) for row in rows]
         while any(lags):
             segments, done = [], []
-            for i, (row, lag) in enumerate(zip(rows, lags, strict=True)):
-                if lag:
-                    chunk, lags[i] = lag[:CHUNK], lag[CHUNK:]
-                    tokens = chunk if lags[i] else chunk + self.masks(row)
-                    want = [] if lags[i] else list(range(len(chunk) - 1, len(tokens)))
-                    segments.append(Segment(row.slot, tokens, list(range(-1, len(tokens) - 1)), want))
-                    done += [i] * len(want)
-            logits = self._logits(segments)
-            roots += list(zip(done, logits, strict=True))
-            for segment in segments:
-                cache.commit(segment.slot, range(len(segment.tokens) - len(segment.want)))  # all before the root
+            for i, (row, (draft, nodes)) in enumerate(zip(rows, ends, strict=True)):
+                chunk, lags[i] = lags[i][:CHUNK], lags[i][CHUNK:]
+                if chunk:
+                    tokens, parents, root = chunk, list(range(-1, len(chunk) - 1)), len(chunk) - 1
+                    if lags[i]:
+                        nodes = []
+                    else:
+                        tokens, parents = chunk + draft.tokens[1:], parents + [root + p for p in draft.parents[1:]]
+                    segments.append(Segment(row.slot, tokens, parents, [root + node for node in nodes]))
+                    done.append((i, root if nodes else len(chunk)))
+            logits, start = self.say(segments), 0
+            for segment, (i, known) in zip(segments, done, strict=True):
+                found.append((i, logits[start : start + len(segment.want)]))
+                start += len(segment.want)
+                cache.commit(segment.slot, range(known))
         for row in rows:
             cache.pages.seal(row.slot, row.tokens, self._settled(row.slot))
-        return torch.stack([row for _, row in sorted(roots, key=lambda pair: pair[0])])
+        return torch.cat([part for _, part in sorted(found, key=lambda pair: pair[0])])
 
     def _settled(self, slot: int) -> int:
         """How many of the tokens that were read will stand, so that other slots may share them."""
@@ -101,7 +118,7 @@ class DraftModel(Proposer):
             want = [node - first for node in tree.frontier]
             segments.append(Segment(tree.row.slot, draft.tokens[first:], draft.parents, want, offset=first))
             tree.fed = len(draft)
-        return self._logits(segments)
+        return self.say(segments)
 
     def _chain(self, trees: Sequence[Tree]) -> bool:
         """Finish drafts that are chains in one native call. False, and nothing done, where a level needs more than
@@ -113,7 +130,7 @@ class DraftModel(Proposer):
             tree.extend(tokens, self.source)
         return said is not None
 
-    def _logits(self, segments: Sequence[Segment]) -> Tensor:
+    def say(self, segments: Sequence[Segment]) -> Tensor:
         """One pass, its logits cut or padded to the target's vocabulary (padding rows differ between sizes)."""
         logits = self.runner.forward(segments).logits[:, : self.vocab]
         missing = self.vocab - logits.shape[1]

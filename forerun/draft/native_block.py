@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -11,11 +12,13 @@ from torch import Tensor, nn
 
 from forerun.cache.attention import Segment
 from forerun.cache.kv import KVCache
-from forerun.draft.block_head import BlockHead
+from forerun.draft.block_head import BlockConfig, BlockHead
+from forerun.draft.block_shapes import MarkovShape
 from forerun.draft.layers import DecoderLayer
 from forerun.draft.operations import Operations
 from forerun.kernels import native
 from forerun.kernels.native import COp
+from forerun.models.config import ModelConfig
 from forerun.packed import Packed
 from forerun.passes import Pass, Said
 from forerun.recorded import LOGITS, QKV, Recorded, Start, X
@@ -23,15 +26,34 @@ from forerun.recorded import LOGITS, QKV, Recorded, Start, X
 CONTEXT, FUSED, KNOWN, FEATURES = range(LOGITS + 1, LOGITS + 5)  # buffers; of FEATURES there is one for each boundary
 
 
+def computes(config: BlockConfig) -> bool:
+    """Whether the native kernels have what its layers need; those of others are computed in torch. A pass has one
+    answer for all layers to whether slots see later ones, and a window is counted from the last that a slot sees."""
+    by_window = any(config.layer.windows) and (config.causal or config.window_causal)
+    return not by_window and config.conv is None
+
+
+def widened(config: BlockConfig) -> ModelConfig:
+    """Its layers, windows counted from the last slot of a block instead of from its anchor."""
+    c = config.layer
+    return replace(c, windows=tuple(window and window + config.block for window in c.windows))
+
+
 class NativeBlock:
     """A head's layers as programs."""
 
     def __init__(self, head: BlockHead, made: Operations, says: Packed | None, softcap: float) -> None:
-        """`made` packs its products. says: what makes logits, bounded by `softcap` unless that is 0; without it no
-        drafts are made here."""
+        """`made` packs its products. says: what makes logits, bounded by `softcap` unless that is 0; without it, and
+        with a law that asks for more than the token before, no drafts are made here."""
         self._made, self._config, c = made, head.config, head.config.layer
-        states, rank = [head.config.target_hidden] * len(head.config.boundaries), head.config.markov_rank
-        sizes = made.widths(says.matrix.outputs if says else 1, c.hidden, c.hidden, rank or 1, *states)
+        states, law = [head.config.target_hidden] * len(head.config.boundaries), head.config.law
+        sizes = made.widths(
+            says.matrix.outputs if says else 1,
+            c.hidden,
+            c.hidden,
+            law.rank if isinstance(law, MarkovShape) else 1,
+            *states,
+        )
         widths = np.array(sizes, np.int32)
         own = head.config.own_embedding
         table, scale = (head.embed_tokens.weight.detach(), 1.0) if own else (head.target.table, head.target.scale)
@@ -40,11 +62,11 @@ class NativeBlock:
         self._reads, self._slots = Recorded(c, reads, widths), Recorded(c, slots, widths)
         self._fuses = Recorded(c, [*self._fuse(head), *reads], widths)
         self._whole, self._follow = None, None
-        if says:
+        if says and head.config.is_bigram:
             ends = made.product(says, X, LOGITS, head.norm, wanted=1, softcap=softcap)
             self._whole = Recorded(c, [*slots, ends], widths)
-        if rank:
-            self._follow = Recorded(c, self._adds(head.markov_head), widths)
+        if self._whole and head.law:
+            self._follow = Recorded(c, self._adds(head.law), widths)
 
     @property
     def drafts(self) -> bool:
@@ -60,7 +82,7 @@ class NativeBlock:
 
     def slots(self, segments: Sequence[Segment], cache: KVCache) -> Tensor:
         """What the layers make of the slots of some blocks, before the last norm. -> float32 [T, Hd]"""
-        batch, buffers = Pass(segments, cache, causal=False), self._slots.buffers
+        batch, buffers = Pass(segments, cache, self._config.causal), self._slots.buffers
         pointers, scratch = buffers.fit(batch.tokens, 0)
         native.loaded().forerun_run(self._slots.program, batch.fill(pointers, scratch, cache))
         return torch.from_numpy(buffers.arrays[X][: batch.tokens].copy())
@@ -78,8 +100,10 @@ class NativeBlock:
         the target's states, which are yet to be fused."""
         assert self._whole is not None
         begin, given = (self._fuses, range(FEATURES, len(self._whole.widths))) if raw else (self._reads, [CONTEXT])
-        first = self._config.first
-        return self._whole.block(starts, self._block, cache, vocab, ids, first, begin, given, self._follow, stands)
+        first, causal = self._config.first, self._config.causal
+        return self._whole.block(
+            starts, self._block, cache, vocab, ids, first, begin, given, self._follow, stands, causal
+        )
 
     def _block(self, start: Start) -> Segment:
         """The slots behind what a start brings."""

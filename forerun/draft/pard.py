@@ -29,14 +29,12 @@ class Pard(DraftModel):
         super().__init__(runner, vocab, width)
         self.token = token
 
-    def masks(self, row: Row) -> list[int]:
-        return [self.token] * (row.depth - 1)
-
     def propose(self, rows: Sequence[Row]) -> list[Draft]:
         trees = [Tree(row) for row in rows]
         active = [tree for tree in trees if self._has_room(tree.row)]
         if active:
-            logits = self._read([tree.row for tree in active])
+            masks = [Draft.chain(row.tokens[-1], [self.token] * (row.depth - 1), "") for row in (t.row for t in active)]
+            logits = self.read([tree.row for tree in active], [(draft, range(len(draft))) for draft in masks])
             grow_all(active, torch.split(logits, [tree.row.depth for tree in active]), self.width, self.name)
         return [tree.finish(self.vocab) for tree in trees]
 

@@ -37,7 +37,7 @@ from forerun.draft.stored import tensor_names
 from forerun.draft.successors import Successors
 from forerun.draft.suffix import Suffix
 from forerun.draft.view import TargetView
-from forerun.drafts import LOADED, Leaf, Several
+from forerun.drafts import LOADED, Leaf, Said, Several
 from forerun.models.hub import find_model
 from forerun.types import RETRIEVAL
 
@@ -90,7 +90,7 @@ def kind_of(directory: Path) -> str:
     names = {name.removeprefix("model.") for name in tensor_names(directory)}
     if "fc.weight" not in names:
         return "model"
-    return "eagle3" if "lm_head.weight" in names else "eagle"
+    return "eagle3" if {"lm_head.weight", "norm.weight"} <= names else "eagle"
 
 
 class Loading(Protocol):
@@ -110,7 +110,7 @@ class Loading(Protocol):
 
 
 def make_proposers(
-    said: Leaf | Several,
+    said: Said,
     load: Loading,
     target: TargetView,
     cache: KVCache,
@@ -161,7 +161,7 @@ def make_proposers(
     return proposers | found | {with_references(n): Either((references, p)) for n, p in proposers.items()}
 
 
-def _behind(name: str, said: Leaf | Several) -> Leaf | Several:
+def _behind(name: str, said: Said) -> Said:
     """The same with another draft before it, for documents that come later."""
     if name in (leaf.name for leaf in said.leaves()):
         return said

@@ -211,8 +211,9 @@ def describe_speculator(kind: str, architecture: str, layer: Json, tokens: int, 
 
 def describe_layer(c: ModelConfig, layers: int = 1) -> Json:
     """Decoder layers as transformers describes them, nothing left to defaults."""
-    rope = c.ropes[0].parameters
-    window = {"layer_types": ["sliding_attention"], "sliding_window": c.windows[0]} if c.windows[0] else {}
+    rope, windows = c.ropes[0].parameters, [window for window in c.windows if window]
+    types = ["sliding_attention" if window else "full_attention" for window in c.windows]
+    window = {"layer_types": types, "sliding_window": windows[0], "use_sliding_window": True} if windows else {}
     return window | {
         "model_type": c.family, "hidden_size": c.hidden, "intermediate_size": c.intermediate,
         "num_hidden_layers": layers, "num_attention_heads": c.heads, "num_key_value_heads": c.kv_heads,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from forerun import rng
 from forerun.draft.base import Row
-from forerun.kernels.draw import gumbel_argmax
+from forerun.kernels.draw import gumbel_argmax, say
 from forerun.passes import Link, Said
 from forerun.sampling.filters import shape_logits
 from forerun.types import SIXTEENTHS, Draft, Law
@@ -63,10 +63,24 @@ class Tree:
         noise = [self.row.noise.target(k) for k in keys]
         return Link(self.row.slot, self.draft.tokens[-1], offset, temperature, noise, self.row.floor)
 
+    def resume(self, draft: Draft) -> Tree:
+        """This tree, to go on behind the last node of a chain that has been drafted."""
+        self.draft, self.frontier = draft, [len(draft) - 1]
+        return self
+
+    def until(self, row: Row) -> Tree:
+        """The same tree as another row asks for it: no deeper, and to be gone on with where it is not as deep."""
+        tree, levels = Tree(row), self.draft.depths()
+        kept = sum(level <= row.depth for level in levels)
+        tree.draft, tree.values = self.draft.first(kept - 1), self.values
+        tree.laws = {node: law for node, law in self.laws.items() if node in tree.draft.parents}
+        tree.frontier = self.frontier if kept == len(levels) else []
+        return tree
+
     def extend(self, tokens: Sequence[int], source: str) -> None:
         """Add a chain behind the last node."""
         for token in tokens:
-            self.draft.add(token, len(self.draft) - 1, source)
+            self.frontier = [self.draft.add(token, len(self.draft) - 1, source)]
 
     def weigh(self, said: Said, source: str, beside: int) -> None:
         """Add what a native round said behind the root, the likeliest nodes first: its chain, and at most `beside` of
@@ -102,6 +116,8 @@ def grow(trees: Sequence[Tree], logits: Tensor, width: int, source: str) -> None
 
     logits [F, V]: the drafter's after each frontier node, the trees one after the other.
     """
+    if width == 1 and all(tree.is_plain for tree in trees):
+        return _plain(trees, logits, source)
     beams = [tree.row.params.greedy and (tree.row.coupled or tree.row.branching) for tree in trees]
     shaped = logits if all(beams) else shape_logits(logits, [tree.row.params for tree in trees for _ in tree.frontier])
     start = 0
@@ -112,6 +128,16 @@ def grow(trees: Sequence[Tree], logits: Tensor, width: int, source: str) -> None
         else:
             _sampled(tree, shaped[start:end], width if tree.row.branching else 1, source)
         start = end
+    return None
+
+
+def _plain(trees: Sequence[Tree], logits: Tensor, source: str) -> None:
+    """Chains where only temperatures count: a level of all of them in one call."""
+    nodes = [tree.frontier[0] for tree in trees]
+    keys = [tree.row.noise.target(tree.level) for tree in trees]
+    heat = [0.0 if tree.row.params.greedy else tree.row.params.temperature for tree in trees]
+    for tree, node, token in zip(trees, nodes, say(logits, heat, keys, strict=False), strict=True):
+        tree.frontier = [tree.draft.add(token, node, source)]
 
 
 def grow_all(trees: Sequence[Tree], said: Sequence[Tensor], width: int, source: str) -> None:

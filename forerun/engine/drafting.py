@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from forerun.draft.base import Proposer, Row
-from forerun.draft.compose import Asked, Offer, Ranking, ask
+from forerun.draft.compose import Offer
 from forerun.engine.acceptance import Wish, kind_of_match
 from forerun.engine.blame import blaming, together
-from forerun.engine.depth import DEEPEST, PROBE_DEPTH, DepthPolicy
+from forerun.engine.depth import DEEPEST, PROBE_DEPTH
 from forerun.engine.guard import Guard
-from forerun.engine.request import Offered, Request
-from forerun.engine.scheduler import Work
-from forerun.engine.stats import DRAFTED, EDGE, NO_ROOM, NOTHING, RESTED, UNPAID
+from forerun.engine.meanwhile import Meanwhile
+from forerun.engine.plan import Plan
+from forerun.engine.policy import DepthPolicy, Place
+from forerun.engine.request import OFF, Offered, Request
+from forerun.engine.scheduler import Work, drop, take_up
+from forerun.engine.stats import DRAFTED, EDGE, NO_ROOM, RESTED, UNPAID
 from forerun.errors import ForerunError
 from forerun.runner import Runner
 from forerun.sampling.matcher import SOURCE, Matcher
 from forerun.types import Draft
 from forerun.verify import Noise
 
-OFF = "off"
+LONG, WARM = 64, 32  # steps to rest for which nothing is kept of a request; before it is asked, it is taken up again
 STOPPED = 8  # levels that are drafted by who stops by itself, at most
-SHORT_LAG = DEEPEST + 1  # tokens, at most, that a round leaves to be read
 
 
 class Drafting:
@@ -38,63 +41,77 @@ class Drafting:
         guard: Guard,
         clock: Callable[[], float],
     ) -> None:
-        """`clock` gives the seconds by which costs are learned."""
+        """`clock` gives the seconds by which costs are learned, or whatever else they are."""
         self.target, self.proposers, self.policy, self.guard, self.clock = target, proposers, policy, guard, clock
-        self.asked = False  # whether a proposer drafted in this step
+        self.meanwhile = self._meanwhile()
+        self.seconds, self.steps = 0.0, 0  # that this step's drafts took; so far
 
     def propose(self, works: Sequence[Work], drawing: Sequence[Work]) -> dict[int, Draft]:
         """One draft for each request that draws, roots where it does not pay, there is no room, or what drafts for it
         failed: that is the request's error."""
         drafts = {w.request.id: Draft.root(w.request.tokens[-1]) for w in drawing}
-        plans, place = [], (sum(w.count for w in works), len(drawing))
-        self.asked, lets = False, self.guard.lets()
+        plans, place = [], Place(sum(w.count for w in works), len(drawing), len(drawing))
+        begun, lets, self.meanwhile = self.clock(), self.guard.lets(), self._meanwhile()
         for work in drawing:
             request = work.request
             request.allowed, request.offered = 0, []
             if request.state.grammar:
                 with blaming(request):
                     drafts[request.id] = self._forced(work, request.state.grammar)
+            if request.draft != OFF and not request.insists:
+                with blaming(request):
+                    self._tend(request)
             if len(drafts[request.id]) == 1 and not request.error and self._is_open(request, lets):
                 plans.append(Plan(work, self.proposers[request.draft], functools.partial(self._ranked, request, place)))
         self._try(plans, place)
         known, asking = sum(w.count for w in works) + sum(len(d) - 1 for d in drafts.values()), plans
         while asking := [plan for plan in asking if self._goes_on(plan)]:
-            self._ask(asking, known + sum(len(plan.draft) - 1 for plan in plans if plan.draft))
+            tokens = known + sum(len(plan.draft) - 1 for plan in plans if plan.draft)
+            self._ask(asking, Place(tokens, len(drawing), len(asking)))
         for plan in plans:
             if plan.draft and not plan.work.request.error:
                 with blaming(plan.work.request):
-                    drafts[plan.work.request.id] = self._taken(plan, plan.draft, (known, len(plans)))
-        why, otherwise = {plan.work.request.id: plan.why for plan in plans}, UNPAID if lets else RESTED
+                    drafts[plan.work.request.id] = self._taken(plan, plan.draft, Place(known, len(drawing), len(plans)))
+        why = {plan.work.request.id: plan.why for plan in plans}
         for request in (work.request for work in drawing if work.request.draft != OFF):
-            drafted = len(drafts[request.id]) > 1
+            drafted, otherwise = len(drafts[request.id]) > 1, UNPAID if lets and request.judge.lets() else RESTED
             request.stats.reasons[DRAFTED if drafted else why.get(request.id, otherwise)] += 1
+        self.seconds, self.steps = self.clock() - begun, self.steps + 1
         return drafts
+
+    def _meanwhile(self) -> Meanwhile:
+        return Meanwhile(self.policy, stands=self.clock is time.thread_time)
+
+    def _tend(self, request: Request) -> None:
+        """Who drafts nothing for long keeps nothing, which would take time and memory."""
+        left, proposer = max(self.guard.resting, request.judge.resting), self.proposers[request.draft]
+        if left > LONG and not request.dropped and not any(part.sees_all for part in proposer.parts):
+            drop(request, proposer)
+        elif left <= WARM and request.dropped:
+            take_up(request, proposer)
 
     def _is_open(self, request: Request, lets: bool) -> bool:
         """Whether anybody is to be asked for it; `lets` is what the guard says. Where all who might draft rest, that is
         known without asking one after the other, which many requests would feel."""
-        if request.draft == OFF or request.depth != "auto":
-            return request.draft != OFF
+        if request.draft == OFF or request.insists:
+            return request.insists
         whole = self.proposers[request.draft]
-        states = [request.acceptance[part.name] for part in whole.parts]
-        if not lets or whole.rivals or any(state.rest is None or state.rest <= 1 for state in states):
-            return lets
-        for state in states:
-            self.policy.rests(state)
-        return False
+        lets = lets and request.judge.lets()
+        rest = all(self.policy.rests(request.acceptance[part.name]) for part in whole.parts)
+        return lets and (bool(whole.rivals) or not rest)
 
-    def _ranked(self, request: Request, place: tuple[int, int], parts: Sequence[Proposer]) -> Sequence[Proposer]:
+    def _ranked(self, request: Request, place: Place, parts: Sequence[Proposer]) -> Sequence[Proposer]:
         """Proposers, those first that are expected to do best."""
-        groups = [[_wish(request, own) for own in part.parts] for part in parts]
+        groups = [[self._wish(request, own) for own in part.parts] for part in parts]
         return [parts[i] for i in self.policy.ranked(groups, place)]
 
-    def _try(self, plans: Sequence[Plan], place: tuple[int, int]) -> None:
+    def _try(self, plans: Sequence[Plan], place: Place) -> None:
         """Let rivals of who drafts say what they would have drafted, which is compared with what the target says."""
         for plan in plans:
             request, rivals = plan.work.request, plan.whole.rivals
             if not rivals or request.depth != "auto" or self._limit(plan.work) < PROBE_DEPTH:
                 continue
-            i = self.policy.tried([_wish(request, rival) for rival in rivals], place)
+            i = self.policy.tried([self._wish(request, rival) for rival in rivals], place)
             room = len(request.tokens) + (0 if i is None else rivals[i].most(PROBE_DEPTH))
             if i is None or not self.target.cache.pages.grow(request.slot, room):
                 continue
@@ -116,11 +133,11 @@ class Drafting:
             plan.give(None, UNPAID)
         return False
 
-    def _ask(self, plans: Sequence[Plan], tokens: int) -> None:
-        """Let each proposer draft for all its requests. `tokens` are in the pass in any case."""
+    def _ask(self, plans: Sequence[Plan], place: Place) -> None:
+        """Let each proposer draft for all its requests."""
         start = self.clock()  # to choose a depth is a part of what drafting costs
         groups: dict[Proposer, list[Plan]] = defaultdict(list)
-        for plan, depth in zip(plans, self._depths(plans, tokens), strict=True):
+        for plan, depth in zip(plans, self._depths(plans, place), strict=True):
             request, proposer = plan.work.request, plan.asked
             if depth and _stops(request, proposer):
                 depth = max(depth, min(self._limit(plan.work), STOPPED))
@@ -130,10 +147,10 @@ class Drafting:
                 groups[proposer].append(plan)
             else:
                 plan.give(None, NO_ROOM if depth else UNPAID if self._limit(plan.work) else EDGE)
-        place = tokens, len(plans)
         for proposer, asking in groups.items():
             name, requests = proposer.name, [plan.work.request for plan in asking]
             rows = [self._row(plan.work.request, proposer, plan.depth, place) for plan in asking]
+            self.meanwhile.ask(proposer, requests, rows)
             proposed = self._proposed(proposer, rows, requests)
             end = self.clock()
             self._time(proposer, rows, proposed, requests, end - start)
@@ -158,15 +175,12 @@ class Drafting:
         seconds: float,
     ) -> None:
         """Remember what drafting took."""
-        name, self.asked = proposer.name, True
-        if max(len(r.tokens) - r.asked.get(name, 0) for r in requests) <= SHORT_LAG:
-            self.policy.record_draft(name, _drafted(proposer, rows, proposed), seconds, len(rows))
-        else:
-            self.policy.record_lag(name, seconds)
+        name, lag = proposer.name, sum(self._lag(request, proposer.name) for request in requests)
+        self.meanwhile.spend(proposer, _drafted(proposer, rows, proposed), seconds, len(rows), lag)
         for request in requests:
-            request.asked[name] = len(request.tokens)
+            request.asked[name] = len(request.tokens), self.steps
 
-    def _offer(self, plan: Plan, draft: Draft, place: tuple[int, int]) -> Offer:
+    def _offer(self, plan: Plan, draft: Draft, place: Place) -> Offer:
         """A draft, and as much of it as pays alone: of nodes that were weighed, and of what was copied. What becomes of
         copies depends on the text alone, so it is exact under every rule. Raises ForerunError for one that was not
         asked for."""
@@ -184,12 +198,12 @@ class Drafting:
             taken.chances = draft.chances[: len(taken) - 1]
         return Offer(draft, taken, settles=copied and len(taken) > 1)
 
-    def _worth(self, plan: Plan, kind: str, copied: int, place: tuple[int, int]) -> int:
+    def _worth(self, plan: Plan, kind: str, copied: int, place: Place) -> int:
         """How much of what was copied to verify: nothing where a proposer that is asked later is expected to do better,
         and then it is scored with what the target says."""
         request, parts = plan.work.request, plan.whole.parts
         others = [
-            _wish(request, part)
+            self._wish(request, part)
             for part in parts[parts.index(plan.asked) + 1 :]
             if request.acceptance[part.name].rest is None
         ]
@@ -204,7 +218,7 @@ class Drafting:
             chances.append(chances[draft.parents[node]] * min(own, 1.0))
         return chances[1:]
 
-    def _taken(self, plan: Plan, draft: Draft, place: tuple[int, int]) -> Draft:
+    def _taken(self, plan: Plan, draft: Draft, place: Place) -> Draft:
         """What of a draft is verified."""
         request = plan.work.request
         if plan.whole.merges and draft.chances and request.depth == "auto":
@@ -243,20 +257,32 @@ class Drafting:
         request = work.request
         return request.limit - request.produced - 1 if request.draft != OFF and work.count == 1 else 0
 
-    def _depths(self, plans: Sequence[Plan], tokens: int) -> list[int]:
+    def _depths(self, plans: Sequence[Plan], place: Place) -> list[int]:
         """The depth of each: what it asked for, or what the policy says."""
         depths, wishes, free = [], [], []
         for i, plan in enumerate(plans):
             request, proposer, limit = plan.work.request, plan.asked, self._limit(plan.work)
             depths.append(0 if request.depth == "auto" else min(int(request.depth), limit))
             if request.depth == "auto" and limit:
-                wishes.append(Wish(proposer.name, limit, request.acceptance[proposer.name], proposer.width))
+                wishes.append(self._wish(request, proposer, limit))
                 free.append(i)
-        for i, depth in zip(free, self.policy.choose(wishes, tokens), strict=True):
+        for i, depth in zip(free, self.policy.choose(wishes, place), strict=True):
             depths[i] = depth
         return depths
 
-    def _row(self, request: Request, proposer: Proposer, depth: int, place: tuple[int, int]) -> Row:
+    def _wish(self, request: Request, proposer: Proposer, limit: int | None = None) -> Wish:
+        """What a request could draft with a proposer."""
+        most, name = request.limit - request.produced - 1 if limit is None else limit, proposer.name
+        return Wish(name, most, request.acceptance[name], proposer.width, self._lag(request, name))
+
+    def _lag(self, request: Request, name: str) -> int:
+        """Tokens that a proposer has missed: it reads what a round says in the next, which is a part of drafting."""
+        if name not in request.asked:
+            return len(request.tokens)
+        tokens, step = request.asked[name]
+        return 0 if step >= self.steps - 1 else len(request.tokens) - tokens
+
+    def _row(self, request: Request, proposer: Proposer, depth: int, place: Place) -> Row:
         stands, floor = None, 0.0
         if _stops(request, proposer):
             stands = self.policy.survival(proposer.name, request.params.greedy).stands
@@ -273,40 +299,6 @@ class Drafting:
             coupled=request.rule.coupled,
             branching=request.rule.branching,
         )
-
-
-class Plan:
-    """One request while it is drafted for: `wanted` is asked next, for a draft `depth` deep, and `draft` is there once
-    nobody is; `why` is what kept it from being longer than a root, if it is not."""
-
-    def __init__(self, work: Work, whole: Proposer, ranking: Ranking) -> None:
-        self.work, self.whole = work, whole
-        self.draft: Draft | None = None
-        self.depth, self.why = 0, NOTHING
-        self._asking = ask(whole, Asked(work.request.rule.branching, ranking))
-        self.wanted: Proposer | None = next(self._asking)
-
-    @property
-    def asked(self) -> Proposer:
-        """The one that is asked."""
-        assert self.wanted is not None
-        return self.wanted
-
-    def give(self, offer: Offer | None, why: str = NOTHING) -> None:
-        """What the one that is asked has; None is nothing, and `why`."""
-        root = Draft.root(self.work.request.tokens[-1])
-        if offer or why != NOTHING:
-            self.why = UNPAID if offer else why
-        try:
-            self.wanted = self._asking.send(offer or Offer(root, root))
-        except StopIteration as end:
-            self.wanted, self.draft = None, end.value
-
-
-def _wish(request: Request, proposer: Proposer) -> Wish:
-    """What a request could draft with a proposer."""
-    limit = request.limit - request.produced - 1
-    return Wish(proposer.name, limit, request.acceptance[proposer.name], proposer.width)
 
 
 def _stops(request: Request, proposer: Proposer) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from forerun.cache.attention import Segment
 from forerun.config import parse_depth
@@ -18,11 +18,12 @@ from forerun.draft.base import Proposer, Reference
 from forerun.draft.compose import Proposers
 from forerun.engine.admission import output_limit
 from forerun.engine.blame import blaming
-from forerun.engine.depth import Auto, DepthPolicy
-from forerun.engine.drafting import OFF, Drafting
-from forerun.engine.guard import Guard
+from forerun.engine.depth import Auto
+from forerun.engine.drafting import Drafting
+from forerun.engine.guard import Guard, Part
 from forerun.engine.observe import Rows, kept, logprobs_of, quick, round_of
-from forerun.engine.request import Request
+from forerun.engine.policy import DepthPolicy
+from forerun.engine.request import OFF, Request
 from forerun.engine.scheduler import Scheduler, Work
 from forerun.engine.verdicts import verdicts_of
 from forerun.errors import ConfigError, RequestError, brief, nearest
@@ -48,20 +49,27 @@ class Engine:
         chunk: int = 512,
         tokenizer: Tokenizer | None = None,
         policy: DepthPolicy | None = None,
+        clock: Callable[[], float] | None = None,
     ) -> None:
-        """`proposers` by the name requests choose them with; without a tokenizer there is no text, only token ids."""
+        """`proposers` by the name requests choose them with; without a tokenizer there is no text, only token ids.
+        `clock` counts what is to be saved: seconds, or whatever else depths cost."""
         self.target, self.proposers, self.rule, self.chunk = target, Proposers(proposers), RULES[rule], chunk
-        self.tokenizer, self.policy = tokenizer, policy or Auto()
+        self.tokenizer = tokenizer
         self.scheduler = Scheduler(target.cache, self.proposers, len(target.cache.length), chunk)
         config = target.decoder.config
         self.grammars = GrammarCompiler(tokenizer, config.vocab, config.end_ids)
         self.requests: dict[int, Request] = {}
         # On CPU this thread works through every pass, so its own time is what a pass costs, whatever else runs here.
-        self.clock = time.thread_time if target.decoder.device.type == "cpu" else time.perf_counter
-        self.guard = Guard(self.policy.cost)
-        self.drafting = Drafting(target, self.proposers, self.policy, self.guard, self.clock)
+        self.clock = clock or (time.thread_time if target.decoder.device.type == "cpu" else time.perf_counter)
+        self.whole = clock or time.perf_counter  # what a step costs, waiting included: the guard judges by that
+        self.decide_by(policy or Auto())
         self._ids = itertools.count()
         self._aborted: list[Event] = []
+
+    def decide_by(self, policy: DepthPolicy) -> None:
+        """Let this policy choose depths from now on, with a guard that has seen nothing yet."""
+        self.policy, self.guard = policy, Guard(policy.cost)
+        self.drafting = Drafting(self.target, self.proposers, policy, self.guard, self.clock)
 
     def add(
         self,
@@ -141,7 +149,7 @@ class Engine:
         """One pass of the target, and what came of it. A request that fails by itself ends with an event that says why;
         what is raised concerns all of them."""
         events, self._aborted = self._aborted, []
-        works = _sound(self.scheduler.plan())
+        works = _sound(self.scheduler.plan(self.policy.room()))
         if works:
             events += self._pass(works)
         return events + [self._failed(request) for request in list(self.scheduler.running) if request.error]
@@ -156,7 +164,7 @@ class Engine:
 
     def _pass(self, works: list[Work]) -> list[Event]:
         """Draft, run the target, verify and commit."""
-        start = time.perf_counter()
+        start, at = time.perf_counter(), self.whole()
         drafts = self.drafting.propose(works, [work for work in works if work.draws])
         works = _sound(works)
         if not works:
@@ -164,13 +172,13 @@ class Engine:
         drawing = [work for work in works if work.draws]
         drafted, begun = time.perf_counter(), self.clock()
         segments = [self._segment(work, drafts.get(work.request.id)) for work in works]
-        forward = self.target.forward(segments, sorted({b for work in works for b in self._wanted(work.request)}))
+        wanted = sorted({b for work in works for b in self._wanted(work.request)})
+        with self.drafting.meanwhile.during(drafts):
+            forward = self.target.forward(segments, wanted, keep=False)
         logits = forward.logits
         trees = [drafts[w.request.id] for w in drawing]
         verdicts = verdicts_of([w.request for w in drawing], trees, logits) if drawing else []
         verified = time.perf_counter()
-        if all(work.draws and work.count == 1 for work in works):  # reading a prompt is another regime
-            self.policy.record_pass(sum(len(s.tokens) for s in segments), self.clock() - begun)
         tokens, features = 0, {boundary: quick(states) for boundary, states in forward.features.items()}
         for work, segment in zip(works, segments, strict=True):
             work.features, work.first, tokens = features, tokens, tokens + len(segment.tokens)
@@ -182,10 +190,16 @@ class Engine:
             if verdict:
                 events += self._land(work, draft, verdict, Rows(logits, first, len(draft)), seconds)
             first += len(draft)
-        if all(work.draws and work.count == 1 for work in works) and not any(map(_insists, works)):
-            said = sum(len(event.token_ids) for event in events)
-            taken = time.perf_counter() - start
-            self.guard.record(len(works), sum(map(len, trees)), said, taken, self.drafting.asked)
+        decodes = all(work.draws and work.count == 1 for work in works)  # reading a prompt is another regime
+        self.drafting.meanwhile.record(sum(len(s.tokens) for s in segments), self.clock() - begun, decodes)
+        if decodes and not any(work.request.insists for work in works):
+            said = {event.request_id: len(event.token_ids) for event in events}
+            requests = [work.request for work in works]
+            parts = [
+                Part(r.judge, len(tree) - 1, said.get(r.id, 0), r.was_asked)
+                for r, tree in zip(requests, trees, strict=True)
+            ]
+            self.guard.record(parts, self.whole() - at, self.drafting.seconds)
         return events
 
     def _segment(self, work: Work, draft: Draft | None) -> Segment:
@@ -212,10 +226,8 @@ class Engine:
         self._commit(work, [*range(read), *(read + node for node in verdict.path)])
         if request.stats.steps == 0:
             request.stats.first_token_seconds = time.perf_counter() - request.arrived
-        request.stats.steps += 1
-        request.stats.draft_seconds += seconds[0]
-        request.stats.verify_seconds += seconds[1]
-        self._count(request, draft, verdict)
+        request.stats.count(draft, verdict, *seconds)
+        self._learn(request, verdict)
         with blaming(request):
             self._teach(request, draft, rows)
             self._say(request, draft, verdict, rows, event)
@@ -258,21 +270,7 @@ class Engine:
 
     def _wanted(self, request: Request) -> tuple[int, ...]:
         """The boundaries whose hidden states this request's proposer wants."""
-        return () if request.draft == OFF else self.proposers[request.draft].boundaries
-
-    def _count(self, request: Request, draft: Draft, verdict: Verdict) -> None:
-        """Statistics of one verdict, and what the depth policy learns from it."""
-        kept = set(verdict.path)
-        for node in range(1, len(draft)):
-            for name in draft.sources[node].split("&"):
-                source = request.stats.by_source[name]
-                source.drafted += 1
-                source.accepted += node in kept
-        request.stats.rounds.append((len(draft) - 1, len(verdict.path) - 1))
-        request.stats.depths.append(max(draft.depths()))
-        request.stats.drafted += len(draft) - 1
-        request.stats.accepted += len(verdict.path) - 1
-        self._learn(request, verdict)
+        return self.proposers[request.draft].boundaries if request.has_proposer else ()
 
     def _learn(self, request: Request, verdict: Verdict) -> None:
         """What the depth policy learns from a verdict, of all that was drafted: what the target says tells of each
@@ -289,7 +287,7 @@ class Engine:
 
     def _teach(self, request: Request, draft: Draft, rows: Rows) -> None:
         """Show the target's laws to the proposer that wants them."""
-        if request.draft == OFF or not self.proposers[request.draft].learns:
+        if not request.has_proposer or not self.proposers[request.draft].learns:
             return
         first = request.tokens[-2] if len(request.tokens) > 1 else -1
         before = [first, *(draft.tokens[parent] for parent in draft.parents[1:])]
@@ -314,11 +312,6 @@ class Engine:
             self._seal(request)
         self.scheduler.finish(request)
         del self.requests[request.id]
-
-
-def _insists(work: Work) -> bool:
-    """Whether it drafts to a depth of its own, whatever pays."""
-    return work.request.draft != OFF and work.request.depth != "auto"
 
 
 def _sound(works: Sequence[Work]) -> list[Work]:

@@ -4,13 +4,17 @@ The policy decides by costs and chances that it has measured one by one. This lo
 came of drafting would have taken without. Where that is less than what was spent, a few plain steps show whether it is
 so at this moment, and then nothing is drafted for a while, which doubles each time. So a loss is bounded, whatever its
 cause: a belief that is wrong, what nobody counts, a drafter that slows everything else down.
+
+What one of many requests loses is less than clocks are off by. It is judged by what was said, which is certain, and by
+its part of what the step's drafts and their rows are known to take.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 log = logging.getLogger("forerun.engine")
 log.addHandler(logging.NullHandler())  # who wants to read it, configures that
@@ -22,6 +26,47 @@ COLD = 8  # steps with drafts, the first of a process, that are not counted
 OUTLIER = 3.0  # times the mean of such steps that one may count for: the system puts a process aside now and then
 FRESH = 8  # plain steps that settle what one takes now
 LONGEST = 4096  # steps without drafts, at most
+ONE_LOSS, ONE_PAUSE = 16.0, 128  # tokens that one request may lose, and how long it rests at first
+ONE_OUTLIER = 3.0  # tokens that it may lose in one step: a drafter may have had a long prompt to read
+
+
+@dataclass(slots=True)
+class Judge:
+    """Of one request.
+
+    Attributes:
+        lost: tokens that it would have said more without drafts lately, discounted; less than none is what it won.
+        resting: steps without drafts that are left.
+        pause: how long it rests next.
+    """
+
+    lost: float = 0.0
+    resting: int = 0
+    pause: int = ONE_PAUSE
+
+    def lets(self) -> bool:
+        """Whether anything may be drafted for it in this step."""
+        return self.resting == 0
+
+    def record(self, said: int, took: float) -> None:
+        """One step: so many tokens, and what it took of plain steps, of which each says one."""
+        if self.resting:
+            self.resting -= 1
+            return
+        self.lost = max((1 - 1 / WINDOW) * self.lost + min(took - said, ONE_OUTLIER), -ONE_LOSS)
+        if self.lost > ONE_LOSS:
+            self.resting, self.pause, self.lost = self.pause, min(2 * self.pause, LONGEST), 0.0
+        elif self.lost == -ONE_LOSS:
+            self.pause = ONE_PAUSE
+
+
+class Part(NamedTuple):
+    """What a request had of a step: nodes of its draft, and tokens that were said. `asked`: a proposer was."""
+
+    judge: Judge
+    nodes: int
+    said: int
+    asked: bool
 
 
 @dataclass
@@ -65,9 +110,12 @@ class Guard:
         """Whether anything may be drafted in this step."""
         return self.resting == 0
 
-    def record(self, requests: int, tokens: int, said: int, seconds: float, drafted: bool) -> None:
-        """One step: so many requests, none of which read a prompt, so many `tokens` in its pass, of which so many were
-        `said`. `drafted`: a proposer was asked."""
+    def record(self, parts: Sequence[Part], seconds: float, drafting: float) -> None:
+        """One step of requests, none of which read a prompt; of its seconds so many were spent on `drafting`, as the
+        policy counts them."""
+        requests, tokens = len(parts), sum(1 + part.nodes for part in parts)
+        said, drafted = sum(part.said for part in parts), any(part.asked for part in parts)
+        self._divide(parts, self.cost(tokens) + drafting * drafted)
         if drafted and self.cold:
             self.cold -= 1
             return
@@ -91,6 +139,13 @@ class Guard:
         self.resting -= 1
         if self.fresh:
             self._measure(taken)
+
+    def _divide(self, parts: Sequence[Part], took: float) -> None:
+        """Let each request know its part of what was spent more than without drafts."""
+        plain, shares = self.cost(len(parts)), [part.nodes + part.asked for part in parts]
+        more = (took / plain - 1) * len(parts) / max(sum(shares), 1)
+        for part, share in zip(parts, shares, strict=True):
+            part.judge.record(part.said, 1 + more * share)
 
     def _measure(self, taken: float) -> None:
         """One plain step more; after the last of them it is known."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from forerun.draft.base import Reference
 from forerun.engine.acceptance import Acceptance
+from forerun.engine.guard import Judge
 from forerun.engine.stats import RequestStats
 from forerun.errors import ForerunError
 from forerun.models.text import TextStream
@@ -18,6 +19,7 @@ from forerun.types import Draft
 from forerun.verify import Rule
 
 WAITING = -1
+OFF = "off"  # the draft of who wants none
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,9 @@ class Request:
     slot: int = WAITING
     stats: RequestStats = field(default_factory=RequestStats)
     acceptance: defaultdict[str, Acceptance] = field(default_factory=lambda: defaultdict(Acceptance))  # by proposer
-    asked: dict[str, int] = field(default_factory=dict)  # tokens when a proposer was last asked: what it lags behind
+    asked: dict[str, tuple[int, int]] = field(default_factory=dict)  # tokens, and the step, when a proposer last was
+    judge: Judge = field(default_factory=Judge)
+    dropped: bool = False  # what its proposer kept of it, since there is nothing to draft for long
     allowed: int = 0  # depth its draft may have in this step
     offered: list[Offered] = field(default_factory=list)  # what was drafted for this step, verified or not
     finish_reason: str | None = None
@@ -68,6 +72,21 @@ class Request:
     def output(self) -> Sequence[int]:
         """The tokens produced so far."""
         return self.tokens[self.prompt_length :]
+
+    @property
+    def insists(self) -> bool:
+        """Whether it drafts to a depth of its own, whatever pays."""
+        return self.draft != OFF and self.depth != "auto"
+
+    @property
+    def has_proposer(self) -> bool:
+        """Whether there is a proposer that keeps something of it."""
+        return self.draft != OFF and not self.dropped
+
+    @property
+    def was_asked(self) -> bool:
+        """Whether a proposer was asked for it in this step."""
+        return self.allowed > 0 or bool(self.offered)
 
     @property
     def produced(self) -> int:

@@ -17,6 +17,8 @@ from forerun.engine.blame import blaming
 from forerun.engine.request import WAITING, Request
 from forerun.types import States
 
+LEAST = 16  # tokens of prompts that are read in a pass, where there are so many
+
 
 @dataclass(slots=True)
 class Work:
@@ -40,12 +42,15 @@ class Scheduler:
         self.running: list[Request] = []  # in order of admission
         self.slots = list(range(slots - 1, -1, -1))
 
-    def plan(self) -> list[Work]:
-        """The work of the next pass: decoding requests first, then prompts as far as the budget goes."""
+    def plan(self, room: int | None = None) -> list[Work]:
+        """The work of the next pass: decoding requests first, then prompts as far as the budget goes; beside requests
+        that decode, for no more than `room` tokens in all, if there is such a bound, but always for some."""
         if not self._reserve():
             self._admit()
         pending = [(r, len(r.tokens) - self.cache.length[r.slot]) for r in self.running]
-        works, budget = [], self.budget
+        works, budget, decoding = [], self.budget, sum(count == 1 for _, count in pending)
+        if decoding and room is not None:
+            budget = min(budget, max(room, decoding + LEAST))
         for request, count in sorted(pending, key=lambda pair: pair[1] > 1):
             take = min(count, self.chunk, budget)
             if take:
@@ -80,11 +85,10 @@ class Scheduler:
             self.slots.pop()
             request.slot = slot
             request.stats.cached_tokens = max(request.stats.cached_tokens, min(cached, request.prompt_length))
-            request.asked.clear()
             self.running.append(request)
             if request.draft in self.proposers:
                 with blaming(request):
-                    self.proposers[request.draft].open(slot, request.tokens, request.references, request.tenant)
+                    take_up(request, self.proposers[request.draft])
 
     def finish(self, request: Request) -> None:
         """Take a request out, wherever it is."""
@@ -95,8 +99,25 @@ class Scheduler:
 
     def _release(self, request: Request, finished: bool) -> None:
         if request.draft in self.proposers:
-            self.proposers[request.draft].close(request.slot, request.tokens if finished else None)
+            if request.dropped and finished:
+                with blaming(request):
+                    take_up(request, self.proposers[request.draft])  # it may remember the text for others
+            if not request.dropped:
+                self.proposers[request.draft].close(request.slot, request.tokens if finished else None)
         self.cache.close(request.slot)
         self.slots.append(request.slot)
         self.running.remove(request)
         request.slot = WAITING
+
+
+def drop(request: Request, proposer: Proposer) -> None:
+    """Let its proposer keep nothing of a request: until it takes it up again it is shown nothing, and not asked."""
+    proposer.close(request.slot)
+    request.dropped = True
+
+
+def take_up(request: Request, proposer: Proposer) -> None:
+    """Let its proposer begin with what a request has so far."""
+    proposer.open(request.slot, request.tokens, request.references, request.tenant)
+    request.dropped = False
+    request.asked = {p.name: (len(request.tokens), -1) for p in proposer.parts if p.boundaries and request.produced}

@@ -6,6 +6,8 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
+from forerun.types import Draft, Verdict
+
 # What became of a step: why it drafted, or did not. EDGE is the pass that ends a prompt, or has one token left to say.
 DRAFTED, NOTHING, UNPAID, RESTED, NO_ROOM, EDGE = (
     "drafted", "nothing_to_draft", "would_not_pay", "rested", "no_room", "first_or_last",
@@ -48,6 +50,22 @@ class RequestStats:
     depths: list[int] = field(default_factory=list)  # of each step: how deep its draft reached
     by_source: defaultdict[str, SourceStats] = field(default_factory=lambda: defaultdict(SourceStats))
     reasons: Counter[str] = field(default_factory=Counter)  # of steps that might have drafted: what became of them
+
+    def count(self, draft: Draft, verdict: Verdict, drafting: float, verifying: float) -> None:
+        """One verdict, and the seconds that it took to draft and to verify it."""
+        kept = set(verdict.path)
+        for node in range(1, len(draft)):
+            for name in draft.sources[node].split("&"):
+                source = self.by_source[name]
+                source.drafted += 1
+                source.accepted += node in kept
+        self.rounds.append((len(draft) - 1, len(verdict.path) - 1))
+        self.depths.append(max(draft.depths()))
+        self.drafted += len(draft) - 1
+        self.accepted += len(verdict.path) - 1
+        self.steps += 1
+        self.draft_seconds += drafting
+        self.verify_seconds += verifying
 
     @property
     def why(self) -> str:

@@ -31,7 +31,7 @@ def gumbel_argmax(scores: Tensor, keys: Sequence[int]) -> Tensor:
     return drawn
 
 
-def say(logits: Tensor, temperatures: Sequence[float], keys: Sequence[int]) -> list[int]:
+def say(logits: Tensor, temperatures: Sequence[float], keys: Sequence[int], *, strict: bool = True) -> list[int]:
     """One token for each row: the likeliest at temperature 0 (the lowest id among equals), else one of
     softmax(logits / temperature). [M, V], M temperatures, M stream keys -> M tokens
 
@@ -39,18 +39,20 @@ def say(logits: Tensor, temperatures: Sequence[float], keys: Sequence[int]) -> l
     pass over the weights no code is in the caches, and each of torch's operations costs as much as this.
 
     Raises:
-        StateError: logits are not finite.
+        StateError: logits are not finite; not without `strict`, where rows from the first such one on say anything.
     """
     lib = _library_for(logits)
     if lib is None:
-        check_finite(logits)
+        if strict:
+            check_finite(logits)
         drawn: list[int] = rng.gumbel_argmax(temper(logits, temperatures), list(keys)).tolist()
         return drawn
     (rows, vocab), logits, said = logits.shape, logits.contiguous(), array("q", [0] * len(keys))
     heat, streams = array("f", temperatures), array("Q", keys)
-    if lib.forerun_say(logits.data_ptr(), address(heat), address(streams), rows, vocab, address(said)) < rows:
+    finite = lib.forerun_say(logits.data_ptr(), address(heat), address(streams), rows, vocab, address(said))
+    if strict and finite < rows:
         raise _not_finite()
-    return said.tolist()
+    return [max(token, 0) for token in said]
 
 
 def check_finite(logits: Tensor) -> None:

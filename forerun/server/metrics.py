@@ -146,6 +146,10 @@ class _Vllm(Collector):
         values = {family.name: family.samples[0].value for family in self.now.collect() if family.samples}
         for theirs, ours in VLLM_GAUGES.items():
             yield GaugeMetricFamily(theirs, f"As {ours}", values[ours])
+        pages = self.now.service.llm.engine.target.cache.pages  # schedulers learn from it what a cache can hold
+        cache = GaugeMetricFamily("vllm:cache_config_info", "The KV cache", labels=["block_size", "num_gpu_blocks"])
+        cache.add_metric([str(pages.size), str(pages.count)], 1)
+        yield cache
         for theirs, name in VLLM_HISTOGRAMS.items():
             yield from self._renamed(theirs, getattr(self.metrics, name))
 

@@ -1,7 +1,8 @@
 """A block drafter along texts, as it would draft from many of their tokens at once.
 
-Each anchor has a block of its own, whose slots see the context of the tokens before the anchor and one another. That
-is what is computed while drafting: context is never changed by what is drafted, so all blocks of a text share it.
+Each anchor has a block of its own, whose slots see context before the anchor and one another, as they do while
+drafting: windows and causal blocks included. Context is never changed by what is drafted, so all blocks of a text share
+it.
 """
 
 from __future__ import annotations
@@ -40,16 +41,22 @@ class _Attend:
 
     def __init__(self, head: BlockHead, context: Tensor, rotation: tuple[Tensor, Tensor], anchors: Tensor) -> None:
         self.head, self.context, self.rotation = head, context, rotation
-        at = torch.arange(context.shape[1], device=anchors.device)
-        self.unseen = (at >= anchors[..., None])[:, None, None, :, None]  # [B, 1, 1, A, 1, N]
+        # how far each token of context lies before each anchor, [B, 1, 1, A, 1, N]
+        distance = anchors[..., None] - torch.arange(context.shape[1], device=anchors.device)
+        self.before = distance[:, None, None, :, None]
+        self.later = torch.ones(head.config.block, head.config.block, dtype=torch.bool, device=anchors.device).triu(1)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [B, A, S, heads, D], k and v [B, A, S, Hkv, D] of the blocks -> [B, A, S, heads, D]"""
         keys, values = self.head.remember(layer, self.context, self.rotation)
         q = q.view(*q.shape[:3], k.shape[3], -1, q.shape[4])
-        before = torch.einsum("bashgd,bnhd->bhgasn", q, keys).masked_fill(self.unseen, -torch.inf)
+        c, window = self.head.config, self.head.config.layer.windows[layer]
+        unseen = (self.before < 1) | (self.before > window) if window else self.before < 1
+        before = torch.einsum("bashgd,bnhd->bhgasn", q, keys).masked_fill(unseen, -torch.inf)
         own = torch.einsum("bashgd,bathd->bhgast", q, k)
-        scores = torch.cat((before, own), -1).float() * self.head.config.layer.attention_scale
+        if c.is_causal(layer):
+            own = own.masked_fill(self.later, -torch.inf)
+        scores = torch.cat((before, own), -1).float() * c.layer.attention_scale
         weights, count = scores.softmax(-1).to(v.dtype), keys.shape[1]
         out = torch.einsum("bhgasn,bnhd->bashgd", weights[..., :count], values)
         out = out + torch.einsum("bhgast,bathd->bashgd", weights[..., count:], v)

@@ -74,7 +74,7 @@ class Recorder(Suffix):
         heard: by their tokens, what was shown of texts that have ended since `begin`.
     """
 
-    learns = True
+    learns = sees_all = True
 
     def __init__(self) -> None:
         super().__init__()

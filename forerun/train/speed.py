@@ -12,12 +12,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from forerun.bench.energy import Meter
 from forerun.bench.report import machine
 from forerun.bench.rounds import Rounds, Setting, always
 from forerun.bench.run import PLAIN, Arm, Work
 from forerun.engine.engine import Engine
 from forerun.llm import LLM
+from forerun.measure.energy import Meter
 from forerun.progress import Tell, nothing
 from forerun.sampling.params import SamplingParams
 from forerun.train.capture import Target

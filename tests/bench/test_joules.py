@@ -8,11 +8,11 @@ import pytest
 from forerun import ConfigError, ForerunError, SamplingParams
 from forerun.bench import joules as module
 from forerun.bench.decode import Plan
-from forerun.bench.energy import Meter
 from forerun.bench.joules import measure_energy
 from forerun.bench.pair import Pair
 from forerun.bench.run import Run
 from forerun.bench.workloads import Task
+from forerun.measure.energy import Meter
 
 PLAN = Plan(SamplingParams(max_tokens=8, ignore_eos=True, seed=0), ["suffix"], repeats=2, price=3.6)
 TASKS = [Task("a", "file", [5, 6, 7])]

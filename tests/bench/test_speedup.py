@@ -6,7 +6,15 @@ import math
 import pytest
 
 from forerun import ConfigError
-from forerun.bench.speedup import Speculation, cost_by_rows, cost_by_slope, expected_tokens, level_chances
+from forerun.bench.speedup import (
+    Speculation,
+    cascaded,
+    cost_by_rows,
+    cost_by_slope,
+    expected_tokens,
+    level_chances,
+    played,
+)
 
 
 @pytest.mark.parametrize("chances", [[0.8], [0.9, 0.5, 0.7], [1.0, 0.3], [0.0]])
@@ -65,12 +73,35 @@ def test_the_optimum_of_one_pass_drafters(a: float, v: float, depth: int, speedu
     assert (best.depth, round(best.speedup, 2)) == (depth, speedup)
 
 
+def test_a_draft_model_that_is_drafted_for() -> None:
+    """A level costs less by what the model's own speculation gives it, and as before where that gives nothing."""
+    inner = Speculation(acceptance=[0.8], draft_cost=0.2)
+    depth, cost = cascaded(0.4, inner)
+    assert depth == inner.best().depth > 0 and cost == pytest.approx(0.4 / inner.best().speedup)
+    assert cascaded(0.4, Speculation(acceptance=[0.1], draft_cost=0.2)) == (0, 0.4)
+
+
 def test_no_gain_is_no_draft() -> None:
     """A speed-up exists only where acceptance is over the cost of a drafted token."""
     assert Speculation(acceptance=[0.3], draft_cost=0.31).best().depth == 0
     assert Speculation(acceptance=[0.3], draft_cost=0.29).best().depth == 1
     plain = Speculation(acceptance=[0.3], fixed_cost=5.0).at(0)
     assert (plain.tokens, plain.cost, plain.speedup) == (1.0, 1.0, 1.0)
+
+
+@pytest.mark.parametrize("hits", [0.0, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize(("cost", "depth"), [(0.02, 6), (0.1, 4), (0.1, 7), (0.3, 3)])
+def test_drafting_ahead_is_what_the_formula_says(hits: float, cost: float, depth: int) -> None:
+    """Within 5 % of a machine played round by round where drafts are done in time: it also reads each draft, and ends
+    the level that it is in. Where the drafter is the slower one that counts, and the formula promises up to a level
+    too much."""
+    speculation = Speculation(acceptance=[0.8], draft_cost=cost, verify_cost=cost_by_slope(0.02), foreseen=hits)
+    forecast, play = speculation.at(depth), played(speculation, depth)
+    assert play <= forecast.speedup * 1.01
+    if cost * (depth + 1) <= 1:
+        assert play == pytest.approx(forecast.speedup, rel=0.05)
+    alone = Speculation(acceptance=[0.8], draft_cost=cost, verify_cost=cost_by_slope(0.02)).at(depth).speedup
+    assert forecast.speedup == pytest.approx(alone) if not hits else forecast.speedup > alone
 
 
 def test_many_requests_share_a_pass() -> None:

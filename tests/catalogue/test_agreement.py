@@ -13,6 +13,8 @@ import torch
 from forerun.catalogue.facts import facts_at
 from forerun.catalogue.fit import checks, fits, sizes_of
 from forerun.draft.block_format import load_block, save_block
+from forerun.draft.block_shapes import ConvShape, GruShape, MarkovShape, RefinerShape, SelectorShape
+from forerun.draft.eagle1 import load_first_head
 from forerun.draft.eagle_format import load_head, save_head
 from forerun.draft.hydra_format import load_hydra
 from forerun.draft.medusa import save_heads
@@ -23,8 +25,13 @@ from forerun.draft.view import TargetView, view_of
 from forerun.errors import LoadError
 from tests import tiny
 from tests.draft import published
+from tests.draft.heads import SURE, WINDOWS
 from tests.draft.published import Published
+from tests.draft.test_block import head_of
+from tests.draft.test_block_format import DOMINO, EXPRESS, SELECTOR, ZLAB, tensors_of, write
+from tests.draft.test_eagle1 import wrapped
 
+SECOND = ZLAB | {"dflash_config": SELECTOR}
 Save, Load = Callable[[Path], None], Callable[[Path, TargetView], object]
 
 
@@ -33,8 +40,16 @@ def eagle(path: Path, **changes: Any) -> None:
     save_head(tiny.eagle(tiny.eagle_config("llama", **settings)), path, "some/target")
 
 
+def _eagle1(path: Path) -> None:
+    wrapped(path, tiny.eagle1("llama", own_head=True))
+
+
 def block(path: Path, **changes: Any) -> None:
     save_block(tiny.block(tiny.block_config("llama", **changes)), path, "some/target")
+
+
+def as_published(path: Path, raw: dict[str, Any], **meant: Any) -> None:
+    write(path, raw, tensors_of(head_of(**SURE, **meant)))
 
 
 def mtp(path: Path) -> None:
@@ -57,8 +72,22 @@ KINDS: dict[str, tuple[Save, Load]] = {
         load_head,
     ),
     "eagle3 joined": (lambda path: eagle(path, join=True, fc_norm=True, draft_vocab=64), load_head),
+    "eagle with a head of its own": (_eagle1, load_first_head),
     "block": (block, load_block),
     "block with its own embedding": (lambda path: block(path, own_embedding=True), load_block),
+    "block with a gated head": (lambda path: block(path, law=MarkovShape(5, "gated")), load_block),
+    "Domino": (lambda path: as_published(path, DOMINO, law=GruShape(7, 6, 1)), load_block),
+    "DFlash2": (
+        lambda path: as_published(
+            path, SECOND, law=SelectorShape(5, 7), conv=ConvShape(2, 16), sample_from_anchor=False
+        ),
+        load_block,
+    ),
+    "XPress": (
+        lambda path: as_published(path, EXPRESS, law=RefinerShape(5), sample_from_anchor=False),
+        load_block,
+    ),
+    "block with a window": (lambda path: block(path, layer=WINDOWS), load_block),
     "mtp": (mtp, lambda path, target: load_module(path, target).attach(target)),
     "mlp": (lambda path: _write(published.ibm(), path), lambda path, target: load_mlp(path).attach(target)),
     "mlp with a cell": (
@@ -86,7 +115,23 @@ CHANGES: list[dict[str, Any]] = [
     {"input_hidden_dim": 99, "hidden_state_offset": 2},
     {"method": "gru", "architectures": ["Other"]},
     {"tie_weights": "no", "grounded_heads": None},
-    {"markov_head_type": "rnn"},
+    {"markov_head_type": "lstm"},
+    {"markov_rank": "5"},
+    {"markov_rank": 6},
+    {"dflash_config": {"shift_label": "yes", "sample_from_anchor": "no"}},
+    {"dflash_config": {"pure_draft_prefix_len": -1}},
+    {"dflash_config": {"emb_dim": 5}},
+    {"xpress_rank": 4},
+    {"model": {"truncated_vocab_size": 40}},
+    {"model": {"vocab_size": 65}},
+    {"model": {"num_hidden_layers": 2}},
+    {"block_size": 5},
+    {"dflash_config": {"selector_rank": 4}},
+    {"dflash_config": {"selector_top_k": 65}},
+    {"dflash_config": {"conv_kernel_size": 3}},
+    {"dflash_config": {"conv_group_size": 8}},
+    {"dflash_config": {"output_multiplier": 2.0}},
+    {"dflash_config": {"mask_token_id": 99}},
     {"mask_token_id": 999},
     {"hidden_size": 99, "vocab_size": 999},
     {"transformer_layer_config": {"vocab_size": 999}},
@@ -94,6 +139,9 @@ CHANGES: list[dict[str, Any]] = [
     {"transformer_layer_config": {"model_type": "gemma2"}},
     {"transformer_layer_config": {"attention_bias": True}},
     {"transformer_layer_config": {"layer_types": ["chunked_attention"]}},
+    {"transformer_layer_config": {"layer_types": ["sliding_attention"] * 2}},
+    {"transformer_layer_config": {"sliding_window": "5"}},
+    {"transformer_layer_config": {"use_sliding_window": False}},
 ]
 
 

@@ -47,7 +47,7 @@ BAD: list[tuple[Facts, str, str]] = [
     (head(transformer_layer_config=LAYER | {"num_hidden_layers": 2}), "forerun", "2 layers"),
     (head(transformer_layer_config=LAYER | {"attention_bias": True}), "forerun", "biases"),
     (head(eagle_shapes(fc__weight=None)), "forerun", "no fc.weight"),
-    (Facts("a/b", raw=eagle_config(speculators_model_type="xpress")), "forerun", "does not read this kind"),
+    (Facts("a/b", raw=eagle_config(speculators_model_type="other")), "forerun", "does not read this kind"),
 ]  # fmt: skip
 
 
@@ -128,10 +128,12 @@ def test_other_heads() -> None:
     assert "checkpoint has 2" in told(medusa(num_heads=3))["forerun"].text
     assert told(medusa(num_heads=None, medusa_num_heads=2))["forerun"].ok is False
     assert fits(checks(block(), TARGET)) and "--draft block:" in told(block())["forerun"].text
-    for wrong in ({"block_size": 0}, {"block_size": True}, {"markov_head_type": "rnn"}):
+    for wrong in ({"block_size": 0}, {"block_size": True}, {"markov_head_type": "lstm"}):
         assert told(block(**wrong))["forerun"].ok is False
-    sliding = target_config(layer_types=["sliding_attention"] * 2)
-    assert "full_attention" in told(block(transformer_layer_config=sliding))["forerun"].text
+    sliding = target_config(layer_types=["sliding_attention"] * 2, num_hidden_layers=2)
+    assert "sliding_window" in told(block(transformer_layer_config=sliding))["forerun"].text
+    sliding |= {"model_type": "qwen3", "sliding_window": 8}
+    assert fits(checks(block(transformer_layer_config=sliding), TARGET))
     layer = target_config(num_hidden_layers=1)
     mtp = Facts("a/mtp", raw={"speculators_model_type": "mtp", "transformer_layer_config": layer})
     assert fits(checks(mtp, TARGET))

@@ -54,6 +54,7 @@ def test_requests_go_to_the_model_that_they_name_and_else_to_the_first() -> None
         for body in ({}, {"model": None}, b"no JSON", b"[]"):  # what is wrong with them, a replica says
             assert (await ask(door, "/v1/completions", body)).json()["replica"] == "x"
         assert (await ask(door, "/api/show", {"name": "large"})).json()["replica"] == "z"
+        assert (await ask(door, "/api/pull", {"model": "huge"})).json()["replica"] == "x"  # which refuses it
         assert (await ask(door, "/playground/x.js")).json()["path"] == "/playground/x.js"
         unknown = await ask(door, "/v1/completions", {"model": "huge"})
         assert unknown.status == 404 and unknown.json()["error"]["code"] == "model_not_found"
@@ -102,6 +103,18 @@ def test_conversations_stay_with_their_replica() -> None:
         assert where == where[:6] * 3
         page = (await ask(door, "/metrics")).body.decode()
         assert sum(float(line.split()[-1]) for line in page.splitlines() if 'reason="prefix"' in line) == 12
+
+    asyncio.run(run())
+
+
+def test_whoever_has_the_end_of_an_answer_finds_its_replica_free() -> None:
+    """Else the next turn of a short conversation would go to another one, which has less to do by one request."""
+
+    async def run() -> None:
+        door, crew = door_of(two(kind="text/event-stream", pieces=3))
+        busy: list[int] = []
+        await ask(door, "/v1/completions", {}, got=lambda _: busy.append(sum(crew.ledgers["small"]._running.values())))
+        assert busy == [1, 1, 0]
 
     asyncio.run(run())
 
@@ -216,6 +229,24 @@ def test_too_many_requests_are_told_to_come_back() -> None:
     asyncio.run(run())
 
 
+def test_schedulers_find_vllms_names_on_the_page_of_all() -> None:
+    async def run() -> None:
+        plan = make_plan({"models": [{"name": "small"}], "metrics_compat": "vllm"})
+        llm = LLM(tiny.spoken(), context=64, kv_tokens=128, max_rows=1)
+        app = make_app(llm, replica_settings(plan, plan.models[0]), Trusted(False))
+        door, _ = door_of({"small": {"x": app}})
+        async with app.router.lifespan_context(app):
+            page = (await ask(door, "/metrics")).body.decode()
+        where = 'model="small",replica="x"'
+        for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+            assert f"vllm:{name}{{{where}}} 0.0" in page
+        pages = llm.engine.target.cache.pages
+        labels = f'block_size="{pages.size}",model="small",num_gpu_blocks="{pages.count}",replica="x"'
+        assert f"vllm:cache_config_info{{{labels}}} 1.0" in page
+
+    asyncio.run(run())
+
+
 def test_health_says_which_model_has_no_replica() -> None:
     async def run() -> None:
         door, crew = door_of({"small": {"x": replica("x")}, "large": {"z": replica("z")}})
@@ -224,6 +255,33 @@ def test_health_says_which_model_has_no_replica() -> None:
         assert answer.status == 503 and "no replica of large is up" in answer.json()["error"]["message"]
 
     asyncio.run(run())
+
+
+def test_a_model_that_sleeps_is_no_fault_and_is_not_woken_for_lists() -> None:
+    async def run() -> None:
+        apps = {"small": {"x": listing("x")}, "large": {"z": listing("z")}}
+        door, crew = door_of(apps, models=[{"name": "small"}, {"name": "large", "replicas": {"min": 0}}])
+        both = (await ask(door, "/v1/models")).json()
+        assert [card["id"] for card in both["data"]] == ["x", "z"]
+        crew.ledgers["large"].set_live([])
+        for path in ("/health", "/ready"):
+            assert (await ask(door, path)).status == 200
+        asked = len(crew.asked)
+        assert (await ask(door, "/v1/models")).json() == both
+        assert crew.asked[asked:] == [("small", "x")]
+
+    asyncio.run(run())
+
+
+def listing(name: str) -> ASGIApp:
+    """An application that has one model."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        body = json.dumps({"object": "list", "data": [{"id": name}]}).encode()
+        await send({"type": "http.response.body", "body": body})
+
+    return app
 
 
 def test_a_failure_of_ours_is_logged_and_told(caplog: pytest.LogCaptureFixture) -> None:

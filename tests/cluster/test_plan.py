@@ -6,8 +6,11 @@ import pytest
 from typer.testing import CliRunner
 
 from forerun.cli import app
+from forerun.cluster import memory
+from forerun.cluster.memory import divided, renewed
 from forerun.cluster.plan import make_plan, read_plan, replica_settings, summary
-from forerun.errors import ConfigError
+from forerun.errors import CapacityError, ConfigError
+from forerun.load import cache_needs
 from tests import tiny
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "cluster.toml"
@@ -53,6 +56,8 @@ def test_a_replica_is_given_no_key_and_its_own_name() -> None:
         ({"models": [{"name": "a", "replicas": 0}]}, "model 'a': replicas=0 is out of range"),
         ({"models": [{"name": "a", "replicas": "two"}]}, "replicas='two'"),
         ({"models": [{"name": "a", "replicas": {"min": 3, "max": 2}}]}, "replicas.max=2 is out of range"),
+        ({"models": [{"name": "a", "replicas": {"min": 0, "max": 0}}]}, "replicas.max=0 is out of range"),
+        ({"models": [{"name": "a", "replicas": {"min": 0, "idle": 0}}]}, "replicas.idle=0 is out of range"),
         ({"models": [{"name": "a", "replicas": {"most": 2}}]}, "there is no option of replicas 'most'"),
         (ONE | {"prot": 80}, "did you mean 'port'?"),
         (ONE | {"port": -1}, "port=-1 is out of range"),
@@ -87,5 +92,48 @@ def test_check_says_what_would_be_started_and_starts_nothing(tmp_path: Path) -> 
     file.write_text(f"port = 0\n[[models]]\nname = 'a'\nmodel = '{tiny.spoken()}'\nreplicas = {{ min = 1, max = 3 }}\n")
     result = CliRunner().invoke(app, ["deploy", str(file), "--check"])
     assert result.exit_code == 0, result.output
-    assert result.output.splitlines() == summary(read_plan(file))
-    assert "a: 1 to 3 replicas of" in result.output
+    assert result.output.splitlines() == summary(divided(read_plan(file)))
+    assert "a: 1 to 3 replicas of" in result.output and "tokens of KV cache each" in result.output
+
+
+def test_replicas_that_start_together_share_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All caches that are fitted take a quarter of what is free and not asked for by others."""
+    monkeypatch.setattr(memory, "free_ram", lambda: 100 << 20)
+    model = {"model": str(tiny.spoken())}
+    each, _ = cache_needs(make_plan({"models": [{"name": "a"} | model]}).models[0].engine, tiny.spoken())
+    given = (20 << 20) // each // 2
+    asked = [
+        {"name": "a", "replicas": 2, "kv_tokens": given},
+        {"name": "b", "replicas": {"min": 1, "max": 3}, "max_rows": 1024},
+        {"name": "c", "max_rows": 1},
+    ]
+    a, b, c = (one.engine.kv_tokens for one in divided(make_plan({"models": [one | model for one in asked]})).models)
+    assert a == given
+    assert b == (80 << 20) // 4 // 4 // each  # four replicas are to share a quarter of the rest
+    assert c is not None and c < b  # one request cannot fill its share
+    assert b == divided(make_plan({"models": [one | model for one in asked]})).models[1].options["kv_tokens"]
+
+
+def test_a_cache_that_does_not_fit_is_one_line_and_at_once() -> None:
+    table = {"name": "a", "model": str(tiny.spoken()), "kv_tokens": 4_000_000_000, "replicas": 2}
+    with pytest.raises(CapacityError, match=r"^model 'a': 2 KV caches of 4000000000 tokens need") as error:
+        divided(make_plan({"models": [table]}))
+    assert "set a lower kv_tokens" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_new_file_changes_engines_and_replicas_alone() -> None:
+    table = {"name": "a", "model": str(tiny.spoken())}
+    old = divided(make_plan({"models": [table], "port": 7}))
+    new = renewed(old, make_plan({"models": [table | {"replicas": {"min": 0}, "draft": "off"}], "port": 8}))
+    assert new.settings == old.settings and new.models[0].replicas.min == 0 and new.models[0].engine.draft == "off"
+    assert new.models[0].options["kv_tokens"] == old.models[0].engine.kv_tokens
+    assert renewed(old, make_plan({"models": [table | {"kv_tokens": 64}]})).models[0].engine.kv_tokens == 64
+    with pytest.raises(ConfigError, match="that takes 64 processors, and Ray has been started with"):
+        renewed(old, make_plan({"models": [table | {"threads": 16, "replicas": 4}]}))
+    with pytest.raises(ConfigError, match="other models than before"):
+        renewed(old, make_plan({"models": [table, table | {"name": "b"}]}))
+
+
+def test_nothing_is_known_of_the_memory_of_other_machines() -> None:
+    plan = make_plan({"models": [{"name": "a", "model": str(tiny.spoken())}], "ray": {"address": "auto"}})
+    assert divided(plan) is plan

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,31 +14,18 @@ import httpx2
 import pytest
 
 from tests import tiny
+from tests.cluster.deployed import NEEDS_RAY, deployed
 from tests.server.serving import sse
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs the extra cluster")
-ROOT = Path(__file__).parents[2]
+pytestmark = NEEDS_RAY
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[subprocess.Popen[str], httpx2.Client]]:
-    file = tmp_path_factory.mktemp("cluster") / "cluster.toml"
-    model = f"[[models]]\nname = 'tiny'\nmodel = '{tiny.spoken()}'\nreplicas = 2\nthreads = 1\nkv_tokens = 4096\n"
-    file.write_text(f"port = 0\nshutdown_timeout = 2\n{model}")
-    command = [sys.executable, "-m", "forerun.cli", "deploy", str(file)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
-    try:
-        assert process.stderr is not None
-        said = next((line for line in process.stderr if "serving replicas" in line), "")
-        address = re.search(r"http://[0-9.:]+$", said.strip())
-        assert address, "the cluster did not start"
-        with httpx2.Client(base_url=address[0], timeout=60) as http:
-            yield process, http
-    finally:
-        process.send_signal(signal.SIGTERM)
-        _, rest = process.communicate(timeout=60)
-    assert process.returncode == 0, rest
+def cluster() -> Iterator[tuple[subprocess.Popen[str], httpx2.Client]]:
+    with deployed(
+        f"[[models]]\nname = 'tiny'\nmodel = '{tiny.spoken()}'\nreplicas = 2\nthreads = 1\nkv_tokens = 4096"
+    ) as running:
+        yield running
 
 
 def where(http: httpx2.Client) -> dict[str, float]:
@@ -67,6 +52,42 @@ def test_a_stream_is_that_of_a_whole_answer(cluster: tuple[subprocess.Popen[str]
     whole = http.post("/v1/completions", json=body).json()["choices"][0]["text"]
     with http.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
         assert "".join(event["choices"][0]["text"] for event in sse(response)) == whole
+
+
+def test_a_model_that_nothing_is_asked_of_ends_and_starts_again() -> None:
+    model = f"[[models]]\nname = 'tiny'\nmodel = '{tiny.spoken()}'\nthreads = 1\nkv_tokens = 1024"
+    with deployed(f"{model}\nreplicas = {{ min = 0, max = 2, idle = 1 }}") as (_, http):
+        body = {"prompt": "hello", "max_tokens": 12, "seed": 3}
+        before = http.post("/v1/completions", json=body).json()["choices"]
+        end = time.monotonic() + 120
+        while 'forerun_replicas{model="tiny"} 0.0' not in http.get("/metrics").text:
+            assert time.monotonic() < end
+            time.sleep(0.5)
+        assert http.get("/health").status_code == 200
+        assert http.post("/v1/completions", json=body).json()["choices"] == before
+
+
+def test_a_new_file_replaces_all_replicas_and_costs_no_request(tmp_path: Path) -> None:
+    plan = f"[[models]]\nname = 'tiny'\nmodel = '{tiny.spoken()}'\nreplicas = 2\nthreads = 1\nkv_tokens = "
+    file = tmp_path / "plan.toml"
+    with deployed(f"{plan}1024", file) as (process, http):
+        before, after = there(http), set[str]()
+        file.write_text("no plan")
+        process.send_signal(signal.SIGUSR1)
+        assert process.stderr and next(line for line in process.stderr if "replicas are not replaced" in line)
+        assert there(http) == before
+        file.write_text(f"{plan}2048")
+        process.send_signal(signal.SIGUSR1)
+        end = time.monotonic() + 120
+        while before & after or len(after) < 2:
+            assert http.post("/v1/completions", json={"prompt": "x", "max_tokens": 2}).status_code == 200
+            after = there(http)
+            assert time.monotonic() < end
+
+
+def there(http: httpx2.Client) -> set[str]:
+    """The replicas."""
+    return {*re.findall(r'^forerun_running\{.*replica="(\w+)"', http.get("/metrics").text, re.M)}
 
 
 def test_a_replica_that_is_killed_costs_no_request(cluster: tuple[subprocess.Popen[str], httpx2.Client]) -> None:

@@ -2,42 +2,31 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaModel
 
-from forerun.draft import levels
-from forerun.draft.base import Proposer
-from forerun.draft.level_heads import LevelHeads
-from forerun.draft.levels import Levels
-from forerun.draft.prefixed import Prefixed
-from forerun.draft.view import TargetView, view_of
-from forerun.engine.engine import Engine
-from forerun.runner import Runner
 from tests import tiny
-from tests.draft.test_mtp import last_states
-from tests.engine import build
+from tests.draft.twins import last_states, target
 
 HIDDEN, VOCAB = 32, tiny.VOCAB
-ROOM = {"tokens": 1024, "page": 4, "slots": 8}
 Tensors = dict[str, Tensor]
 
 
 @dataclass
 class Published:
-    """A checkpoint: the fields of its config.json, its tensors by their published names, and its formula: logits after
-    the tokens that follow the states [n, H] of the target, the root first."""
+    """A checkpoint: what `--draft` calls it, the fields of its config.json, its tensors by their published names, and
+    its formula: logits after the tokens that follow the states [n, H] of the target, the root first."""
 
+    draft: str
     raw: dict[str, Any]
     tensors: Tensors
     naive: Callable[[Tensor, Sequence[int]], Tensor]
@@ -61,45 +50,14 @@ def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=generator).mul(0.5 if len(shape) > 1 else 0.2).double()
 
 
-def target() -> TargetView:
-    return view_of(tiny.decoder(tiny.family("llama")))
+class PublishedTwin:
+    """The formula of published heads, which needs no more than their checkpoint."""
 
+    def __init__(self, head: Any) -> None:
+        self.naive = head.published.naive
 
-def through_the_engine(
-    heads: LevelHeads, width: int, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], Tensor]]:
-    """Every node that heads in float64 are asked about while requests are served in small chunks: committed tokens, its
-    path below the root, and the logits."""
-    seen, grow = [], levels.grow
-
-    def seeing(trees: list[Any], logits: Tensor, *rest: Any) -> None:
-        nodes = [(tree, node) for tree in trees for node in tree.frontier]
-        for (tree, node), row in zip(nodes, logits, strict=True):
-            path = tuple(tree.draft.tokens[i] for i in tree.draft.path_to(node)[1:])
-            seen.append((tuple(tree.row.tokens), path, row.clone()))
-        grow(trees, logits, *rest)
-
-    monkeypatch.setattr(levels, "grow", seeing)
-    decoder = tiny.decoder(tiny.family("llama"))
-    heads, view = heads.double(), view_of(decoder)
-    proposer: Proposer = Levels("heads", heads, view, width)
-    if heads.prefix is not None:
-        proposer = Prefixed("heads", heads, view, **ROOM, width=width)
-    engine = Engine(Runner(decoder, **ROOM), {"heads": proposer}, chunk=5)
-    requests = [engine.add(build.prompts()[i], build.params(i, 0.8, 7), draft="heads", depth=4) for i in (2, 3)]
-    build.finish(engine)
-    assert sum(request.stats.drafted for request in requests) > 10
-    yield from seen
-
-
-def assert_as_published(made: Published, heads: LevelHeads, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that they are asked, as deep as they go."""
-    depths, states = set(), functools.cache(last_states)
-    for tokens, path, row in through_the_engine(heads, width, monkeypatch):
-        expected = made.naive(states(tokens[:-1]), (tokens[-1], *path))
-        assert torch.allclose(row, expected, rtol=1e-4, atol=1e-4), (len(tokens), path)
-        depths.add(len(path))
-    assert depths == set(range(min(heads.levels, 4)))
+    def logits(self, tokens: tuple[int, ...], path: tuple[int, ...], first: int = 0) -> Tensor:
+        return self.naive(last_states(tokens[:-1])[first:], (tokens[-1], *path))
 
 
 def damage(directory: Path, name: str, value: Tensor | None = None) -> None:
@@ -144,7 +102,7 @@ def ibm(tied: bool = False, scaled: bool = False, prefix: str = "speculator.", l
             s = gelu(x * own[f"ln.{i}.weight"] + own[f"ln.{i}.bias"])
         return own[f"head.{len(tokens) - 1}.weight"] @ s
 
-    return Published(raw, {f"{prefix}{name}": tensor for name, tensor in own.items()}, naive)
+    return Published("mlp", raw, {f"{prefix}{name}": tensor for name, tensor in own.items()}, naive)
 
 
 def arctic(method: str, tied: bool = True, shared: bool = True, inner: int = 24) -> Published:
@@ -168,7 +126,7 @@ def arctic(method: str, tied: bool = True, shared: bool = True, inner: int = 24)
         own = {
             name: tensor for name, tensor in own.items() if not name.startswith("head.") or len(name.split(".")) == 3
         }
-        return Published(raw, own, plain.naive, "pytorch_model.bin")
+        return Published("mlp", raw, own, plain.naive, "pytorch_model.bin")
     for i, gate in enumerate(("forget", "input", "output", "cell")):
         own[f"{gate}_emb.0.weight"] = random(VOCAB, inner, seed=0 if shared else i)
         for step, size in enumerate((HIDDEN, inner)):
@@ -191,7 +149,7 @@ def arctic(method: str, tied: bool = True, shared: bool = True, inner: int = 24)
             s = out / (1 + (-leave).exp())
         return own[f"head.{len(tokens) - 1}.weight"] @ s
 
-    return Published(raw, own, naive, "pytorch_model.bin")
+    return Published("mlp", raw, own, naive, "pytorch_model.bin")
 
 
 # ---------------------------------------------------------------- Hydra
@@ -236,7 +194,7 @@ def hydra(arch: str = "mlp", grounded: bool = True, layers: int = 3, file: str =
         name = f"hydra_lm_head.{i}.1" if dropout else f"hydra_lm_head.{i}"
         return own[f"{name}.weight"] @ x + own[f"{name}.bias"]
 
-    return Published(raw, own, naive, file)
+    return Published("hydra", raw, own, naive, file)
 
 
 def _llama_layer() -> LlamaModel:
@@ -272,7 +230,7 @@ def medusa(layers: int = 1, prefix: str = "", file: str = "medusa_lm_head.pt") -
             x = x + y / (1 + (-y).exp())
         return own[f"{i}.{layers}.weight"] @ x
 
-    return Published(raw, {f"{prefix}{name}": tensor for name, tensor in own.items()}, naive, file)
+    return Published("medusa", raw, {f"{prefix}{name}": tensor for name, tensor in own.items()}, naive, file)
 
 
 def medusa_of_vllm(
@@ -303,7 +261,7 @@ def medusa_of_vllm(
         full[ids] = logits[ids] if whole else logits
         return full
 
-    return Published(raw, own, naive)
+    return Published("medusa", raw, own, naive)
 
 
 def rms(x: Tensor) -> Tensor:

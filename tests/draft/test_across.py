@@ -171,7 +171,7 @@ def test_what_cannot_be_said_in_the_target_s_tokens_ends_a_draft(monkeypatch: py
     own, ours = words("bytes").tokenizer.vocabulary(), words("target").tokenizer.vocabulary()
     for special, proposed in (("<end>", []), ("</s>", [ours["</s>"]])):
         drafter, said = proposer("bytes"), [own[special]] * 3
-        monkeypatch.setattr(drafter, "_logits", lambda segments, said=said: torch.eye(340)[said[: len(segments)]])
+        monkeypatch.setattr(drafter, "say", lambda segments, said=said: torch.eye(340)[said[: len(segments)]])
         assert drafts_of(drafter, [row(prompt(0))])[0].tokens[1:] == proposed
 
 

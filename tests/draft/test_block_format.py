@@ -21,11 +21,13 @@ from forerun.draft.base import Row
 from forerun.draft.block import Block
 from forerun.draft.block_format import load_block, save_block
 from forerun.draft.block_head import BlockHead
+from forerun.draft.block_shapes import ConvShape, GruShape, MarkovShape, RefinerShape, SelectorShape
 from forerun.draft.registry import kind_of
 from forerun.draft.view import TargetView, view_of
 from forerun.verify import Noise
 from tests import tiny
-from tests.draft.test_block import PLAIN, head_of
+from tests.draft.heads import PLAIN, SURE
+from tests.draft.test_block import head_of
 
 LAYER = dict(
     model_type="qwen3", hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
@@ -44,7 +46,7 @@ def target() -> TargetView:
 
 
 def tensors_of(head: BlockHead) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in head.state_dict().items()}
+    return {name.removeprefix("domino_head."): tensor.clone() for name, tensor in head.state_dict().items()}
 
 
 def write(directory: Path, raw: Any, tensors: dict[str, torch.Tensor]) -> Path:
@@ -89,8 +91,21 @@ SPECFORGE = TOP | {
     "dflash_config": {"target_layer_ids": [1, -1, 2], "mask_token_id": 0, "block_size": 4, "projector_type": "dspark"}
     | {"markov_rank": 5, "attention_mode": "gqa"},
 }  # fmt: skip
+DOMINO = TOP | {
+    "architectures": ["DFlashDraftModel"],
+    "dflash_config": {
+        "target_layer_ids": [1, -1, 2], "mask_token_id": 0, "block_size": 4, "projector_type": "domino", "emb_dim": 6,
+        "gru_hidden_dim": 7, "pure_draft_prefix_len": 1, "shift_label": True,
+    },
+}  # fmt: skip
+SELECTOR = ZLAB["dflash_config"] | {"selector_rank": 5, "selector_top_k": 7, "conv_group_size": 16}
+TWO: dict[str, Any] = SURE | {"sample_from_anchor": False, "conv": ConvShape(2, 16)}
+EXPRESS = DFLASH | {"speculators_model_type": "xpress", "xpress_rank": 5, "num_jacobi_passes": 6}
+FILLS = {"projector_type": None, "pure_draft_prefix_len": 2, "shift_label": False}
 OWN = {"own_embedding": True, "own_head": True}
 FILL_IN = {"sample_from_anchor": False}
+SLIDING = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 5, "use_sliding_window": True}
+SEEN: dict[str, Any] = {"layer": SLIDING}
 DIALECTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # config.json, and what is meant by it
     "DeepSpec DSpark": (DEEPSPEC | MARKOV, OWN),
     "DeepSpec DFlash, which begins at its anchor too": (DEEPSPEC | {"markov_rank": 0}, PLAIN | OWN),
@@ -103,6 +118,64 @@ DIALECTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # config.json, a
     "SpecForge, which says so": (
         SPECFORGE | {"dflash_config": SPECFORGE["dflash_config"] | {"sample_from_anchor": True}},
         {"confidence": False, "confidence_with_markov": False},
+    ),
+    "speculators, a gated Markov head": (
+        DSPARK | {"markov_head_type": "gated"},
+        FILL_IN | {"law": MarkovShape(5, "gated")},
+    ),
+    "DeepSpec, a recurrent Markov head": (
+        DEEPSPEC | MARKOV | {"markov_head_type": "rnn"},
+        OWN | {"law": MarkovShape(5, "rnn")},
+    ),
+    "Domino": (DOMINO, SURE | {"law": GruShape(7, 6, 1)}),
+    "Domino, filling in, told by its class": (
+        TOP | {"architectures": ["DominoDraftModel"], "dflash_config": DOMINO["dflash_config"] | FILLS},
+        SURE | FILL_IN | {"law": GruShape(7, 6, 2)},
+    ),
+    "DFlash2": (
+        ZLAB | {"architectures": ["DFlash2DraftModel"], "dflash_config": SELECTOR | {"output_multiplier": 1.0}},
+        TWO | {"law": SelectorShape(5, 7)},
+    ),
+    "DFlash2, which leaves out what is usual, with a window": (
+        ZLAB | SLIDING | {"dflash_config": ZLAB["dflash_config"] | {"selector_rank": 5}},
+        TWO | SEEN | {"law": SelectorShape(5, 16)},
+    ),
+    "DFlash2 of speculators, with a window": (
+        DFLASH
+        | {"speculators_model_type": "dflash2", "transformer_layer_config": LAYER | SLIDING}
+        | {"selector_rank": 5, "selector_top_k": 7, "conv_group_size": 8, "conv_kernel_size": 3},
+        TWO | SEEN | {"law": SelectorShape(5, 7), "conv": ConvShape(3, 8)},
+    ),
+    "XPress": (EXPRESS, SURE | FILL_IN | {"law": RefinerShape(5)}),
+    "XPress, from the anchor": (
+        EXPRESS | {"sample_from_anchor": True, "xpress_mlp_ratio": 3},
+        SURE | {"law": RefinerShape(5, 3)},
+    ),
+    "JetSpec": (ZLAB | {"dflash_config": ZLAB["dflash_config"] | {"causal": True}}, PLAIN | FILL_IN | {"causal": True}),
+    "z-lab, with a window": (ZLAB | SLIDING, PLAIN | FILL_IN | SEEN),
+    "z-lab, with a window, causal": (
+        ZLAB | SLIDING | {"dflash_config": ZLAB["dflash_config"] | {"causal": True}},
+        PLAIN | FILL_IN | SEEN | {"causal": True, "window_causal": True},
+    ),
+    "SpecForge, with a window": (
+        SPECFORGE | SLIDING,
+        FILL_IN | SEEN | {"confidence": False, "confidence_with_markov": False, "window_causal": True},
+    ),
+    "SpecForge, with a window that says what it sees": (
+        SPECFORGE | SLIDING | {"sliding_window_non_causal": True},
+        FILL_IN | SEEN | {"confidence": False, "confidence_with_markov": False},
+    ),
+    "speculators, with a window": (
+        DFLASH | {"transformer_layer_config": LAYER | SLIDING},
+        PLAIN | FILL_IN | SEEN | {"window_causal": True},
+    ),
+    "speculators, with a window that says what it sees": (
+        DFLASH | {"transformer_layer_config": LAYER | SLIDING, "sliding_window_non_causal": True},
+        PLAIN | FILL_IN | SEEN,
+    ),
+    "speculators, with the window that Qwen3 has by itself": (
+        DFLASH | {"transformer_layer_config": LAYER | {n: v for n, v in SLIDING.items() if n != "sliding_window"}},
+        PLAIN | FILL_IN | {"layer": SLIDING | {"sliding_window": 4096}, "window_causal": True},
     ),
 }
 
@@ -121,15 +194,22 @@ def test_other_dialects_mean_what_they_mean(dialect: str, tmp_path: Path) -> Non
     ("changes", "says"),
     [
         ({"num_target_layers": 4}, "target of 4 layers, this one has 3"),
-        ({"dflash_config": ZLAB["dflash_config"] | {"causal": True}}, "causal"),
-        ({"dflash_config": ZLAB["dflash_config"] | {"projector_type": "domino"}}, "domino"),
-        ({"dflash_config": ZLAB["dflash_config"] | {"selector_rank": 4}}, "DFlash2"),
+        ({"architectures": ["DFlashLagunaForCausalLM"]}, "Laguna"),
+        ({"attention_value_scale": 0.5}, "attention_value_scale"),
+        ({"dflash_config": ZLAB["dflash_config"] | {"causal": "yes"}}, "causal"),
+        ({"dflash_config": ZLAB["dflash_config"] | {"projector_type": "other"}}, "other"),
+        ({"dflash_config": SELECTOR}, "candidate_selector"),
         ({"dflash_config": ZLAB["dflash_config"] | {"target_layer_ids": [1, "2"]}}, "target_layer_ids"),
         ({"dflash_config": ZLAB["dflash_config"] | {"target_layer_ids": [1, -1, 3]}}, "from 0 to 3"),
         ({"dflash_config": []}, "aux_hidden_state_layer_ids"),
         ({"dflash_config": "x"}, "not an object"),
         ({"architectures": ["Gemma4DSparkModel"]}, "Gemma 4"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "full_attention"),
+        ({"layer_types": ["full_attention", "chunked_attention"]}, "another attention"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_window"),
+        ({"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 0}, "sliding_window"),
+        (SLIDING | {"layer_types": ["sliding_attention"]}, "1 entries"),
+        (SLIDING | {"use_sliding_window": False}, "one of them is wrong"),
+        (SLIDING | {"architectures": ["Qwen3DSparkModel"], "dflash_config": None}, "sliding_window_non_causal"),
     ],
 )
 def test_what_is_not_supported_of_other_dialects(changes: dict[str, Any], says: str, tmp_path: Path) -> None:
@@ -140,12 +220,50 @@ def test_what_is_not_supported_of_other_dialects(changes: dict[str, Any], says: 
     assert "\n" not in str(error.value)
 
 
+LAWS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # what a file says, and is
+    "domino": (DOMINO, SURE | {"law": GruShape(7, 6, 1)}),
+    "xpress": (EXPRESS, SURE | FILL_IN | {"law": RefinerShape(5)}),
+    "dflash2": (ZLAB | {"dflash_config": SELECTOR}, TWO | {"law": SelectorShape(5, 7)}),
+}
+
+
+@pytest.mark.parametrize(
+    ("law", "changes", "says"),
+    [
+        ("domino", {"shift_label": None}, "shift_label"),
+        ("domino", {"pure_draft_prefix_len": None}, "pure_draft_prefix_len"),
+        ("domino", {"gru_hidden_dim": 8}, "asks for 8"),
+        ("domino", {"emb_dim": "6"}, "emb_dim"),
+        ("domino", {"projector_type": "dflash2"}, "selector_rank"),
+        ("dflash2", {"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+        ("dflash2", {"selector_top_k": 65}, "all 64"),
+        ("dflash2", {"draft_vocab_size": 40}, "all 64"),
+        ("dflash2", {"selector_rank": 4}, "asks for 4"),
+        ("dflash2", {"conv_kernel_size": 3}, "asks for 3"),
+        ("dflash2", {"conv_group_size": 5}, "conv_group_size"),
+        ("dflash2", {"block_size": 1}, "blocks of 1 slots"),
+        ("xpress", {"xpress_rank": 4}, "asks for 4"),
+        ("xpress", {"xpress_mlp_ratio": 3}, "asks for 3 times 5"),
+        ("xpress", {"block_size": 5}, "blocks of 5"),
+    ],
+)
+def test_what_a_law_cannot_be(law: str, changes: dict[str, Any], says: str, tmp_path: Path) -> None:
+    raw, meant = LAWS[law]
+    if "dflash_config" in raw:
+        changes = {"block_size": None, "dflash_config": {"block_size": 4} | raw["dflash_config"] | changes}
+    refused(write(tmp_path / "drafter", raw | changes, tensors_of(head_of(**meant))), says)
+
+
 @pytest.mark.parametrize(
     "changes",
     [
         {},
         PLAIN,
         {"sample_from_anchor": False, "confidence_with_markov": False},
+        {"law": MarkovShape(6, "gated")},
+        {"law": MarkovShape(3, "rnn"), "draft_vocab": 40, "own_head": True},
+        SEEN,
+        SEEN | {"window_causal": True},
         {"draft_vocab": 40, "own_head": True, "block": 7, "mask_token": 63},
         {"own_embedding": True, "own_head": True, "layer": {"hidden_size": 24, "head_dim": 8, "rope_theta": 500.0}},
         {"boundaries": (3,), "layer": {"model_type": "llama", "num_hidden_layers": 1, "hidden_act": "gelu"}},
@@ -198,24 +316,31 @@ def test_what_a_config_leaves_out(tmp_path: Path) -> None:
 
 
 def test_older_files_hold_the_target_s_embedding_and_head(tmp_path: Path) -> None:
-    """They are used as they are: the drafts are those of the file without them."""
+    """They are borrowed: the drafts are those of the file without them. A row of another makes it the drafter's own."""
     head, weights = head_of(sample_from_anchor=False), tiny.decoder(tiny.family("llama")).weights
     copies = {"embed_tokens.weight": weights.embed.float(), "lm_head.weight": weights.head.weight.float()}
     place = write(tmp_path / "drafter", DSPARK, tensors_of(head) | copies)
     loaded = load_block(place, target())
-    assert loaded.config.own_embedding and loaded.config.own_head
+    assert not loaded.config.own_embedding and not loaded.config.own_head
     assert drafts(loaded) == drafts(head)
+    for name, told in (("embed_tokens", "own_embedding"), ("lm_head", "own_head")):
+        other = {key: tensor.clone() for key, tensor in copies.items()}
+        other[f"{name}.weight"][7] *= 1.02
+        loaded = load_block(write(tmp_path / "drafter", DSPARK, tensors_of(head) | other), target())
+        assert {"own_embedding": loaded.config.own_embedding, "own_head": loaded.config.own_head} == {
+            "own_embedding": False, "own_head": False,
+        } | {told: True}  # fmt: skip
 
 
 BROKEN: dict[str, tuple[dict[str, Any], str]] = {
-    "another kind": ({"speculators_model_type": "eagle3"}, "dspark or dflash"),
-    "no layers": ({"transformer_layer_config": None}, "does not describe one"),
+    "another kind": ({"speculators_model_type": "eagle3"}, "dspark"),
+    "no layers": ({"transformer_layer_config": None}, "describes no layers"),
     "no number of layers": ({"transformer_layer_config": {}}, "num_hidden_layers"),
     "layers that are not there": ({"transformer_layer_config": LAYER | {"num_hidden_layers": 3}}, "no layers.2"),
     "too many layers": ({"transformer_layer_config": LAYER | {"num_hidden_layers": 1}}, "has layers.1"),
     "windows": (
         {"transformer_layer_config": LAYER | {"layer_types": ["full_attention", "sliding_attention"]}},
-        "full_attention",
+        "sliding_window in config.json is None",
     ),
     "another family": ({"transformer_layer_config": LAYER | {"model_type": "gemma2"}}, "gemma2"),
     "another width": ({"transformer_layer_config": LAYER | {"hidden_size": 64}}, "states of 64"),
@@ -231,9 +356,10 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "a mask token out of range": ({"mask_token_id": 64}, "from 0 to 63"),
     "a flag that is none": ({"sample_from_anchor": "yes"}, "true or false"),
     "a rank that is none": ({"markov_rank": -1}, "markov_rank"),
-    "another rank": ({"markov_rank": 6}, "config.json asks for"),
-    "no Markov head": ({"markov_rank": 0}, "no Markov head"),
-    "another Markov head": ({"markov_head_type": "gated"}, "only vanilla"),
+    "another rank": ({"markov_rank": 6}, "config.json asks for 6"),
+    "no Markov head": ({"markov_rank": 0}, "config.json asks for 0"),
+    "another Markov head": ({"markov_head_type": "gated"}, "gate_proj"),
+    "no Markov head that is known": ({"markov_head_type": "lstm"}, "only vanilla, gated, rnn"),
     "no confidence head": ({"enable_confidence_head": False}, "confidence_head"),
     "fewer tokens": ({"draft_vocab_size": 40}, "no lm_head.weight"),
     "too many tokens": ({"draft_vocab_size": 65}, "from 1 to 64"),

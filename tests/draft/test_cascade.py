@@ -10,17 +10,21 @@ import numpy as np
 import pytest
 
 from forerun import LLM, ConfigError, SamplingParams
+from forerun.cache.attention import Segment
 from forerun.check import oracle
+from forerun.draft import cascade as cascade_module
 from forerun.draft.base import Proposer, Row
 from forerun.draft.cascade import Cascade
 from forerun.draft.model import DraftModel
 from forerun.kernels import native
+from forerun.passes import Link
 from forerun.runner import Runner
 from forerun.sampling.filters import shape_logits
-from forerun.types import Draft, Law
+from forerun.types import Draft, Forward, Law
 from forerun.verify import RULES, Noise, block, token, tree
 from tests import tiny
 from tests.draft.test_draft_model import FILTERED, GREEDY, WARM, logits_after, proposer, row, text_of
+from tests.texts import plain
 
 KERNELS = [
     pytest.param("native", marks=pytest.mark.skipif(native.library() is None, reason=native.reason() or "compiled")),
@@ -34,9 +38,10 @@ class Scripted(Proposer):
     name = "scripted"
 
     def __init__(self, script: dict[int, list[int]]) -> None:
-        self.script = script
+        self.script, self.asked = script, list[Row]()
 
     def propose(self, rows: Sequence[Row]) -> list[Draft]:
+        self.asked += rows
         return [Draft.chain(r.tokens[-1], self.script.get(r.slot, [])[: r.depth], self.name) for r in rows]
 
 
@@ -130,6 +135,63 @@ def test_what_comes_of_checking_is_exact(verify: object, seed: int) -> None:
     assert oracle.bias(verify, wrong, target, 2) > 1e-6, "and with the law of another it is not"
 
 
+def test_nobody_is_asked_for_more_than_there_is_room_for() -> None:
+    """Requests of one round are drafted for to their own depths, whatever the deepest of them asks for."""
+    model, first = proposer(slots=4), Scripted({slot: [5] * 9 for slot in range(4)})
+    cascade, rows = Cascade(first, model), [row(text_of(7, s), depth=(1, 8, 2, 5)[s], slot=s) for s in range(4)]
+    for r in rows:
+        cascade.open(r.slot, r.tokens)
+    for _ in range(12):
+        cascade.propose(rows)
+    assert first.asked and all(r.depth <= rows[r.slot].depth for r in first.asked)
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_costs_are_those_of_one_pass(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the model's last tokens come level by level or in one call, and without the reading of a prompt."""
+    if kernels == "native":
+        native.start(2)
+        made = tiny.native_decoder(tiny.drafter("llama"))
+        model = DraftModel(Runner(made, tokens=1024, page=16, slots=8), tiny.VOCAB)
+    else:
+        model = proposer(slots=8)
+    clock, passes = [0.0], Runner.forward
+    monkeypatch.setattr(cascade_module.time, "thread_time", lambda: clock[0])
+
+    def forward(self: Runner, segments: Sequence[Segment]) -> Forward:
+        clock[0] += 1.0
+        return passes(self, segments)
+
+    chain = Runner.chain
+
+    def at_once(self: Runner, links: Sequence[Link], vocab: int) -> list[list[int]] | None:
+        said = chain(self, links, vocab)
+        clock[0] += 0.0 if said is None else max(len(link.keys) for link in links)
+        return said
+
+    monkeypatch.setattr(Runner, "forward", forward)
+    monkeypatch.setattr(Runner, "chain", at_once)
+    cascade, text = Cascade(Scripted({0: [5] * 2}), model), text_of(90, 3)
+    cascade.open(0, text)
+    cascade.propose([row(text, depth=6)])
+    assert 90 not in cascade.plan.passes.sizes and max(cascade.plan.passes.sizes, default=0) <= 3
+    for _ in range(3):
+        cascade.propose([row(text, depth=6)])
+    assert cascade.plan.passes.at(1) == pytest.approx(1.0)
+
+
+def say_the_same(llm: LLM, rule: str) -> None:
+    """Assert that texts are those without drafts, where the rule promises that; nothing may leak in any case."""
+    prompts = ["def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return", "the name", "[1, 2, [1, 2, ["]
+    for temperature in (0.0, 0.8):
+        params = SamplingParams(max_tokens=40, temperature=temperature, seed=4, ignore_eos=True)
+        for depth in (4, "auto"):
+            said = llm.generate(prompts, params, depth=depth)
+            if rule == "match" or (not temperature and rule != "typical"):
+                assert [c.token_ids for c in said] == plain(tiny.spoken(), prompts, params)
+    llm.engine.target.cache.pages.check()
+
+
 @pytest.mark.parametrize("rule", list(RULES))
 @pytest.mark.parametrize("spec", ["suffix>model:{}", "ngram>model:{}|recycle", "model:{}>model:{}", "suffix>self:int8"])
 def test_texts_are_the_same(rule: str, spec: str) -> None:
@@ -137,15 +199,7 @@ def test_texts_are_the_same(rule: str, spec: str) -> None:
         pytest.skip("the native kernels were not compiled")
     places = [tiny.spoken(0.3), tiny.spoken(0.1)][2 - spec.count("{}") :]
     llm = LLM(tiny.spoken(), draft=spec.format(*places), rule=rule, max_rows=3, kv_tokens=192)
-    prompts = ["def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return", "the name", "[1, 2, [1, 2, ["]
-    for temperature in (0.0, 0.8):
-        params = SamplingParams(max_tokens=40, temperature=temperature, seed=4, ignore_eos=True)
-        plain = [c.token_ids for c in llm.generate(prompts, params, draft="off")]
-        for depth in (4, "auto"):
-            said = llm.generate(prompts, params, depth=depth)
-            if rule == "match" or (not temperature and rule != "typical"):
-                assert [c.token_ids for c in said] == plain
-    llm.engine.target.cache.pages.check()
+    say_the_same(llm, rule)
 
 
 @pytest.mark.parametrize("spec", ["suffix>recycle", "model:{0}>suffix", "(suffix|ngram)>model:{0}"])

@@ -113,16 +113,6 @@ def test_untrained_heads_say_what_the_target_says() -> None:
     assert torch.allclose(heads(state)[:, 1], state @ head.T)
 
 
-def test_a_user_s_heads(tmp_path) -> None:
-    """From a directory, beside plain decoding, on whatever kernels there are."""
-    heads = tiny.medusa("llama")
-    llm = LLM(tiny.family("llama"), draft=f"medusa:{save(heads, tmp_path / 'heads')}", kv_tokens=512)
-    params = SamplingParams(max_tokens=30, temperature=0.8, seed=1, ignore_eos=True)
-    with_heads = llm.generate([5, 6, 7, 8], params, depth=3)[0]
-    assert with_heads.token_ids == llm.generate([5, 6, 7, 8], params, draft="off")[0].token_ids
-    assert with_heads.stats.by_source["medusa"].drafted > 20
-
-
 @pytest.mark.parametrize("change", ["other target", "no file", "bad config", "missing tensor", "garbage"])
 def test_heads_that_do_not_fit(change, tmp_path) -> None:
     directory = save(tiny.medusa("llama") if change != "other target" else MedusaHeads(2, 1, 8, 12), tmp_path / "m")

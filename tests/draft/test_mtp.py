@@ -1,4 +1,4 @@
-"""Multi-token modules: each drafted token is the naive module's, files come back or are refused in one line."""
+"""Multi-token modules: files that cannot be are refused in one line, and targets draft with layers of their own."""
 
 from __future__ import annotations
 
@@ -13,150 +13,24 @@ from torch import Tensor
 
 from forerun import LLM, LoadError, SamplingParams
 from forerun.cache.attention import Segment
-from forerun.draft import pairs
 from forerun.draft.base import Row
-from forerun.draft.mtp import MtpModule
 from forerun.draft.mtp_format import load_module, save_module
 from forerun.draft.pairs import Pairs
-from forerun.draft.view import TargetView, view_of
-from forerun.engine.engine import Engine
+from forerun.draft.view import view_of
 from forerun.models.rope import rope_tables
 from forerun.runner import Runner
 from forerun.verify import Noise
 from tests import tiny
-from tests.engine import build
-
-ROOM = {"tokens": 1024, "page": 4, "slots": 8}
-
-
-def target() -> TargetView:
-    return view_of(tiny.decoder(tiny.family("llama")))
-
-
-def last_states(tokens: tuple[int, ...]) -> Tensor:
-    """The target's states of each token behind its last norm, from one pass over the whole text. [T, H]"""
-    runner = Runner(tiny.decoder(tiny.family("llama")), tokens=256, page=256, slots=1)
-    runner.cache.pages.grow(0, len(tokens))
-    segment = Segment(0, list(tokens), list(range(-1, len(tokens) - 1)), [])
-    layers = runner.decoder.config.layers
-    x = runner.forward([segment], (layers,)).features[layers]
-    return norm(x, runner.decoder.weights.norm.weight)
-
-
-def norm(x: Tensor, weight: Tensor) -> Tensor:
-    eps = tiny.mtp("llama").layer.norm_eps
-    return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight
-
-
-class Naive:
-    """The module written out again: no cache, everything anew for each path."""
-
-    def __init__(self, module: MtpModule) -> None:
-        weights = module.double().state_dict()
-        self.c, self.w = module.layer, {name.removeprefix("mtp_layers.0."): w for name, w in weights.items()}
-        self.cos, self.sin = rope_tables(self.c, self.c.ropes[0], 256, torch.float64)
-        self.decoder, self.ids = tiny.decoder(tiny.family("llama")), module.tokens()
-
-    def norm(self, x: Tensor, name: str) -> Tensor:
-        return norm(x, self.w[f"{name}.weight"])
-
-    def product(self, x: Tensor, name: str) -> Tensor:
-        return x @ self.w[f"{name}.weight"].T
-
-    def rotate(self, x: Tensor) -> Tensor:
-        a, b = x.chunk(2, -1)
-        cos, sin = self.cos[: len(x), 0], self.sin[: len(x), 0]
-        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
-
-    def attention(self, x: Tensor) -> Tensor:
-        q, k, v = (self.product(x, f"self_attn.{n}_proj").view(len(x), -1, self.c.head_dim) for n in "qkv")
-        heads, ahead = [], torch.ones(len(x), len(x), dtype=torch.bool).triu(1)
-        for h in range(self.c.heads):
-            shared = h // (self.c.heads // self.c.kv_heads)
-            scores = self.rotate(q[:, h]) @ self.rotate(k[:, shared]).T / self.c.head_dim**0.5
-            heads.append(scores.masked_fill(ahead, -torch.inf).softmax(-1) @ v[:, shared])
-        return self.product(torch.cat(heads, -1), "self_attn.o_proj")
-
-    def made(self, ids: list[int], states: Tensor) -> Tensor:
-        embedded = self.decoder.weights.embed[ids]
-        x = torch.cat((self.norm(embedded, "token_layernorm"), self.norm(states, "hidden_layernorm")), -1)
-        x = self.product(x, "input_proj")
-        x = x + self.attention(self.norm(x, "input_layernorm"))
-        y = self.norm(x, "post_attention_layernorm")
-        gate, up = self.product(y, "mlp.gate_proj"), self.product(y, "mlp.up_proj")
-        return self.norm(x + self.product(gate / (1 + (-gate).exp()) * up, "mlp.down_proj"), "final_layernorm")
-
-    def logits(self, tokens: tuple[int, ...], path: tuple[int, ...]) -> Tensor:
-        """After the last token of the path: states are the target's for what is committed, then the module's own."""
-        ids, states = list(tokens[1:]), last_states(tokens[:-1])
-        for token in path:
-            states = torch.cat((states, self.made(ids, states)[-1:]))
-            ids.append(token)
-        made = self.made(ids, states)[-1]
-        if self.ids is None:
-            return made @ self.decoder.weights.head.weight.T
-        return torch.full((tiny.VOCAB,), -torch.inf).double().index_copy(0, self.ids, made @ self.w["lm_head.weight"].T)
-
-
-@pytest.mark.parametrize("said", [tiny.VOCAB, 40])
-@pytest.mark.parametrize("width", [1, 3])
-def test_every_node_has_the_logits_of_the_naive_module(width: int, said: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through the engine, in small chunks and with preemption, chains and trees."""
-    seen, grow = [], pairs.grow
-
-    def seeing(trees: list[Any], logits: Tensor, *rest: Any) -> None:
-        nodes = [(tree, node) for tree in trees for node in tree.frontier]
-        for (tree, node), row in zip(nodes, logits, strict=True):
-            path = tuple(tree.draft.tokens[i] for i in tree.draft.path_to(node)[1:])
-            seen.append((tuple(tree.row.tokens), path, row.clone()))
-        grow(trees, logits, *rest)
-
-    monkeypatch.setattr(pairs, "grow", seeing)
-    module, decoder = tiny.mtp("llama", draft_vocab=said).double(), tiny.decoder(tiny.family("llama"))
-    proposer = Pairs("mtp", module, view_of(decoder), **ROOM, width=width)
-    engine = Engine(Runner(decoder, **ROOM), {"mtp": proposer}, chunk=5)
-    requests = [engine.add(build.prompts()[i], build.params(i, 0.8, 9), draft="mtp", depth=3) for i in (2, 3)]
-    build.finish(engine)
-    assert sum(request.stats.drafted for request in requests) > 20
-    naive = Naive(module)
-    for tokens, path, row in seen[::width]:
-        # the embedding comes in float32
-        assert torch.allclose(row, naive.logits(tokens, path), rtol=1e-6, atol=1e-6), (len(tokens), path)
-
-
-@pytest.mark.parametrize("said", [tiny.VOCAB, 40])
-@pytest.mark.parametrize("kernels", ["torch", "auto"])
-def test_a_module_comes_back_and_drafts_for_its_target(kernels: str, said: int, tmp_path: Path) -> None:
-    """Saved, loaded, drafting: the text is that of plain decoding."""
-    module = tiny.mtp("llama", draft_vocab=said)
-    save_module(module, tmp_path / "mtp", "some/target", torch.float32)
-    loaded = load_module(tmp_path / "mtp", target())
-    expected = module.state_dict()
-    assert {n: t.tolist() for n, t in loaded.state_dict().items()} == {n: t.tolist() for n, t in expected.items()}
-    llm = LLM(tiny.family("llama"), draft=f"mtp:{tmp_path / 'mtp'}", kv_tokens=512, kernels=kernels, width=2)
-    params = SamplingParams(max_tokens=30, temperature=0.8, seed=1, ignore_eos=True)
-    drafted = llm.generate([5, 6, 7, 8], params, depth=3)[0]
-    assert drafted.token_ids == llm.generate([5, 6, 7, 8], params, draft="off")[0].token_ids
-    assert drafted.stats.by_source["mtp"].drafted > 20
-
-
-def change(directory: Path, **values: Any) -> None:
-    path = directory / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
-
-
-def drop(directory: Path, name: str, value: Tensor | None = None) -> None:
-    tensors = load_file(directory / "model.safetensors")
-    tensors.pop(name)
-    save_file(tensors if value is None else tensors | {name: value}, directory / "model.safetensors")
-
+from tests.draft.heads import ROOM
+from tests.draft.published import change, damage
+from tests.draft.twins import target
 
 BROKEN = {
     "another kind": (lambda d: change(d, speculators_model_type="eagle3"), "does not describe"),
     "several layers": (lambda d: change(d, num_nextn_predict_layers=3), "3 layers"),
     "no layer": (lambda d: change(d, transformer_layer_config=None), "does not describe"),
-    "a tensor less": (lambda d: drop(d, "mtp_layers.0.input_proj.weight"), "input_proj"),
-    "another shape": (lambda d: drop(d, "mtp_layers.0.input_proj.weight", torch.zeros(3, 3)), r"\[3, 3\]"),
+    "a tensor less": (lambda d: damage(d, "mtp_layers.0.input_proj.weight"), "input_proj"),
+    "another shape": (lambda d: damage(d, "mtp_layers.0.input_proj.weight", torch.zeros(3, 3)), r"\[3, 3\]"),
     "no file": (lambda d: (d / "model.safetensors").unlink(), "neither"),
 }
 
@@ -173,11 +47,11 @@ def test_broken_directories_are_refused_in_one_line(case: str, tmp_path: Path) -
 
 LISTED = {
     "another number": (lambda d: change(d, draft_vocab_size=41), "41, but its head has 40 rows"),
-    "no map": (lambda d: drop(d, "d2t"), "no d2t"),
-    "no order": (lambda d: drop(d, "d2t", torch.arange(40).flip(0)), "ascending"),
-    "past the end": (lambda d: drop(d, "d2t", torch.full((40,), 25)), "ascending"),
-    "no head": (lambda d: drop(d, "lm_head.weight"), "40, but its head has 64 rows"),
-    "too large a head": (lambda d: (change(d, draft_vocab_size=65), drop(d, "lm_head.weight", torch.zeros(65, 32))),
+    "no map": (lambda d: damage(d, "d2t"), "no d2t"),
+    "no order": (lambda d: damage(d, "d2t", torch.arange(40).flip(0)), "ascending"),
+    "past the end": (lambda d: damage(d, "d2t", torch.full((40,), 25)), "ascending"),
+    "no head": (lambda d: damage(d, "lm_head.weight"), "40, but its head has 64 rows"),
+    "too large a head": (lambda d: (change(d, draft_vocab_size=65), damage(d, "lm_head.weight", torch.zeros(65, 32))),
                          "65 tokens, more than the 64"),
 }  # fmt: skip
 
@@ -190,11 +64,6 @@ def test_maps_of_tokens_that_cannot_be_are_refused_in_one_line(case: str, tmp_pa
     with pytest.raises(LoadError, match=says) as error:
         load_module(tmp_path, target())
     assert "\n" not in str(error.value)
-
-
-def test_a_module_for_another_target() -> None:
-    with pytest.raises(LoadError, match="trained for it"):
-        tiny.mtp("llama", {"vocab_size": 65}).attach(target())
 
 
 # ---------------------------------------------------------------- out of a target's own checkpoint

@@ -50,6 +50,9 @@ def test_names(spec: str, found: tuple[tuple[str, str], ...]) -> None:
         ("suffix>model:x", "suffix>model", ["", "x"]),
         ("recycle|eagle3:a>model:x&suffix", "recycle+eagle3>model&suffix", ["", "a", "x", ""]),
         ("(suffix|ngram)>model:x>self:int4", "(suffix+ngram)>model>self", ["", "", "x", "int4"]),
+        ("suffix|ahead(model:x)", "suffix+ahead(model)", ["", "x"]),
+        ("ahead((suffix>model:a+b))&recycle", "ahead(suffix>model)&recycle", ["", "a+b", ""]),
+        ("model:x|ahead(self:int4)", "model+ahead(self)", ["x", "int4"]),
         ("model:x?model:y&model:z", "model?model#2&model#3", ["x", "y", "z"]),
     ],
 )
@@ -91,7 +94,7 @@ def test_two_models_draft_for_one_target() -> None:
         llm.generate("The name", params, draft="model#3")
 
 
-@given(st.text(alphabet="+|?&>():,#suffixngrammodel0=-", max_size=60))
+@given(st.text(alphabet="+|?&>():,#suffixngrammodel0=-ahead", max_size=60))
 def test_whatever_is_written_is_read_or_refused(text: str) -> None:
     """A name that is made of an option stands for the same order of drafts."""
     try:
@@ -118,6 +121,9 @@ def test_whatever_is_written_is_read_or_refused(text: str) -> None:
         ("suffix)", "is one . too many"),
         ("((suffix)&ngram))", "is one . too many"),
         ("(" * 9 + "suffix" + ")" * 9, "too deep"),
+        ("ahead(" * 9 + "suffix" + ")" * 9, "too deep"),
+        ("ahead(suffix", r"no \) for each of its \("),
+        ("ahead", "there is no draft 'ahead'"),
         ("suffix|(ngram&model)", r"write model:DIRECTORY .*\(at character 15"),
     ],
 )

@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 
-from forerun.draft.base import Proposer
+from forerun.draft.ahead import Ahead
+from forerun.draft.base import Proposer, Row
 from forerun.draft.block import Block
+from forerun.draft.block_shapes import ConvShape, GruShape, MarkovShape, RefinerShape, SelectorShape
 from forerun.draft.cascade import Cascade
 from forerun.draft.compose import Either
 from forerun.draft.level_heads import LevelHeads
@@ -24,19 +26,61 @@ from forerun.draft.prefixed import Prefixed
 from forerun.draft.recycle import Recycle
 from forerun.draft.suffix import Suffix
 from forerun.draft.view import view_of
+from forerun.engine.acceptance import Wish
+from forerun.engine.depth import Auto
 from forerun.engine.engine import Engine
+from forerun.engine.policy import Place
 from forerun.engine.request import Request
 from forerun.runner import Runner
 from forerun.sampling.params import SamplingParams
+from forerun.types import Draft
 from tests import tiny
 
+WINDOWS = {
+    "layer_types": ["sliding_attention", "full_attention"], "use_sliding_window": True, "sliding_window": 5,
+}  # fmt: skip
 PROPOSERS = (
     "ngram", "suffix", "recycle", "model", "listed", "tree", "medusa", "mlp", "hydra", "prefixed", "eagle", "eagle1",
-    "parallel", "pard", "mtp", "block", "both", "cascade",
+    "parallel", "pard", "mtp", "block", "both", "cascade", "ahead",
 )  # fmt: skip
 
 
+BLOCKS: dict[str, dict[str, Any]] = {  # kinds of block drafters beside the one above
+    "causal": {"causal": True},
+    "windows": {"layer": WINDOWS},
+    "gated": {"law": MarkovShape(5, "gated")},
+    "rnn": {"law": MarkovShape(5, "rnn"), "sample_from_anchor": False},
+    "domino": {"law": GruShape(7, 6, 1), "confidence": False, "confidence_with_markov": False},
+    "dflash2": {
+        "law": SelectorShape(5, 7),
+        "conv": ConvShape(2, 16),
+        "confidence": False,
+        "confidence_with_markov": False,
+    },
+    "xpress": {
+        "law": RefinerShape(5),
+        "sample_from_anchor": False,
+        "confidence": False,
+        "confidence_with_markov": False,
+    },
+    "windows, causal": {"layer": WINDOWS, "window_causal": True},
+}
 HEADS = ("medusa", "mlp", "hydra", "prefixed", "eagle", "eagle1", "parallel", "mtp", "block")
+
+
+class Foreseeing(Ahead):
+    """Drafts ahead before the pass begins and not beside it: tiny targets leave it no time."""
+
+    def begin_ahead(self, rows: Sequence[Row], drafts: Sequence[Draft]) -> None:
+        super().begin_ahead(rows, drafts)
+        self.finish()
+
+
+class Eager(Auto):
+    """A policy that has everybody draft, whatever it costs."""
+
+    def choose(self, wishes: Sequence[Wish], place: Place) -> list[int]:
+        return [min(3, wish.limit) for wish in wishes]
 
 
 def engine(
@@ -55,8 +99,8 @@ def engine(
     """A target (a GGUF file on native kernels), and the proposers of `drafts`.
 
     ngram, suffix, model (chains), listed (the same with a shortlist) and tree (of width 3) often agree with it, pard
-    about its first token, `HEADS` now and then; both is ngram before an EAGLE-3 head. `width` is that of pard and
-    heads, where the rule takes trees.
+    about its first token, `HEADS` and `BLOCKS` now and then; both is ngram before an EAGLE-3 head. `width` is that of
+    pard and heads, where the rule takes trees.
     """
     paths = tiny.family(family), tiny.drafter(family)
     native, wide, celled = paths[0].is_file(), rule not in ("token", "block"), width > 1
@@ -99,6 +143,11 @@ def engine(
         "parallel": lambda: pairs("eagle3", tiny.parallel(family), ParallelPairs),
         "mtp": lambda: pairs("mtp", tiny.mtp(family)),
         "block": lambda: Block(tiny.block(tiny.block_config(family)), view, **room, width=width),
+        "ahead": lambda: Foreseeing(model()),
+        **{
+            name: lambda kind=kind: Block(tiny.block(tiny.block_config(family, **kind)), view, **room, width=width)
+            for name, kind in BLOCKS.items()
+        },
         "cascade": lambda: Cascade(NGram(longest=3, shortest=1), model()),
         "both": lambda: Either(
             (NGram(longest=3, shortest=1), pairs("eagle3", tiny.eagle(tiny.eagle_config(family)), width=1))
@@ -134,6 +183,7 @@ def check_idle(engine: Engine) -> None:
     """Every page and slot is back, in the target's pool and in the drafters'."""
     parts = [part for p in engine.proposers.values() for part in (p.parts if isinstance(p, Either) else (p,))]
     caches = [engine.target.cache, *(p.runner.cache for p in parts if isinstance(p, DraftModel))]
+    caches += [p.inner.runner.cache for p in parts if isinstance(p, Ahead)]
     caches += [p.cache for p in parts if isinstance(p, (Pairs, Block, Prefixed))]
     for cache in caches:
         cache.pages.check()
@@ -142,11 +192,13 @@ def check_idle(engine: Engine) -> None:
     assert len(engine.scheduler.slots) == len(engine.target.cache.length)
 
 
-def run(engine: Engine, draft: str, temperature: float, *, arrivals: int = 1, depth: int | str = 4) -> list[Request]:
+def run(
+    engine: Engine, draft: str, temperature: float, *, arrivals: int = 1, depth: int | str = 4, length: int = 20
+) -> list[Request]:
     """Eight requests, `arrivals` steps between one and the next."""
     requests = []
     for i, prompt in enumerate(prompts()):
-        requests.append(engine.add(prompt, params(i, temperature), draft=draft, depth=depth))
+        requests.append(engine.add(prompt, params(i, temperature, length), draft=draft, depth=depth))
         for _ in range(arrivals):
             engine.step_or_raise()
     finish(engine)

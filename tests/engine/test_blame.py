@@ -6,6 +6,7 @@ log-probabilities, observing), on torch and on native kernels; that a failure of
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -188,22 +189,28 @@ FAULTS = [
 ]  # fmt: skip
 
 
+@functools.cache
+def undisturbed(engine: Engine, draft: str) -> list[list[Any]]:
+    """What is seen of six requests of which none fails."""
+    return [seen(events) for events in play(engine, draft, lambda _: None, logprobs=2, repetition_penalty=1.2)]
+
+
 @pytest.mark.parametrize("error", [RuntimeError("a fault"), Panic("a panic")], ids=["exception", "panic"])
 @pytest.mark.parametrize(("fault", "draft"), FAULTS)
 def test_one_fails_alone(engine: Engine, fault: Fault, draft: str, error: BaseException) -> None:
-    options = {"logprobs": 2, "repetition_penalty": 1.2}
-    expected = play(engine, draft, lambda _: None, **options)
+    options, expected = {"logprobs": 2, "repetition_penalty": 1.2}, undisturbed(engine, draft)
     with patched() as patch:
         got = play(engine, draft, lambda requests: fault(patch, engine, requests, error), **options)
     for i in range(6):
         if i != VICTIM:
-            assert seen(got[i]) == seen(expected[i]), i
+            assert seen(got[i]) == expected[i], i
     last = got[VICTIM][-1]
     assert isinstance(last.error, ForerunError) and last.finish_reason == "abort" and not last.token_ids
     assert str(last.error).endswith(type(error).__name__) and last.error.__cause__ is error
     said = [token for event in got[VICTIM] for token in event.token_ids]
-    assert said == seen(expected[VICTIM])[0][: len(said)]
-    assert play(engine, draft, lambda _: None, **options)[VICTIM][-1].error is None  # the engine is as it was
+    assert said == expected[VICTIM][0][: len(said)]
+    again = play(engine, draft, lambda _: None, **options)  # the engine is as it was
+    assert [seen(events) for events in again] == expected and again[VICTIM][-1].error is None
 
 
 @pytest.mark.parametrize("rule", ["token", "block", "tree"])
@@ -267,6 +274,21 @@ def test_what_fails_is_not_remembered(engine: Engine) -> None:
     assert got[VICTIM][-1].error and len(closed) == 6 and closed.count(None) == 1
 
 
+def test_what_cannot_be_remembered_is_said_all_the_same(engine: Engine) -> None:
+    """A request that has rested long is taken up again when it ends, for what may be remembered of it."""
+    with patched() as patch:
+        engine.reset()
+        request = engine.add(build.prompts()[0], params(0), draft="suffix")
+        request.judge.resting = 100_000
+        while not request.dropped:
+            engine.step_or_raise()
+        raising(engine.proposers["suffix"], "open", lambda *_, **__: True, RuntimeError("a fault"), patch)
+        while engine.busy:
+            engine.step_or_raise()
+    assert request.finish_reason in ("stop", "length") and request.dropped
+    build.check_idle(engine)
+
+
 def test_aborting_what_cannot_end_its_text(engine: Engine) -> None:
     with patched() as patch:
         engine.reset()
@@ -299,8 +321,8 @@ def test_logits_that_are_not_finite_are_everybodys(engine: Engine) -> None:
     real = engine.target.forward
     with patched() as patch:
 
-        def spoil(*arguments: Any) -> Any:
-            forward = real(*arguments)
+        def spoil(*arguments: Any, **options: Any) -> Any:
+            forward = real(*arguments, **options)
             forward.logits = forward.logits.clone()
             forward.logits[0] = torch.nan
             return forward

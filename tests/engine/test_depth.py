@@ -6,9 +6,13 @@ import random
 
 import pytest
 
+from forerun.costs import SETTLED
 from forerun.engine.acceptance import Acceptance, Chance, Wish, kind_of_match
-from forerun.engine.costs import SETTLED
-from forerun.engine.depth import ALLOWANCE, PLAIN, PROBE_SHARE, REST, Auto
+from forerun.engine.depth import ALLOWANCE, PLAIN, PROBE_DEPTH, PROBE_SHARE, REST, Auto
+from forerun.engine.policy import Place
+from tests.engine import machine
+
+ONE = Place(1, 1, 1)  # a request alone
 
 
 def learned(rate: float, draft_cost: float, slope: float) -> tuple[Auto, Acceptance]:
@@ -27,15 +31,15 @@ def test_depth_is_the_optimum_of_the_published_formula() -> None:
     for rate in (0.5, 0.7, 0.8, 0.9):
         for cost in (0.02, 0.05, 0.1, 0.2):
             policy, acceptance = learned(rate, cost, 0.0)
-            (depth,) = policy.choose([Wish("model", 16, acceptance)], 1)
-            a = acceptance.kept.rate(0.6)
+            (depth,) = policy.choose([Wish("model", 16, acceptance)], ONE)
+            a = policy.rate("model", acceptance)
             best = max(range(17), key=lambda k: (1 - a ** (k + 1)) / (1 - a) / (1 + cost * k))
             assert depth == best
 
 
 def test_a_draft_that_costs_more_than_it_brings_is_left_alone() -> None:
     policy, acceptance = learned(rate=0.2, draft_cost=0.5, slope=0.3)
-    assert policy.choose([Wish("model", 8, acceptance)], 1) == [0]
+    assert policy.choose([Wish("model", 8, acceptance)], ONE) == [0]
 
 
 def test_what_is_never_accepted_is_left_alone_whatever_plain_passes_seemed_to_cost() -> None:
@@ -46,15 +50,15 @@ def test_what_is_never_accepted_is_left_alone_whatever_plain_passes_seemed_to_co
         for _ in range(passes):
             policy.record_pass(tokens, seconds)
             policy.record_draft("model", 1, 1e-9)
-    assert policy.choose([Wish("model", 8, acceptance)], 1) == [0]
+    assert policy.choose([Wish("model", 8, acceptance)], ONE) == [0]
 
 
 def test_plain_passes_are_measured_before_anything_is_compared_with_them() -> None:
     policy = Auto()
     for _ in range(PLAIN):
-        assert policy.choose([Wish("model", 8, Acceptance())], 1) == [0]
+        assert policy.choose([Wish("model", 8, Acceptance())], ONE) == [0]
         policy.record_pass(1, 1.0)
-    assert policy.choose([Wish("model", 8, Acceptance())], 1) != [0]
+    assert policy.choose([Wish("model", 8, Acceptance())], ONE) != [0]
 
 
 def test_probes_come_soon_and_then_no_more_often_than_they_may_cost() -> None:
@@ -63,15 +67,16 @@ def test_probes_come_soon_and_then_no_more_often_than_they_may_cost() -> None:
     policy, acceptance = learned(rate=0.05, draft_cost=0.1, slope=0.05)
     chosen = []
     for _ in range(2000):
-        (depth,) = policy.choose([Wish("model", 8, acceptance)], 1)
+        (depth,) = policy.choose([Wish("model", 8, acceptance)], ONE)
         policy.record_pass(1 + depth, 1.0 + 0.05 * depth)
+        policy.end_step()
         chosen.append(depth)
         if depth:
             policy.record_verdict("model", acceptance, depth, 0)
     probes = [i for i, depth in enumerate(chosen) if depth]
-    assert probes[:3] == [REST - 1, 2 * REST - 1, 3 * REST - 1]
+    assert probes[:3] == [REST, 2 * REST, 3 * REST]
     gaps = [b - a for a, b in itertools.pairwise(probes)]
-    assert min(gaps[-10:]) >= 30 and 0.3 * len(probes) < ALLOWANCE + 2000 * PROBE_SHARE
+    assert sum(gaps[-10:]) / 10 >= 29 and 0.3 * len(probes) < ALLOWANCE + 2000 * PROBE_SHARE
 
 
 @pytest.mark.parametrize("cost", [0.01, 0.5, 50.0])
@@ -79,13 +84,14 @@ def test_what_probes_cost_is_bounded_over_all_requests(cost: float) -> None:
     """A dear proposer is tried seldom, whoever asks, and even the dearest sometimes: its cost may have been misread.
     Requests of 50 tokens, two at a time."""
     policy, _ = learned(rate=0.05, draft_cost=cost, slope=0.0)
-    policy.sources["model"] = Acceptance(Chance(0, 1000))
+    policy.sources["model"].weights[0] = 1000.0
     spent, probed = 0.0, []
     for step in range(20_000):
         if step % 50 == 0:
             wishes = [Wish("model", 8, Acceptance(Chance(0, 1000))) for _ in range(2)]
-        depths = policy.choose(wishes, 2)
+        depths = policy.choose(wishes, Place(2, 2, 2))
         policy.record_pass(2, 1.0)
+        policy.end_step()
         spent += 2 * cost * sum(map(bool, depths))
         probed += [step] * any(depths)
     assert spent <= 2 * cost + ALLOWANCE + 20_000 * PROBE_SHARE
@@ -95,28 +101,41 @@ def test_what_probes_cost_is_bounded_over_all_requests(cost: float) -> None:
 def test_what_a_proposer_reads_before_a_probe_is_part_of_its_price() -> None:
     """A draft that is cheap once it has caught up, which takes as long as 4 passes: the second probe waits for them."""
     policy, acceptance = learned(rate=0.05, draft_cost=0.01, slope=0.1)
-    policy.record_lag("model", 4.0)
+    policy.record_draft("model", PROBE_DEPTH, 4.0, lag=100)
     chosen = []
     for _ in range(1000):
-        chosen += policy.choose([Wish("model", 8, acceptance)], 1)
+        chosen += policy.choose([Wish("model", 8, acceptance, lag=100)], ONE)
         policy.record_pass(1, 1.0)
+        policy.end_step()
     probes = [i for i, depth in enumerate(chosen) if depth]
-    assert probes[0] == REST - 1 and len(probes) == 3
+    assert probes[0] == REST and len(probes) == 3
     assert all(300 < b - a < 450 for a, b in itertools.pairwise(probes))
+
+
+def test_what_a_proposer_has_to_read_must_pay_in_the_tokens_that_are_left() -> None:
+    """A draft for which it reads as long as twenty passes take, and which is right nine times in ten."""
+    for lag, left, drafts in ((0, 200, True), (100, 200, True), (100, 4, False), (1000, 200, False)):
+        policy, acceptance = learned(rate=0.9, draft_cost=0.1, slope=0.05)
+        policy.record_draft("model", 1, 20.1, lag=100)
+        (depth,) = policy.choose([Wish("model", left, acceptance, lag=lag)], ONE)
+        assert (depth > 0) is drafts, (lag, left)
 
 
 def test_who_was_right_goes_on_at_once() -> None:
     """Behind a dear return, which was paid for by then, and only while a draft that is accepted would pay."""
     for slope, goes_on in ((0.3, True), (1.2, False)):
         policy, acceptance = learned(rate=0.05, draft_cost=0.2, slope=slope)
-        policy.record_lag("model", 4.0)
-        depth = 0
-        while not depth:
-            (depth,) = policy.choose([Wish("model", 8, acceptance)], 1)
+        policy.record_draft("model", PROBE_DEPTH, 4.0, lag=100)
+        for _ in range(1000):
+            (depth,) = policy.choose([Wish("model", 8, acceptance, lag=100)], ONE)
+            policy.record_pass(1, 1.0)
+            policy.end_step()
+            if depth:
+                break
         policy.record_verdict("model", acceptance, depth, depth)
-        assert (policy.choose([Wish("model", 8, acceptance)], 1) != [0]) is goes_on
+        assert (policy.choose([Wish("model", 8, acceptance)], ONE) != [0]) is goes_on
         policy.record_verdict("model", acceptance, depth, 1)
-        assert policy.choose([Wish("model", 8, acceptance)], 1) == [0]
+        assert policy.choose([Wish("model", 8, acceptance)], ONE) == [0]
 
 
 def test_to_ask_whether_a_request_rests_is_a_step_of_its_rest() -> None:
@@ -127,8 +146,9 @@ def test_to_ask_whether_a_request_rests_is_a_step_of_its_rest() -> None:
         chosen = []
         for _ in range(1000):
             wish = Wish("model", 8, acceptance)
-            chosen += [0] if asks and policy.rests(acceptance) else policy.choose([wish], 1)
+            chosen += [0] if asks and policy.rests(acceptance) else policy.choose([wish], ONE)
             policy.record_pass(1, 1.0)
+            policy.end_step()
         probes.append([i for i, depth in enumerate(chosen) if depth])
     assert probes[0] == probes[1] and len(probes[0]) >= 3
 
@@ -137,8 +157,9 @@ def test_a_draft_that_becomes_good_is_taken_up_again() -> None:
     policy, acceptance = learned(rate=0.05, draft_cost=0.3, slope=0.0)
     depths = []
     for _ in range(4000):
-        (depth,) = policy.choose([Wish("model", 8, acceptance)], 1)
+        (depth,) = policy.choose([Wish("model", 8, acceptance)], ONE)
         policy.record_pass(1, 1.0)
+        policy.end_step()
         depths.append(depth)
         if depth:
             policy.record_verdict("model", acceptance, depth, depth)
@@ -148,7 +169,7 @@ def test_a_draft_that_becomes_good_is_taken_up_again() -> None:
 def test_the_better_draft_of_a_batch_goes_deeper_and_limits_hold() -> None:
     policy, good = learned(rate=0.9, draft_cost=0.01, slope=0.1)
     poor = Acceptance(Chance(100, 900))
-    depths = policy.choose([Wish("model", 16, good), Wish("model", 16, poor), Wish("model", 1, good)], 3)
+    depths = policy.choose([Wish("model", 16, good), Wish("model", 16, poor), Wish("model", 1, good)], Place(3, 3, 3))
     assert depths[0] > depths[1] and depths[2] <= 1
 
 
@@ -168,13 +189,14 @@ def played(
         return true * math.exp(drift + dice.gauss(0, 0.1)) * (1.5 if first else 1) * (3 if dice.random() < 0.02 else 1)
 
     while done < 200:
-        depth = 0 if policy.rests(acceptance) else policy.choose([Wish("model", 200 - done, acceptance)], 1)[0]
+        depth = 0 if policy.rests(acceptance) else policy.choose([Wish("model", 200 - done, acceptance)], ONE)[0]
         drafted = min(depth, dice.choice(found))
         accepted = next((i for i in range(drafted) if dice.random() > rates[done >= 40]), drafted)
         draft, verify = draft_cost * depth, 1 + slope * drafted
         if depth:
             policy.record_draft("model", depth, measured(draft, ("draft", depth)))
         policy.record_pass(1 + drafted, measured(verify, drafted))
+        policy.end_step()
         if depth:
             policy.record_verdict("model", acceptance, drafted, accepted)
         clock += draft + verify
@@ -209,7 +231,7 @@ def test_a_proposer_that_seldom_has_anything_to_offer_is_asked_only_where_that_p
     for often, asked in ((0.5, True), (0.02, False)):
         policy, acceptance = learned(rate=0.99, draft_cost=0.1, slope=0.1)
         acceptance.offered = Chance(1000 * often, 1000 * (1 - often))
-        assert (policy.choose([Wish("model", 1, acceptance)], 1) != [0]) is asked
+        assert (policy.choose([Wish("model", 1, acceptance)], ONE) != [0]) is asked
     assert policy.rate("model", acceptance) > 0.9  # what is shown of a draft that is there
 
 
@@ -219,14 +241,79 @@ def test_copies_are_cut_to_what_pays_and_left_to_a_proposer_that_does_better() -
     others = [Wish("model", 8, drafter)]
     for rate, alone in ((0.02, 0), (0.3, 1), (0.95, 8)):
         copied = Acceptance(Chance(1000 * rate, 1000 * (1 - rate)))
-        count = policy.worth("suffix, 2 bits", copied, 8, [], (1, 1))
+        count = policy.worth("suffix, 2 bits", copied, 8, [], ONE)
         assert count == alone or (alone == 1 and 1 <= count < 4)
-        assert policy.worth("suffix, 2 bits", copied, 8, others, (1, 1)) == (8 if rate == 0.95 else 0)
+        assert policy.worth("suffix, 2 bits", copied, 8, others, ONE) == (8 if rate == 0.95 else 0)
     hopeless = Acceptance(Chance(0, 1000))
-    assert policy.worth("suffix, 2 bits", Acceptance(Chance(300, 700)), 8, [Wish("model", 8, hopeless)], (1, 1)) > 0
+    assert policy.worth("suffix, 2 bits", Acceptance(Chance(300, 700)), 8, [Wish("model", 8, hopeless)], ONE) > 0
 
 
 def test_matches_are_kept_apart_by_powers_of_two() -> None:
     kinds = [kind_of_match("suffix", match) for match in (2, 3, 4, 7, 8, 31, 32, 10_000)]
     assert kinds[0] == kinds[1] != kinds[2] == kinds[3] != kinds[4] and kinds[6] == kinds[7] != kinds[5]
     assert kind_of_match("ngram", 2) != kinds[0]
+
+
+@pytest.mark.parametrize("curve", machine.CURVES)
+@pytest.mark.parametrize(("mix", "requests"), [("good", 1), ("half", 4), ("mixed", 16), ("bad", 16), ("good", 48)])
+def test_near_the_best_there_is_whatever_passes_cost(curve: str, mix: str, requests: int) -> None:
+    """Beside who knows every chance and cost: of that 0.89 in short runs (`python -m tests.engine.machine` has longer
+    ones, which differ less), and nowhere much slower than plain decoding."""
+    best, plain = machine.shares(curve, mix, requests, 200 * max(requests, 20))
+    assert best > 0.89 and plain > 0.95, (best, plain)
+
+
+@pytest.mark.parametrize("prompt", [128, 1000])
+@pytest.mark.parametrize("curve", ["mild", "roof"])
+def test_what_is_read_to_draft_for_many_is_not_lost(curve: str, prompt: int) -> None:
+    """Sixteen requests, half of which are right, behind prompts that a drafter has to read first."""
+    _, plain = machine.shares(curve, "half", 16, 3200, prompt=prompt)
+    assert plain > 0.94, plain
+
+
+def depths_of(objective: str, slo: float) -> list[int]:
+    """Of one request that is right nine times in ten and seven that seldom are, where a row costs a tenth of a pass."""
+    policy = Auto(objective, slo)
+    for _ in range(SETTLED):
+        for tokens in range(1, 33):
+            policy.record_pass(tokens, 1 + 0.02 * (tokens - 1))
+        for depth in range(1, 17):
+            for requests in (1, 2, 4, 8):
+                policy.record_draft("model", depth, 0.01 * depth, requests)
+    good, poor = Acceptance(Chance(18, 2), Chance(20, 0)), Acceptance(Chance(1, 19), Chance(20, 0))
+    return policy.choose([Wish("model", 16, good), *(Wish("model", 16, poor) for _ in range(7))], Place(8, 8, 8))
+
+
+def test_latency_lets_nobody_wait_long_for_what_one_gains() -> None:
+    """Tokens of all come first, or the time that each waits for one."""
+    most, soonest = depths_of("throughput", 0.0), depths_of("latency", 0.0)
+    assert most[0] > soonest[0] > 0 and not any(most[1:])
+
+
+def test_no_step_is_drafted_for_beyond_its_time() -> None:
+    """A plain step takes 1.14 s here: one of 1.2 has room for two tokens, one of 1.0 for none."""
+    assert depths_of("throughput", 1.2)[0] == 2 and not any(depths_of("throughput", 1.0))
+
+
+def test_what_one_gains_all_pay_for() -> None:
+    """A draft of a tenth of a pass a level, right nine times in ten: worth it for who is alone, and not for one of 64
+    that are answered in the same pass, though the others rest."""
+    for place, drafts in ((ONE, True), (Place(64, 64, 1), False)):
+        policy, acceptance = learned(rate=0.9, draft_cost=0.1, slope=0.0)
+        assert (policy.choose([Wish("model", 8, acceptance)], place) != [0]) is drafts
+
+
+def test_no_pass_is_much_larger_than_what_was_measured() -> None:
+    """However cheap it seems to be: sizes are found out step by step."""
+    policy = Auto()
+    wishes = [Wish("model", 16, Acceptance(Chance(1000, 0), Chance(1000, 0))) for _ in range(16)]
+    largest = 16
+    for _ in range(SETTLED):
+        policy.record_pass(largest, 1.0)
+        policy.record_draft("model", 1, 1e-6, 16)
+    for _ in range(4):
+        size = 16 + sum(policy.choose(wishes, Place(16, 16, 16)))
+        assert largest < size <= max(1.25 * largest, largest + 8)
+        for _ in range(SETTLED):
+            policy.record_pass(size, 1.0)
+        largest = size

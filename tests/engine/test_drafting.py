@@ -53,7 +53,7 @@ def test_parts_have_costs_and_an_acceptance_of_their_own() -> None:
     engine = engine_of(first, second)
     request = engine.add(build.prompts()[1], build.params(1, 0.8, 100), draft="both", depth="auto")
     rejected = request.acceptance["first"]
-    rejected.kept.no = engine.policy.sources["first"].kept.no = 1000.0
+    rejected.kept.no = 1000.0
     build.finish(engine)
     assert len(first.asked) < 10 < len(second.asked) + len(first.asked)
     passes, drafts = engine.policy.costs()

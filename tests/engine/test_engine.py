@@ -4,6 +4,8 @@ import random
 
 import pytest
 
+from forerun.costs import SETTLED
+from forerun.engine.depth import Auto
 from forerun.errors import CapacityError, ConfigError, RequestError
 from forerun.sampling.params import SamplingParams
 from tests import tiny
@@ -152,3 +154,27 @@ def test_a_depth_that_is_none_is_refused() -> None:
 def test_an_unknown_draft_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match="did you mean 'ngram'"):
         build.engine("llama").add([5], SamplingParams(), draft="ngrm")
+
+
+def test_prompts_are_read_in_pieces_that_others_have_time_for() -> None:
+    """Beside a request that is being answered no pass has more tokens than there is time for, and some in any case;
+    without one, a prompt is read at once. Texts are the same."""
+    prompt = [5 + i % 40 for i in range(150)]
+    alone = build.engine("llama", ["off"], chunk=64, tokens=512)
+    texts = [alone.add(tokens, build.params(1, 0.8, 40)) for tokens in ([5, 6], prompt)]
+    build.finish(alone)
+    for slo, most in ((10.0, 65), (1.0, 26), (0.01, 17)):
+        engine = build.engine("llama", ["off"], chunk=64, tokens=512)
+        engine.decide_by(Auto(slo=slo))
+        for _ in range(SETTLED):
+            engine.policy.record_read(10, 0.5)
+            engine.policy.record_read(26, 1.0)
+            engine.policy.record_read(64, 8.0)
+        sizes = []
+        engine.policy.record_read = lambda tokens, seconds, sizes=sizes: sizes.append(tokens)
+        requests = [engine.add([5, 6], build.params(1, 0.8, 40))]
+        engine.step_or_raise()
+        requests.append(engine.add(prompt, build.params(1, 0.8, 40)))
+        build.finish(engine)
+        assert max(sizes[1:]) == most
+        assert [request.tokens for request in requests] == [request.tokens for request in texts]

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
 from forerun import LLM, SamplingParams
-from forerun.engine.guard import FRESH, Guard
+from forerun.draft.base import Proposer, Row
+from forerun.engine.engine import Engine
+from forerun.engine.guard import FRESH, Guard, Judge, Part
+from forerun.engine.stats import RESTED
+from forerun.types import Draft
 from tests import tiny
+from tests.engine import build
 
 
 def play(guard: Guard, steps: int, gain: Callable[[int], float], slow: Callable[[int], float], seed: int = 1) -> float:
@@ -21,7 +26,7 @@ def play(guard: Guard, steps: int, gain: Callable[[int], float], slow: Callable[
     for step in range(steps):
         one, drafts = 1.2 * slow(step) * chance.uniform(0.8, 1.3), guard.lets()
         said, seconds = (2, 2 * one / gain(step)) if drafts else (1, one)
-        guard.record(1, 3 if drafts else 1, said, seconds, drafts)
+        guard.record([Part(Judge(), 2 * drafts, said, drafts)], seconds, drafting=0.0)
         spent += seconds
         plain += said * one
     return plain / spent
@@ -72,6 +77,83 @@ def test_a_process_that_was_put_aside_is_no_reason() -> None:
     gain = lambda step: 0.1 if step < 8 or step % 100 == 50 else 1.3  # noqa: E731
     play(guard, 6000, gain, lambda _: 1.0)
     assert guard.rests == 0
+
+
+def judged(judge: Judge, steps: int, gain: float, seed: int = 1) -> float:
+    """Steps of one request whose drafts of two tokens cost a plain step, and of which so many tokens more come in the
+    mean; the speed, over that of plain decoding."""
+    chance, said, took = random.Random(seed), 0, 0.0
+    for _ in range(steps):
+        drafts = judge.lets()
+        tokens = 1 + (drafts and chance.random() < gain / 2) * 2
+        judge.record(tokens, 1.0 + drafts)
+        said, took = said + tokens, took + 1.0 + drafts
+    return said / took
+
+
+def test_one_request_that_loses_is_stopped_and_who_gains_is_not() -> None:
+    for seed in range(10):
+        assert judged(Judge(), 3000, gain=0.5, seed=seed) > 0.95
+        assert judged(Judge(), 3000, gain=1.4, seed=seed) > 1.18  # 1.2 without anybody judging
+    judge = Judge()
+    judge.record(1, 80.0)  # a draft model read the prompt
+    assert judge.lets()
+    judged(judge, 200, gain=0.0)
+    assert judge.resting and judge.pause > 128
+    judged(judge, 3000, gain=1.5)
+    assert judge.pause == 128, "who has paid again begins with a short rest"
+
+
+def test_what_a_request_takes_is_its_part_of_what_a_step_takes_more() -> None:
+    """Four requests, a row more costs a tenth of the pass: one drafts four, one nothing."""
+    judges = [Judge() for _ in range(4)]
+    guard = Guard(cost=lambda tokens: 1.0 + 0.1 * (tokens - 4))
+    for _ in range(5):
+        parts = [Part(judges[0], 4, 1, True), *(Part(judge, 0, 1, False) for judge in judges[1:])]
+        guard.record(parts, seconds=1.5, drafting=0.1)
+    assert judges[0].lost == pytest.approx(5 * 4 * 0.5, rel=0.05) and [j.lost for j in judges[1:]] == [0, 0, 0]
+    for _ in range(4):
+        guard.record([Part(judges[0], 4, 1, True), *(Part(j, 0, 1, False) for j in judges[1:])], 1.5, drafting=0.1)
+    assert not judges[0].lets() and all(judge.lets() for judge in judges[1:])
+
+
+class Wrong(build.Eager):
+    """Whatever becomes of it, too, where rows are dear."""
+
+    def cost(self, tokens: float) -> float:
+        return 0.6 + 0.4 * tokens
+
+
+class Liar(Proposer):
+    """Of a text that is known, it says what comes next to every other request, and something else to the others."""
+
+    name = "liar"
+
+    def __init__(self, texts: Sequence[Sequence[int]]) -> None:
+        self.texts = texts
+
+    def propose(self, rows: Sequence[Row]) -> list[Draft]:
+        drafts = []
+        for row in rows:
+            (i,) = [i for i, text in enumerate(self.texts) if list(text[: len(row.tokens)]) == list(row.tokens)]
+            right = self.texts[i][len(row.tokens) :][: row.depth]
+            drafts.append(Draft.chain(row.tokens[-1], right if i else [(token + 1) % 50 for token in right], "liar"))
+        return drafts
+
+
+def test_a_request_whose_drafts_fail_rests_and_its_neighbour_goes_on() -> None:
+    llm = LLM(tiny.spoken(), draft="off", dtype="float64", kv_tokens=2048)
+    prompts, params = ["The name of the name", "import os"], SamplingParams(max_tokens=150, ignore_eos=True)
+    plain = llm.generate(prompts, params)
+    texts = [llm.tokenizer.encode(p) + said.token_ids for p, said in zip(prompts, plain, strict=True)]
+    engine = Engine(llm.engine.target, {"liar": Liar(texts)}, policy=Wrong())
+    requests = [engine.add(llm.tokenizer.encode(p), params, draft="liar") for p in prompts]
+    while engine.busy:
+        engine.step_or_raise()
+    for request, said in zip(requests, plain, strict=True):
+        assert list(request.output) == said.token_ids
+    bad, good = (request.stats for request in requests)
+    assert bad.reasons[RESTED] > 100 and good.reasons[RESTED] == 0 and good.accepted > 100
 
 
 def test_nothing_is_drafted_while_it_rests_but_what_was_insisted_on() -> None:

@@ -5,10 +5,15 @@ reference is plain decoding, one request at a time, in one chunk and a roomy poo
 """
 
 import functools
+import itertools
+from collections.abc import Sequence
 
 import pytest
 import torch
 
+from forerun.engine import drafting
+from forerun.engine.engine import Engine
+from forerun.engine.request import Request
 from forerun.kernels import native
 from forerun.sampling.params import SamplingParams
 from tests import tiny
@@ -31,15 +36,30 @@ def plain(family: str, temperature: float) -> list[list[int]]:
     return outputs
 
 
+def length(draft: str) -> int:
+    """Tokens of a text: those who copy are right where it repeats itself, others soon enough."""
+    return 20 if draft in ("ngram", "suffix", "recycle", "both", "cascade", "off") else 16
+
+
+def run(engine: Engine, draft: str, temperature: float, depth: int | str = 4) -> list[Request]:
+    return build.run(engine, draft, temperature, depth=depth, length=length(draft))
+
+
+def same_as_plain(requests: Sequence[Request], family: str, temperature: float) -> None:
+    """As many tokens as were asked for, and those of plain decoding."""
+    for request, alone in zip(requests, plain(family, temperature), strict=True):
+        assert list(request.output) == alone[: request.params.max_tokens]
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("draft", build.PROPOSERS)
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_alone(family: str, draft: str, temperature: float) -> None:
     engine = build.engine(family, [draft])
     for i in (1, 4):
-        request = engine.add(build.prompts()[i], build.params(i, temperature), draft=draft, depth=4)
+        request = engine.add(build.prompts()[i], build.params(i, temperature, length(draft)), draft=draft, depth=4)
         build.finish(engine)
-        assert list(request.output) == plain(family, temperature)[i]
+        assert list(request.output) == plain(family, temperature)[i][: request.params.max_tokens]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -48,8 +68,8 @@ def test_alone(family: str, draft: str, temperature: float) -> None:
 def test_staggered_small_chunks_small_pool(family: str, draft: str, temperature: float) -> None:
     """Chunks of 3 tokens in pages of 4, and room for about two requests: preemption is certain."""
     engine = build.engine(family, [draft], chunk=3, tokens=112)
-    requests = build.run(engine, draft, temperature)
-    assert [list(r.output) for r in requests] == plain(family, temperature)
+    requests = run(engine, draft, temperature)
+    same_as_plain(requests, family, temperature)
     assert sum(r.stats.preemptions for r in requests) > 0
 
 
@@ -61,15 +81,66 @@ def test_chains_in_one_native_call(family: str, draft: str, temperature: float) 
     """The same of heads that draft chains, whose rounds are calls into the kernels; `auto` lets them end early."""
     for depth in (4, "auto"):
         engine = build.engine(family, [draft], width=1, chunk=3, tokens=112)
-        requests = build.run(engine, draft, temperature, depth=depth)
-        assert [list(r.output) for r in requests] == plain(family, temperature)
+        requests = run(engine, draft, temperature, depth=depth)
+        same_as_plain(requests, family, temperature)
         assert sum(r.stats.preemptions for r in requests) > 0 and sum(r.stats.drafted for r in requests) > 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("width", [1, 2])
+@pytest.mark.parametrize("draft", build.BLOCKS)
+@pytest.mark.parametrize("family", ["llama", FILES[0]])
+def test_every_kind_of_block(family: str, draft: str, width: int, temperature: float) -> None:
+    """Chains and trees, in torch and natively, with small chunks and preemption; `auto` may let them end early."""
+    for depth in (4, "auto"):
+        engine = build.engine(family, [draft], width=width, chunk=3, tokens=112)
+        requests = run(engine, draft, temperature, depth=depth)
+        same_as_plain(requests, family, temperature)
+        assert sum(r.stats.preemptions for r in requests) > 0
+        assert sum(r.stats.accepted if temperature and depth == 4 else r.stats.drafted for r in requests) > 0
+
+
+@pytest.mark.parametrize("rule", ["token", "block", "tree"])
+@pytest.mark.parametrize("draft", build.BLOCKS)
+def test_every_kind_of_block_is_greedy_under_ratio_rules(rule: str, draft: str) -> None:
+    requests = run(build.engine("llama", [draft], rule=rule), draft, 0.0)
+    same_as_plain(requests, "llama", 0.0)
+
+
+@pytest.mark.parametrize("tokens", [1024, 112], ids=["room", "preempted"])
+@pytest.mark.parametrize("draft", build.PROPOSERS)
+def test_what_is_kept_of_requests_that_rest_long_is_dropped(
+    draft: str, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of them rests twice, the second time the engine does as well."""
+    monkeypatch.setattr(drafting, "LONG", 3)
+    monkeypatch.setattr(drafting, "WARM", 1)
+    engine = build.engine("llama", [draft], chunk=3, tokens=tokens)
+    engine.decide_by(build.Eager())
+    requests = [
+        engine.add(prompt, build.params(i, 0.8, length(draft)), draft=draft) for i, prompt in enumerate(build.prompts())
+    ]
+    dropped, late = set(), 0
+    for step in itertools.count():
+        if not engine.busy:
+            break
+        if step in (4, 12):
+            for request in requests:
+                request.judge.resting = 5
+            engine.guard.resting = engine.guard.fresh = 5 * (step == 12)
+        before = {request.id: len(request.tokens) for request in requests}
+        engine.step_or_raise()
+        dropped |= {request.id for request in requests if request.dropped}
+        late += sum(len(r.tokens) > before[r.id] + 1 for r in requests if r.id in dropped)
+    same_as_plain(requests, "llama", 0.8)
+    assert dropped
+    assert late or draft not in ("model", "suffix"), "what was taken up again is as good as before"
 
 
 @pytest.mark.parametrize("draft", [*build.PROPOSERS, "off"])
 def test_depth_auto_changes_nothing_but_speed(draft: str) -> None:
-    requests = build.run(build.engine("llama", [draft]), draft, 0.8, depth="auto")
-    assert [list(r.output) for r in requests] == plain("llama", 0.8)
+    requests = run(build.engine("llama", [draft]), draft, 0.8, depth="auto")
+    same_as_plain(requests, "llama", 0.8)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -80,7 +151,7 @@ def test_plain_and_speculating_requests_side_by_side(temperature: float) -> None
         for i, prompt in enumerate(build.prompts())
     ]
     build.finish(engine)
-    assert [list(r.output) for r in requests] == plain("qwen3", temperature)
+    same_as_plain(requests, "qwen3", temperature)
 
 
 SPECIAL = [
@@ -118,8 +189,8 @@ def test_drafts_are_worth_something(family: str) -> None:
 @pytest.mark.parametrize("draft", build.PROPOSERS)
 def test_ratio_rules_are_greedy_at_temperature_zero(rule: str, draft: str) -> None:
     """At T = 0 the target's distribution is one token: every lossless rule must say it."""
-    requests = build.run(build.engine("llama", [draft], rule=rule), draft, 0.0)
-    assert [list(r.output) for r in requests] == plain("llama", 0.0)
+    requests = run(build.engine("llama", [draft], rule=rule), draft, 0.0)
+    same_as_plain(requests, "llama", 0.0)
 
 
 @pytest.mark.parametrize("rule", ["token", "block", "tree"])
@@ -159,5 +230,5 @@ def test_on_cuda(family: str, draft: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_runs_in_other_precisions(dtype: torch.dtype) -> None:
     """Near ties may differ there with plain torch kernels; lengths, bookkeeping and pages may not."""
-    requests = build.run(build.engine("llama", ["tree"], dtype=dtype), "tree", 0.8)
-    assert [r.stats.completion_tokens for r in requests] == [20 + i % 3 for i in range(8)]
+    requests = run(build.engine("llama", ["tree"], dtype=dtype), "tree", 0.8)
+    assert [r.stats.completion_tokens for r in requests] == [length("tree") + i % 3 for i in range(8)]

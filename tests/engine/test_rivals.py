@@ -9,6 +9,7 @@ import pytest
 
 from forerun.engine.acceptance import Acceptance, Wish
 from forerun.engine.depth import PROBE_DEPTH, Auto
+from forerun.engine.policy import Place
 
 PASS, ROW, LEVEL = 1.0, 0.03, 0.06  # of a pass: itself, a row more, a level of drafting
 Rates = dict[str, float]
@@ -26,7 +27,7 @@ class Machine:
     def request(self, rates: Rates, tokens: int) -> float:
         """Tokens a pass's time of one request."""
         states: dict[str, Acceptance] = defaultdict(Acceptance)
-        produced, seconds, place = 0, 0.0, (1, 1)
+        produced, seconds, place = 0, 0.0, Place(1, 1, 1)
         while produced < tokens:
             wishes = [Wish(name, 64, states[name]) for name in self.drafters]
             tried = self.policy.tried(wishes, place)
@@ -35,7 +36,7 @@ class Machine:
                 seconds += self.drafted(name, PROBE_DEPTH)
                 told = self.accepted(rates[name], PROBE_DEPTH)
             first = wishes[self.policy.ranked([[wish] for wish in wishes], place)[0]]
-            depth = 0 if self.policy.rests(first.acceptance) else self.policy.choose([first], 1)[0]
+            depth = 0 if self.policy.rests(first.acceptance) else self.policy.choose([first], place)[0]
             if depth:
                 seconds += self.drafted(first.source, depth)
             stood = self.accepted(rates[first.source], depth)
@@ -47,6 +48,7 @@ class Machine:
                 self.policy.record_verdict(name, states[name], deep, reach)
             taken = PASS + ROW * depth
             self.policy.record_pass(1 + depth, taken)
+            self.policy.end_step()
             seconds, produced = seconds + taken, produced + stood + 1
         return produced / seconds
 
@@ -65,7 +67,7 @@ DOMAINS: dict[str, Rates] = {
 def test_the_best_of_three_in_each_kind_of_text() -> None:
     """Within 5 % of the one that was made for it, without being told which; texts come in blocks and mixed."""
     fast: dict[str, dict[str, list[float]]] = {domain: defaultdict(list) for domain in DOMAINS}
-    for seed in range(4):
+    for seed in range(6):
         order = [domain for domain in DOMAINS for _ in range(6)] + 6 * list(DOMAINS)
         machines = {"auto": Machine(tuple(DOMAINS), seed), **{name: Machine((name,), seed) for name in DOMAINS}}
         for domain in order:
@@ -90,13 +92,13 @@ def test_where_none_is_worth_it_little_is_lost(rate: float) -> None:
 def test_a_rival_is_not_tried_before_anything_is_known_nor_in_every_step() -> None:
     policy, state = Auto(), {name: Acceptance() for name in "ab"}
     rivals = [Wish(name, 64, state[name]) for name in "ab"]
-    assert [policy.tried(rivals, (1, 1)) for _ in range(10)] == [None] * 10, "no pass was measured yet"
+    assert [policy.tried(rivals, Place(1, 1, 1)) for _ in range(10)] == [None] * 10, "no pass was measured yet"
     for _ in range(10):
         policy.record_pass(1, PASS)
     tried = []
     for _ in range(200):
-        i = policy.tried(rivals, (1, 1))
+        i = policy.tried(rivals, Place(1, 1, 1))
         if i is not None:
             tried.append(rivals[i].source)
             policy.record_verdict(rivals[i].source, rivals[i].acceptance, PROBE_DEPTH, 0)
-    assert set(tried) == set("ab") and 20 < len(tried) < 100, "as far as the credit goes"
+    assert set(tried) == set("ab") and 10 < len(tried) < 100, "as far as the credit goes, and less the more is known"

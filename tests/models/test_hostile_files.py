@@ -151,6 +151,12 @@ def test_a_context_whose_tables_do_not_fit(copy: Callable[[Path], Path], monkeyp
     assert LLM(directory, context=64, **SETTINGS).room == 64
 
 
+def test_a_cache_that_does_not_fit_is_told_at_once() -> None:
+    """Lists of its pages alone would take minutes."""
+    with pytest.raises(CapacityError, match=r"^a KV cache of 4000000000 tokens needs .*set a lower kv_tokens"):
+        LLM(tiny.family("llama"), **SETTINGS | {"kv_tokens": 4_000_000_000})
+
+
 @pytest.mark.parametrize("key", ["bos_token_id", "pad_token_id"])
 @pytest.mark.parametrize("value", [-1, 64, 10**30, "x", [], True, float("nan")])
 def test_ids_that_nothing_reads_do_no_harm(key: str, value: object, copy: Callable[[Path], Path]) -> None:

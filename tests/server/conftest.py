@@ -1,4 +1,8 @@
-"""One server with a tiny model for most tests, and a second model for those that mistreat theirs."""
+"""One server with a tiny model for most tests, and a second model for those that mistreat theirs.
+
+Tests that know a server by its address alone have it as `front`, and run twice: with the server of this process, and
+with the door of two replicas where Ray is (`pytest tests/server -k door`). Modules of such tests say `server = front`.
+"""
 
 from collections.abc import Iterator
 
@@ -7,7 +11,19 @@ import pytest
 
 from forerun.llm import LLM
 from tests import tiny
-from tests.server.serving import Serving, serving
+from tests.cluster.deployed import NEEDS_RAY, deployed
+from tests.server.serving import Front, Serving, serving
+
+DOOR = """max_queue = 64
+[[models]]
+name = "tiny"
+model = "{model}"
+replicas = 2
+threads = 1
+context = 2048
+kv_tokens = 8192
+max_rows = 8
+"""
 
 
 @pytest.fixture(scope="session")
@@ -22,11 +38,29 @@ def spare() -> LLM:
 
 
 @pytest.fixture(scope="session")
-def server(llm: LLM) -> Iterator[Serving]:
+def serve(llm: LLM) -> Iterator[Serving]:
     with serving(llm, max_queue=64) as running:
         yield running
 
 
 @pytest.fixture(scope="session")
-def client(server: Serving) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0)
+def server(serve: Serving) -> Serving:
+    return serve
+
+
+@pytest.fixture(scope="session", params=["serve", pytest.param("door", marks=NEEDS_RAY)])
+def front(request: pytest.FixtureRequest) -> Iterator[Front]:
+    if request.param == "serve":
+        yield request.getfixturevalue("serve")
+        return
+    with deployed(DOOR.format(model=tiny.spoken())) as (_, http):
+        yield Front(url=str(http.base_url).rstrip("/"), http=http)
+
+
+@pytest.fixture(scope="session")
+def client(front: Front) -> openai.OpenAI:
+    return client_of(front)
+
+
+def client_of(front: Front) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{front.url}/v1", api_key="x", max_retries=0)

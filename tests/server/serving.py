@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import socket
 import threading
 import time
@@ -24,14 +25,15 @@ from forerun.types import Event
 PATIENCE = 30.0  # seconds until a test says that what it waits for does not come
 
 
-@dataclass
-class Serving:
-    """A running server. `http` is a client of it, `logged` what was logged as an error while it ran."""
+IDLE = re.compile(r"^forerun_(?:running|waiting|kv_used)(?:\{.*\})? 0\.0$", re.M)
+
+
+@dataclass(kw_only=True)
+class Front:
+    """What answers at an address, known by nothing else. `http` is a client of it, `logged` what was logged as an error
+    while it ran, where that can be seen."""
 
     url: str
-    server: Server
-    service: Service
-    thread: threading.Thread
     http: httpx2.Client
     logged: list[logging.LogRecord] = field(default_factory=list)
 
@@ -44,6 +46,24 @@ class Serving:
         answer = self.http.post(path, json=body)
         assert answer.status_code == 200, answer.text
         return answer.json()
+
+    def rest(self) -> None:
+        """Wait until nothing runs nor waits, and no page is held, by what it counts."""
+
+        def idle() -> bool:
+            page = self.http.get("/metrics").text
+            return len(IDLE.findall(page)) == len(re.findall(r"^forerun_(?:running|waiting|kv_used)\b", page, re.M)) > 0
+
+        until(idle, "it is at rest")
+
+
+@dataclass(kw_only=True)
+class Serving(Front):
+    """A server in this process."""
+
+    server: Server
+    service: Service
+    thread: threading.Thread
 
     def rest(self) -> None:
         """Wait until nothing runs; then no page may be held and every page accounted for."""
@@ -134,7 +154,8 @@ def serving(
         thread.start()
         until(lambda: server.started, "the server starts")
         with httpx2.Client(base_url=url, timeout=PATIENCE, headers=headers) as http:
-            yield Serving(url, server, app.state.service, thread, http, logged)
+            service = app.state.service
+            yield Serving(url=url, http=http, logged=logged, server=server, service=service, thread=thread)
     finally:
         server.should_exit = True
         thread.join(PATIENCE)

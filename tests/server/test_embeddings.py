@@ -15,7 +15,7 @@ from forerun.kernels import native
 from forerun.llm import LLM
 from forerun.server.embeddings import CHUNK, Reading
 from tests import tiny
-from tests.server.serving import Serving, serving, slow, sse
+from tests.server.serving import Front, serving, slow, sse
 
 LONG = {
     "prompt": "x = 1\n",
@@ -28,6 +28,11 @@ LONG = {
     "return_token_ids": True,
 }
 KERNELS = ["torch", pytest.param("native", marks=pytest.mark.skipif(bool(native.reason()), reason="no native kernels"))]
+
+
+@pytest.fixture(scope="session")
+def server(front: Front) -> Front:
+    return front
 
 
 def expected(directory: Any, tokens: list[int]) -> torch.Tensor:
@@ -54,7 +59,7 @@ def test_it_is_the_mean_of_the_last_states(family: str, kernels: str) -> None:
         torch.testing.assert_close(torch.from_numpy(vector), expected(directory, text), atol=2e-5, rtol=0)
 
 
-def test_openais_client_gets_them_in_both_encodings(client: openai.OpenAI, server: Serving) -> None:
+def test_openais_client_gets_them_in_both_encodings(client: openai.OpenAI, server: Front) -> None:
     texts = ["def add(a, b):", "return a + b", "x"]
     packed = client.embeddings.create(model="tiny", input=texts)  # base64 unless it is told otherwise
     plain = client.embeddings.create(model="tiny", input=texts, encoding_format="float")
@@ -71,7 +76,7 @@ def test_openais_client_gets_them_in_both_encodings(client: openai.OpenAI, serve
     assert list(unpacked) == plain.data[0].embedding
 
 
-def test_company_changes_no_vector(server: Serving) -> None:
+def test_company_changes_no_vector(server: Front) -> None:
     texts = [f"line {i}\n" * (1 + 13 * i % 29) for i in range(40)]
     together = server.answer("/v1/embeddings", {"input": texts})["data"]
     for i in (0, 7, 39):
@@ -79,7 +84,7 @@ def test_company_changes_no_vector(server: Serving) -> None:
         assert alone["embedding"] == pytest.approx(together[i]["embedding"], abs=1e-6)
 
 
-def test_ollamas_shapes_hold_the_same_vectors(server: Serving) -> None:
+def test_ollamas_shapes_hold_the_same_vectors(server: Front) -> None:
     vectors = [e["embedding"] for e in server.answer("/v1/embeddings", {"input": ["one", "two"]})["data"]]
     answer = server.answer("/api/embed", {"model": "tiny", "input": ["one", "two"]})
     assert answer["embeddings"] == vectors and answer["model"] == "tiny" and answer["prompt_eval_count"] > 1

@@ -8,7 +8,7 @@ import pytest
 
 from forerun.server.fields import TABLE, Idle, Mapped, Only
 from forerun.server.protocol import ChatRequest, CompletionRequest, ResponsesRequest
-from tests.server.serving import Serving
+from tests.server.serving import Front
 
 ASKED: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "def add(a, b):", "max_tokens": 12, "seed": 3},
@@ -20,7 +20,12 @@ REQUESTS = (CompletionRequest, ChatRequest, ResponsesRequest)
 SCHEMA = {"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"], "additionalProperties": False}
 
 
-def text(server: Serving, path: str, **fields: Any) -> str:
+@pytest.fixture(scope="session")
+def server(front: Front) -> Front:
+    return front
+
+
+def text(server: Front, path: str, **fields: Any) -> str:
     answer = server.answer(path, ASKED[path] | fields)
     if path == "/v1/responses":
         return answer["output"][0]["content"][0]["text"]
@@ -28,7 +33,7 @@ def text(server: Serving, path: str, **fields: Any) -> str:
     return choice["text"] if path == "/v1/completions" else choice["message"]["content"]
 
 
-def refusal(server: Serving, path: str, **fields: Any) -> dict[str, Any]:
+def refusal(server: Front, path: str, **fields: Any) -> dict[str, Any]:
     response = server.http.post(path, json=ASKED[path] | fields)
     assert response.status_code == 400, response.text
     error = response.json()["error"]
@@ -37,7 +42,7 @@ def refusal(server: Serving, path: str, **fields: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_another_name_says_the_same(server: Serving, path: str) -> None:
+def test_another_name_says_the_same(server: Front, path: str) -> None:
     assert text(server, path, repeat_penalty=0.05) == text(server, path, repetition_penalty=0.05) != text(server, path)
     limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
     for name in ("n_predict", "num_predict", "max_new_tokens"):
@@ -59,13 +64,13 @@ def test_another_name_says_the_same(server: Serving, path: str) -> None:
     ],
     ids=lambda value: next(iter(value)) if "type" not in value else "",
 )
-def test_guided_output_is_a_response_format(server: Serving, path: str, fields: Any, form: Any) -> None:
+def test_guided_output_is_a_response_format(server: Front, path: str, fields: Any, form: Any) -> None:
     assert text(server, path, **fields) == text(server, path, response_format=form) != text(server, path)
 
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-def test_what_is_ignored_is_said_in_a_header_and_changes_nothing(server: Serving, path: str, stream: bool) -> None:
+def test_what_is_ignored_is_said_in_a_header_and_changes_nothing(server: Front, path: str, stream: bool) -> None:
     asked = ASKED[path] | {"stream": stream}
     response = server.http.post(path, json=asked | {"num_ctx": 4096, "keep_alive": "5m", "mirostat": 0, "ttl": None})
     assert response.status_code == 200, response.text
@@ -87,14 +92,14 @@ def test_every_value_that_means_what_happens_anyway_is_taken(request_type: Any) 
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_what_would_change_the_text_is_refused_by_name(server: Serving, path: str) -> None:
+def test_what_would_change_the_text_is_refused_by_name(server: Front, path: str) -> None:
     for name, row in TABLE.items():
         if isinstance(row, Only) and not (path == "/v1/completions" and name in ("best_of", "echo")):
             error = refusal(server, path, **{name: "other", "repetition_penalty": 1.1})
             assert error["param"] == name and row.advice in error["message"]
 
 
-def test_a_window_of_penalties_matters_only_with_penalties(server: Serving) -> None:
+def test_a_window_of_penalties_matters_only_with_penalties(server: Front) -> None:
     path = "/v1/chat/completions"
     assert text(server, path, repeat_last_n=64, repeat_penalty=1.0) == text(server, path)
     assert refusal(server, path, repeat_last_n=64, repeat_penalty=1.1)["param"] == "repeat_last_n"
@@ -106,12 +111,12 @@ def test_a_window_of_penalties_matters_only_with_penalties(server: Serving) -> N
     ("name", "says"),
     [("temprature", "'temperature'"), ("top_pp", "'top_p'"), ("guided_jsn", "'guided_json'"), ("qqqqqqqqq", "/docs")],
 )
-def test_a_typo_is_told_the_nearest_name(server: Serving, path: str, name: str, says: str) -> None:
+def test_a_typo_is_told_the_nearest_name(server: Front, path: str, name: str, says: str) -> None:
     error = refusal(server, path, **{name: 1})
     assert error["param"] == name and says in error["message"]
 
 
-def test_one_thing_is_said_once(server: Serving) -> None:
+def test_one_thing_is_said_once(server: Front) -> None:
     path = "/v1/chat/completions"
     for fields in (
         {"repeat_penalty": 1.1, "repetition_penalty": 1.2},
@@ -127,7 +132,7 @@ def test_one_thing_is_said_once(server: Serving) -> None:
 @pytest.mark.parametrize(
     "value", [5, True, [], {}, "(", [5], {"a": 1}, {"json": 5}, {"regex": "a", "json": {}}, "x" * 9999]
 )
-def test_wrong_values_of_mapped_fields_are_refused(server: Serving, value: Any) -> None:
+def test_wrong_values_of_mapped_fields_are_refused(server: Front, value: Any) -> None:
     for path in PATHS:
         for name, row in TABLE.items():
             if isinstance(row, Mapped):
@@ -143,7 +148,7 @@ def test_thinking_is_the_templates_own_option() -> None:
     }
 
 
-def test_the_published_schema_has_the_table(server: Serving) -> None:
+def test_the_published_schema_has_the_table(server: Front) -> None:
     schemas = server.http.get("/openapi.json").json()["components"]["schemas"]
     chat = schemas["ChatRequest"]["properties"]
     assert set(TABLE) <= set(chat)

@@ -9,7 +9,7 @@ import json
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,6 +26,7 @@ COMPLETION, CHAT, RESPONSE = "/v1/completions", "/v1/chat/completions", "/v1/res
 MEGABYTE = 1 << 20
 PROMISED = 0.05  # seconds, on a quiet machine
 ALLOWED = 0.5  # here, where other tests run beside this one; what is repaired took seconds
+TRIES = 3
 USER = '{"role": "user", "content": ""}'
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "description": "x" * 50_000}}}
 CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"a": [' + "[], " * 30_000 + "[]]}"}}
@@ -45,59 +46,67 @@ def dictionary(count: int) -> dict[str, int]:
     return {str(i): 1 for i in range(count)}
 
 
-CORPUS: dict[str, tuple[str, bytes]] = {
+CORPUS: dict[str, Callable[[], tuple[str, bytes]]] = {  # made when they are sent: some take long
     # ---- texts
-    "a prompt of 8 MB": (COMPLETION, body(prompt="word " * (8 * MEGABYTE // 5 - 100))),
-    "to tokenize 8 MB": ("/tokenize", b'{"prompt": "' + b"a " * (4 * MEGABYTE - 100) + b'"}'),
-    "a message of 8 MB": (
+    "a prompt of 8 MB": lambda: (COMPLETION, body(prompt="word " * (8 * MEGABYTE // 5 - 100))),
+    "to tokenize 8 MB": lambda: ("/tokenize", b'{"prompt": "' + b"a " * (4 * MEGABYTE - 100) + b'"}'),
+    "a message of 8 MB": lambda: (
         CHAT, b'{"messages": [{"role": "user", "content": "' + b"a " * (4 * MEGABYTE - 100) + b'"}]}',
     ),
-    "input of 8 MB": (RESPONSE, b'{"input": "' + b"a " * (4 * MEGABYTE - 100) + b'"}'),
-    "a raw prompt of 8 MB": (
+    "input of 8 MB": lambda: (RESPONSE, b'{"input": "' + b"a " * (4 * MEGABYTE - 100) + b'"}'),
+    "a raw prompt of 8 MB": lambda: (
         "/api/generate", b'{"model": "tiny", "raw": true, "prompt": "' + b"a " * (4 * MEGABYTE - 100) + b'"}',
     ),
-    "8 MB to embed": ("/v1/embeddings", b'{"input": "' + b"a " * (4 * MEGABYTE - 100) + b'"}'),
-    "8 MB to embed and cut": ("/api/embed", b'{"model": "tiny", "input": "' + b"a " * (4 * MEGABYTE - 100) + b'"}'),
-    "as long a prompt as is read": (COMPLETION, body(prompt="wörd " * 6500)),
-    "texts to embed": ("/v1/embeddings", json.dumps({"input": ["a b c " * 600] * 2048}).encode()),
-    "escapes": (COMPLETION, b'{"prompt": "' + b"\\u0041" * (8 * MEGABYTE // 6 - 100) + b'"}'),
-    "quotation marks": (COMPLETION, b'{"prompt": "' + b'\\"' * (4 * MEGABYTE - 100) + b'"}'),
-    "a draft of 8 MB": (COMPLETION, body(speculative={"draft": "suffix" * MEGABYTE})),
-    "a model of 8 MB": (COMPLETION, body(model="tiny" * MEGABYTE)),
-    "a field of 8 MB": (COMPLETION, body(**{"temperature" * (MEGABYTE // 2): 1})),
+    "8 MB to embed": lambda: ("/v1/embeddings", b'{"input": "' + b"a " * (4 * MEGABYTE - 100) + b'"}'),
+    "8 MB to embed and cut": lambda: (
+        "/api/embed", b'{"model": "tiny", "input": "' + b"a " * (4 * MEGABYTE - 100) + b'"}',
+    ),
+    "as long a prompt as is read": lambda: (COMPLETION, body(prompt="wörd " * 6500)),
+    "texts to embed": lambda: ("/v1/embeddings", json.dumps({"input": ["a b c " * 600] * 2048}).encode()),
+    "escapes": lambda: (COMPLETION, b'{"prompt": "' + b"\\u0041" * (8 * MEGABYTE // 6 - 100) + b'"}'),
+    "quotation marks": lambda: (COMPLETION, b'{"prompt": "' + b'\\"' * (4 * MEGABYTE - 100) + b'"}'),
+    "a draft of 8 MB": lambda: (COMPLETION, body(speculative={"draft": "suffix" * MEGABYTE})),
+    "a model of 8 MB": lambda: (COMPLETION, body(model="tiny" * MEGABYTE)),
+    "a field of 8 MB": lambda: (COMPLETION, body(**{"temperature" * (MEGABYTE // 2): 1})),
     # ---- counts
-    "200,000 messages": (CHAT, many(USER, 200_000, '{"messages": [')),
-    "200,000 messages to tokenize": ("/tokenize", many(USER, 200_000, '{"messages": [')),
-    "200,000 messages for Ollama": ("/api/chat", many(USER, 200_000, '{"model": "tiny", "messages": [')),
-    "200,000 items": (RESPONSE, many(USER, 200_000, '{"input": [')),
-    "8,000 parts": (
+    "200,000 messages": lambda: (CHAT, many(USER, 200_000, '{"messages": [')),
+    "200,000 messages to tokenize": lambda: ("/tokenize", many(USER, 200_000, '{"messages": [')),
+    "200,000 messages for Ollama": lambda: ("/api/chat", many(USER, 200_000, '{"model": "tiny", "messages": [')),
+    "200,000 items": lambda: (RESPONSE, many(USER, 200_000, '{"input": [')),
+    "8,000 parts": lambda: (
         CHAT, many('{"type": "text", "text": ""}', 8000, '{"messages": [{"role": "user", "content": [', "]}]}"),
     ),
-    "4,000 messages": (CHAT, many(USER, 4000, '{"messages": [')),
-    "empty lists": (COMPLETION, many("[]", 2_500_000, '{"prompt": [')),
-    "metadata": (COMPLETION, body(metadata=dictionary(550_000))),
-    "options of the template": (
+    "4,000 messages": lambda: (CHAT, many(USER, 4000, '{"messages": [')),
+    "empty lists": lambda: (COMPLETION, many("[]", 2_500_000, '{"prompt": [')),
+    "metadata": lambda: (COMPLETION, body(metadata=dictionary(550_000))),
+    "options of the template": lambda: (
         CHAT, json.dumps({"messages": [], "chat_template_kwargs": dictionary(500_000)}).encode(),
     ),
-    "biases": (COMPLETION, body(logit_bias=dictionary(550_000))),
-    "as many biases as are read": (COMPLETION, body(logit_bias=dictionary(300), n=16, max_tokens=30)),
-    "stop_token_ids": (COMPLETION, many("5", 3_900_000, '{"prompt": "x", "n": 64, "stop_token_ids": [')),
-    "token ids": (COMPLETION, body(prompt=[[5] * 2000] * 64, n=1)),
-    "token ids to spell": ("/detokenize", many("5", VALUES - 10, '{"tokens": [')),
-    "unknown fields": (COMPLETION, body(**{f"x{i}": 1 for i in range(4000)})),
-    "long numbers": (COMPLETION, many("7" * 4299, 1800, '{"prompt": [')),
-    "depth": (COMPLETION, b'{"prompt": ' + b"[" * 3 * MEGABYTE + b"]" * 3 * MEGABYTE + b"}"),
+    "biases": lambda: (COMPLETION, body(logit_bias=dictionary(550_000))),
+    "as many biases as are read": lambda: (COMPLETION, body(logit_bias=dictionary(300), n=16, max_tokens=30)),
+    "stop_token_ids": lambda: (COMPLETION, many("5", 3_900_000, '{"prompt": "x", "n": 64, "stop_token_ids": [')),
+    "token ids": lambda: (COMPLETION, body(prompt=[[5] * 2000] * 64, n=1)),
+    "token ids to spell": lambda: ("/detokenize", many("5", VALUES - 10, '{"tokens": [')),
+    "unknown fields": lambda: (COMPLETION, body(**{f"x{i}": 1 for i in range(4000)})),
+    "long numbers": lambda: (COMPLETION, many("7" * 4299, 1800, '{"prompt": [')),
+    "depth": lambda: (COMPLETION, b'{"prompt": ' + b"[" * 3 * MEGABYTE + b"]" * 3 * MEGABYTE + b"}"),
     # ---- work on what is small enough
-    "long stop strings": (COMPLETION, body(stop=["a" * 500_000, "ab" * 250_000], max_tokens=200)),
-    "the longest stop strings": (
+    "long stop strings": lambda: (COMPLETION, body(stop=["a" * 500_000, "ab" * 250_000], max_tokens=200)),
+    "the longest stop strings": lambda: (
         COMPLETION, body(stop=["a" * i + "b" for i in range(240, 256)], max_tokens=500, logit_bias={"69": 50}),
     ),
-    "documents for many prompts": (COMPLETION, body(prompt=["x = "] * 64, documents=["a1 = 1\n" * 300] * 3)),
-    "all the documents there may be": (COMPLETION, body(documents=["".join(f"{i} " for i in range(450))] * 4, n=16)),
-    "log-probabilities": (COMPLETION, body(n=64, logprobs=20, max_tokens=60)),
-    "penalties": (COMPLETION, body(prompt="x = 1\n" * 300, n=16, repetition_penalty=1.1, frequency_penalty=0.5)),
-    "tools": (CHAT, json.dumps({"messages": [{"role": "user", "content": "a"}], "tools": [TOOL] * 100}).encode()),
-    "arguments": (
+    "documents for many prompts": lambda: (COMPLETION, body(prompt=["x = "] * 64, documents=["a1 = 1\n" * 300] * 3)),
+    "all the documents there may be": lambda: (
+        COMPLETION, body(documents=["".join(f"{i} " for i in range(450))] * 4, n=16),
+    ),
+    "log-probabilities": lambda: (COMPLETION, body(n=64, logprobs=20, max_tokens=60)),
+    "penalties": lambda: (
+        COMPLETION, body(prompt="x = 1\n" * 300, n=16, repetition_penalty=1.1, frequency_penalty=0.5),
+    ),
+    "tools": lambda: (
+        CHAT, json.dumps({"messages": [{"role": "user", "content": "a"}], "tools": [TOOL] * 100}).encode(),
+    ),
+    "arguments": lambda: (
         CHAT, json.dumps({"messages": [{"role": "assistant", "tool_calls": [CALL] * 20, "content": None}]}).encode(),
     ),
 }  # fmt: skip
@@ -144,21 +153,25 @@ def watched(service: Service) -> Iterator[Watch]:
 
 @pytest.mark.parametrize("name", CORPUS)
 def test_neither_the_event_loop_nor_the_engine_is_held(name: str, server: Serving) -> None:
-    path, content = CORPUS[name]
-    with watched(server.service) as watch:
-        start = time.perf_counter()
-        response = server.http.post(path, content=content, headers={"content-type": "application/json"})
-        took = time.perf_counter() - start
-    server.rest()
-    print(
-        f"\n{name}: {response.status_code} in {took:.2f} s; held {1e3 * watch.loop_held:.0f} ms the event loop,"
-        f" {1e3 * watch.engine_held:.0f} ms the engine: {response.text[:90]}"
-    )
-    assert response.status_code in (200, 400, 404), response.text[:300]
-    if response.status_code != 200:
-        assert len(response.text) < 700
-    assert watch.loop_held < ALLOWED
-    assert watch.engine_held < ALLOWED
+    """What holds them does so each time; what the machine does to this process beside other tests, it does once."""
+    path, content = CORPUS[name]()
+    for _ in range(TRIES):
+        with watched(server.service) as watch:
+            start = time.perf_counter()
+            response = server.http.post(path, content=content, headers={"content-type": "application/json"})
+            took = time.perf_counter() - start
+        server.rest()
+        print(
+            f"\n{name}: {response.status_code} in {took:.2f} s; held {1e3 * watch.loop_held:.0f} ms the event loop,"
+            f" {1e3 * watch.engine_held:.0f} ms the engine: {response.text[:90]}"
+        )
+        assert response.status_code in (200, 400, 404), response.text[:300]
+        if response.status_code != 200:
+            assert len(response.text) < 700
+        held = max(watch.loop_held, watch.engine_held)
+        if held < ALLOWED:
+            break
+    assert held < ALLOWED
 
 
 def test_all_of_it_at_once_beside_a_stream(server: Serving) -> None:
@@ -179,7 +192,7 @@ def test_all_of_it_at_once_beside_a_stream(server: Serving) -> None:
                 waits.append(time.perf_counter() - start)
                 done.wait(0.01)
 
-    items = list(CORPUS.values())
+    items = [made() for made in CORPUS.values()]
     threads = [threading.Thread(target=attack, args=(items[i::6],)) for i in range(6)]
     health = threading.Thread(target=ask)
     asked = body(max_tokens=1500, stream=True, ignore_eos=True, speculative=False)

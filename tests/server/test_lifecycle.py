@@ -30,6 +30,7 @@ from forerun.server.batch import read_jobs
 from forerun.server.listen import listen
 from forerun.server.settings import Settings
 from tests import tiny
+from tests.forked import Spoken as start
 
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "forerun"]
@@ -49,9 +50,9 @@ def until(condition: Callable[[], Any], what: str, seconds: float = 30.0) -> Any
     return value
 
 
-def start(*arguments: str, **env: str) -> subprocess.Popen[str]:
-    """A forerun process."""
-    env = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"} | env
+def start_fresh(*arguments: str) -> subprocess.Popen[str]:
+    """A forerun process that has all of its imports before it."""
+    env = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     return subprocess.Popen(
         [*COMMAND, *arguments], cwd=ROOT, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )
@@ -70,7 +71,7 @@ def run(*arguments: str) -> tuple[int, str]:
 class Server:
     """A server process that is up."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
+    def __init__(self, process: start) -> None:
         self.process, self.said = process, list[str]()
         assert process.stderr is not None
         self.reader = threading.Thread(target=lambda: self.said.extend(process.stderr or ()), daemon=True)
@@ -269,7 +270,7 @@ def test_an_idle_server_ends_at_once() -> None:
 
 @pytest.mark.parametrize(("sign", "codes"), [(signal.SIGTERM, (-signal.SIGTERM, 0)), (signal.SIGINT, (130,))])
 def test_a_signal_while_the_model_loads(sign: int, codes: tuple[int, ...]) -> None:
-    with start("serve", MODEL, "--port", "0") as process:
+    with start_fresh("serve", MODEL, "--port", "0") as process:
         try:
             maps = Path(f"/proc/{process.pid}/maps")
             until(lambda: "libtorch_python" in maps.read_text(), "torch is loaded")
@@ -282,7 +283,7 @@ def test_a_signal_while_the_model_loads(sign: int, codes: tuple[int, ...]) -> No
 
 
 def test_the_address_is_said_when_it_answers() -> None:
-    with start("serve", MODEL, "--port", "0") as process:
+    with start_fresh("serve", MODEL, "--port", "0") as process:
         try:
             line = process.stderr.readline() if process.stderr else ""
             host, _, port = line.rsplit("//", 1)[1].strip().rpartition(":")
@@ -456,7 +457,7 @@ def test_a_bad_configuration_file(tmp_path: Path, text: str | None, says: str) -
 def test_an_interrupted_batch_goes_on_where_it_was(tmp_path: Path) -> None:
     flags = ("--model", MODEL, "--max-rows", "1", "--draft", "off")
     source, whole, parts = (tmp_path / name for name in ("in.jsonl", "whole.jsonl", "parts.jsonl"))
-    bodies = [{"prompt": PROMPT, "max_tokens": 400, "temperature": 1, "seed": i, "ignore_eos": True} for i in range(20)]
+    bodies = [{"prompt": PROMPT, "max_tokens": 300, "temperature": 1, "seed": i, "ignore_eos": True} for i in range(12)]
     jobs = [{"custom_id": f"job {i}", "url": "/v1/completions", "body": body} for i, body in enumerate(bodies)]
     source.write_text("".join(json.dumps(job) + "\n" for job in jobs))
     assert run("batch", str(source), str(whole), *flags)[0] == 0
@@ -468,10 +469,10 @@ def test_an_interrupted_batch_goes_on_where_it_was(tmp_path: Path) -> None:
         finally:
             process.kill()
     assert process.returncode == 130 and "Traceback" not in said, said
-    assert len(texts(parts)) < 20
+    assert len(texts(parts)) < 12
     parts.write_bytes(parts.read_bytes()[:-20])  # as if it had been killed while it wrote
     assert run("batch", str(source), str(parts), *flags)[0] == 0
-    assert texts(parts) == texts(whole) and len(texts(whole)) == 20
+    assert texts(parts) == texts(whole) and len(texts(whole)) == 12
 
 
 def texts(file: Path) -> dict[str, str]:

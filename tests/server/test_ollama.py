@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from forerun.llm import LLM
-from tests.server.serving import Serving, serving
+from tests.server.serving import Front, Serving, serving
 
 HI = [{"role": "user", "content": "hi there"}]
 OPTIONS = {"num_predict": 24, "seed": 11, "temperature": 0.9}
@@ -17,17 +17,22 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
 TIMES = {"total_duration", "load_duration", "prompt_eval_count", "prompt_eval_duration", "eval_count", "eval_duration"}
 
 
-def lines(server: Serving, path: str, **body: Any) -> list[dict[str, Any]]:
+@pytest.fixture(scope="session")
+def server(front: Front) -> Front:
+    return front
+
+
+def lines(server: Front, path: str, **body: Any) -> list[dict[str, Any]]:
     response = server.http.post(path, json={"model": "tiny"} | body)
     assert response.status_code == 200 and response.headers["content-type"] == "application/x-ndjson", response.text
     return [json.loads(line) for line in response.text.splitlines()]
 
 
-def whole(server: Serving, path: str, **body: Any) -> dict[str, Any]:
+def whole(server: Front, path: str, **body: Any) -> dict[str, Any]:
     return server.answer(path, {"model": "tiny", "stream": False} | body)
 
 
-def openai(server: Serving, messages: list[dict[str, Any]], **more: Any) -> str:
+def openai(server: Front, messages: list[dict[str, Any]], **more: Any) -> str:
     asked = {"messages": messages, "max_tokens": 24, "seed": 11, "temperature": 0.9} | more
     return server.answer("/v1/chat/completions", asked)["choices"][0]["message"]["content"]
 
@@ -42,7 +47,7 @@ def error_of(response: Any, status: int) -> str:
 
 
 @pytest.mark.parametrize("model", ["tiny", "tiny:latest"])
-def test_a_chat_says_what_openais_says(server: Serving, model: str) -> None:
+def test_a_chat_says_what_openais_says(server: Front, model: str) -> None:
     said = openai(server, HI)
     answer = whole(server, "/api/chat", messages=HI, options=OPTIONS, model=model)
     assert answer["message"] == {"role": "assistant", "content": said} and answer["model"] == model
@@ -51,7 +56,7 @@ def test_a_chat_says_what_openais_says(server: Serving, model: str) -> None:
     assert [part["done"] for part in parts] == [False] * (len(parts) - 1) + [True]
 
 
-def test_a_generation_is_a_chat_of_one_message(server: Serving) -> None:
+def test_a_generation_is_a_chat_of_one_message(server: Front) -> None:
     asked = {"prompt": "hi there", "options": OPTIONS}
     assert whole(server, "/api/generate", **asked)["response"] == openai(server, HI)
     assert "".join(part["response"] for part in lines(server, "/api/generate", **asked)) == openai(server, HI)
@@ -59,12 +64,12 @@ def test_a_generation_is_a_chat_of_one_message(server: Serving) -> None:
     assert whole(server, "/api/generate", system="be brief", **asked)["response"] == openai(server, system)
 
 
-def test_a_raw_generation_is_a_completion(server: Serving) -> None:
+def test_a_raw_generation_is_a_completion(server: Front) -> None:
     raw = whole(server, "/api/generate", prompt="def f(", raw=True, options=OPTIONS)["response"]
     assert raw == server.complete(prompt="def f(", max_tokens=24, seed=11, temperature=0.9)["choices"][0]["text"]
 
 
-def test_options_and_stops_mean_what_they_mean_elsewhere(server: Serving) -> None:
+def test_options_and_stops_mean_what_they_mean_elsewhere(server: Front) -> None:
     own = {"top_k": 5, "top_p": 0.9, "min_p": 0.05, "presence_penalty": 0.5, "frequency_penalty": 0.5}
     both = openai(server, HI, **own, repetition_penalty=1.3)
     assert (
@@ -77,7 +82,7 @@ def test_options_and_stops_mean_what_they_mean_elsewhere(server: Serving) -> Non
     assert cut["message"]["content"] == text[: text.index(text[6:9])] and cut["done_reason"] == "stop"
 
 
-def test_format_is_a_grammar(server: Serving) -> None:
+def test_format_is_a_grammar(server: Front) -> None:
     answer = whole(server, "/api/chat", messages=HI, format=SCHEMA, options=OPTIONS)
     assert json.loads(answer["message"]["content"])["a"] in ("x", "y")
     form = {"type": "json_object"}
@@ -97,12 +102,12 @@ def test_a_negative_length_is_all_there_is_room_for(spare: LLM) -> None:
         assert answer["prompt_eval_count"] + answer["eval_count"] == spare.decoder.context
 
 
-def test_a_negative_seed_is_any_seed(server: Serving) -> None:
+def test_a_negative_seed_is_any_seed(server: Front) -> None:
     asked = {"prompt": "hi there", "options": OPTIONS | {"seed": -1}}
     assert len({whole(server, "/api/generate", **asked)["response"] for _ in range(3)}) > 1
 
 
-def test_the_last_line_has_counts_and_times(server: Serving) -> None:
+def test_the_last_line_has_counts_and_times(server: Front) -> None:
     last = lines(server, "/api/chat", messages=HI, options=OPTIONS)[-1]
     assert last.keys() == {"model", "created_at", "message", "done", "done_reason"} | TIMES
     assert all(isinstance(last[name], int) and last[name] >= 0 for name in TIMES)
@@ -110,13 +115,13 @@ def test_the_last_line_has_counts_and_times(server: Serving) -> None:
     assert last["prompt_eval_duration"] + last["eval_duration"] <= last["total_duration"]
 
 
-def test_no_message_asks_whether_the_model_is_there(server: Serving) -> None:
+def test_no_message_asks_whether_the_model_is_there(server: Front) -> None:
     for path in ("/api/chat", "/api/generate"):
         assert server.answer(path, {"model": "tiny"})["done_reason"] == "load"
         assert server.answer(path, {"model": "tiny", "keep_alive": 0})["done_reason"] == "unload"
 
 
-def test_tools_are_called_with_objects(server: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tools_are_called_with_objects(serve: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tiny model calls nothing by itself: what it said is put in its mouth."""
     from forerun.server import tools
 
@@ -125,16 +130,16 @@ def test_tools_are_called_with_objects(server: Serving, monkeypatch: pytest.Monk
     monkeypatch.setattr(tools.Suspicion, "add", lambda self, piece: True)
     asked = {"messages": HI, "tools": [TOOL], "options": OPTIONS}
     expected = [{"id": "call_1", "function": {"index": 0, "name": "f", "arguments": {"x": 1}}}]
-    assert whole(server, "/api/chat", **asked)["message"] == {
+    assert whole(serve, "/api/chat", **asked)["message"] == {
         "role": "assistant",
         "content": "",
         "tool_calls": expected,
     }
-    first, last = lines(server, "/api/chat", **asked)
+    first, last = lines(serve, "/api/chat", **asked)
     assert first["message"]["tool_calls"] == expected and not first["done"] and last["done"]
 
 
-def test_calls_and_their_results_are_read_as_openais(server: Serving) -> None:
+def test_calls_and_their_results_are_read_as_openais(server: Front) -> None:
     ollama = [
         *HI,
         {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {"x": 1}}}]},
@@ -150,7 +155,7 @@ def test_calls_and_their_results_are_read_as_openais(server: Serving) -> None:
     assert answer["message"]["content"] == openai(server, same, tools=[TOOL])
 
 
-def test_what_is_ignored_is_said(server: Serving) -> None:
+def test_what_is_ignored_is_said(server: Front) -> None:
     for stream in (False, True):
         body = {"model": "tiny", "prompt": "x", "options": {"num_ctx": 9, "num_predict": 2}, "keep_alive": "5m"}
         response = server.http.post("/api/generate", json=body | {"stream": stream})
@@ -159,7 +164,7 @@ def test_what_is_ignored_is_said(server: Serving) -> None:
     assert response.headers["x-forerun-ignored"] == "options"
 
 
-def test_curls_content_type_is_json_unless_a_browser_asks(server: Serving) -> None:
+def test_curls_content_type_is_json_unless_a_browser_asks(server: Front) -> None:
     """A page may send a form without asking first, so what comes from one must not be taken."""
     body = b'{"model": "tiny", "prompt": "x", "stream": false, "options": {"num_predict": 2}}'
     form = {"content-type": "application/x-www-form-urlencoded"}
@@ -172,7 +177,7 @@ def test_curls_content_type_is_json_unless_a_browser_asks(server: Serving) -> No
 # ------------------------------------------------------------ the model
 
 
-def test_the_one_model_is_listed_running_and_shown(server: Serving, llm: LLM) -> None:
+def test_the_one_model_is_listed_running_and_shown(server: Front, llm: LLM) -> None:
     (listed,) = server.http.get("/api/tags").json()["models"]
     assert listed["name"] == listed["model"] == "tiny:latest" and listed["size"] > 0 and len(listed["digest"]) == 64
     assert listed["details"]["family"] == "llama" and listed["details"]["format"] == "safetensors"
@@ -197,7 +202,7 @@ def test_a_name_with_a_tag_stays_as_it_is(spare: LLM) -> None:
 @pytest.mark.parametrize(
     ("method", "name"), [("POST", "pull"), ("POST", "push"), ("POST", "create"), ("POST", "copy"), ("DELETE", "delete")]
 )
-def test_models_are_not_managed_here(server: Serving, method: str, name: str) -> None:
+def test_models_are_not_managed_here(server: Front, method: str, name: str) -> None:
     assert "forerun serve" in error_of(server.http.request(method, f"/api/{name}", json={"model": "x"}), 501)
 
 
@@ -241,13 +246,13 @@ def test_models_are_not_managed_here(server: Serving, method: str, name: str) ->
         ("show", {}, "model"),
     ],
 )
-def test_what_cannot_be_is_one_line(server: Serving, path: str, body: dict[str, Any], says: str) -> None:
+def test_what_cannot_be_is_one_line(server: Front, path: str, body: dict[str, Any], says: str) -> None:
     model = {} if path == "show" else {"model": "tiny"}
     assert says in error_of(server.http.post(f"/api/{path}", json=model | body), 400)
     server.rest()
 
 
-def test_another_model_and_another_path_are_not_found(server: Serving) -> None:
+def test_another_model_and_another_path_are_not_found(server: Front) -> None:
     for path, body in (
         ("chat", {"messages": HI}),
         ("generate", {"prompt": "x"}),

@@ -8,7 +8,8 @@ import pytest
 
 from forerun.llm import LLM
 from tests import tiny
-from tests.server.serving import Serving, sse
+from tests.server.conftest import client_of
+from tests.server.serving import Front, Serving, sse
 
 CODE = "def add(a, b):\n    return"
 CHAT = [{"role": "user", "content": "Write a function."}]
@@ -34,6 +35,11 @@ TOOLS = [
 ]
 FLAT = [{"type": "function", **tool["function"]} for tool in TOOLS]
 CALL = '{"name": "weather", "arguments": {"city": "Oslo"}}'
+
+
+@pytest.fixture(scope="session")
+def server(front: Front) -> Front:
+    return front
 
 
 def saying(text: str, speculative: bool = True) -> dict:
@@ -159,7 +165,7 @@ def test_streamed_completions_joined_are_the_whole_ones(client: openai.OpenAI, s
     )
 
 
-def test_continuous_usage_counts_every_token_once(server: Serving) -> None:
+def test_continuous_usage_counts_every_token_once(server: Front) -> None:
     body = {"prompt": CODE, "max_tokens": 30, "stream": True, "stream_options": {"continuous_usage_stats": True}}
     with server.http.stream("POST", "/v1/completions", json=body | {"return_token_ids": True}) as response:
         seen = 0
@@ -514,9 +520,10 @@ def test_the_output_of_a_response_goes_back_in(client: openai.OpenAI) -> None:
     assert answer.output_text is not None and answer.usage.input_tokens > 20
 
 
-def test_a_stream_that_fails_ends_with_an_error_event(server: Serving, client: openai.OpenAI, monkeypatch) -> None:
+def test_a_stream_that_fails_ends_with_an_error_event(serve: Serving, monkeypatch) -> None:
     """An engine that fails on the way: the SDK must see an error, not an end."""
-    engine = server.service.llm.engine
+    client = client_of(serve)
+    engine = serve.service.llm.engine
     step, calls = engine.step, []
 
     def fails_later() -> list:
@@ -525,7 +532,7 @@ def test_a_stream_that_fails_ends_with_an_error_event(server: Serving, client: o
             raise MemoryError("on purpose")
         return step()
 
-    before = len(server.logged)
+    before = len(serve.logged)
     monkeypatch.setattr(engine, "step", fails_later)
     asked = {"input": "Write.", "model": "tiny", "max_output_tokens": 60, "extra_body": {"speculative": False}}
     events = list(client.responses.create(stream=True, **asked))
@@ -534,5 +541,5 @@ def test_a_stream_that_fails_ends_with_an_error_event(server: Serving, client: o
     with pytest.raises(openai.APIError, match="failed"):
         list(client.chat.completions.create(messages=CHAT, stream=True, model="tiny", max_tokens=60))
     monkeypatch.undo()
-    del server.logged[before:]  # the engine's failure is logged, as it should be
-    assert server.complete()["choices"][0]["text"]
+    del serve.logged[before:]  # the engine's failure is logged, as it should be
+    assert serve.complete()["choices"][0]["text"]

@@ -288,6 +288,8 @@ def test_metrics_under_vllms_names(spare: LLM) -> None:
     for theirs, ours in pairs.items():
         assert found[theirs] == found[ours], theirs
     assert found["vllm:spec_decode_num_draft_tokens_total"] > 0
+    pages = spare.engine.target.cache.pages
+    assert found[f'vllm:cache_config_info{{block_size="{pages.size}",num_gpu_blocks="{pages.count}"}}'] == 1
 
 
 # ------------------------------------------------------------ clients that go away

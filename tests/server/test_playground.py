@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from forerun import LLM
-from forerun.engine.costs import SETTLED, Curve
+from forerun.costs import SETTLED, Costs
 from forerun.engine.depth import Auto
 from tests import tiny
 from tests.server.fake_playground import CHAT, COSTS, CSP, HTML, INFO, FakeServer
@@ -67,7 +67,7 @@ def page_url(served: tuple[str, LLM]) -> str:
     """Where the page is, with a slash at the end; nothing is known of earlier tests, whose passes may be slow."""
     url, llm = served
     llm.forget()
-    llm.engine.policy = llm.engine.drafting.policy = Auto()
+    llm.engine.decide_by(Auto())
     return url + "/"
 
 
@@ -340,6 +340,21 @@ def test_why_covers_every_case(open_page, page_url) -> None:
         arguments = [{**round_, "draft": draft}, {"draft": "suffix", "depth": asked}, costs]
         call = "(args) => import('/playground/rounds.js').then((m) => m.why(args[0], false, args[1], args[2]))"
         assert words in page.evaluate(call, arguments)
+
+
+def test_who_said_what_of_a_round(open_page, fake) -> None:
+    """Levels of a cascade and several in one tree, and whether the round before was foreseen."""
+    page = open_page(fake.url)
+    for sources, asked, words in (
+        (["model"], "model", ""),
+        (["ahead&model", "model"], "ahead(model)", "1 of 2 were drafted while the target checked the round before"),
+        (["model", "model"], "suffix|ahead(model)", "was not foreseen"),
+        (["suffix&model", "model"], "suffix>model", "1 of 2 were said by more than one drafter"),
+        ([], "ahead(model)", ""),
+    ):
+        call = "(args) => import('/playground/rounds.js').then((m) => m.whence(args[0], args[1]))"
+        said = page.evaluate(call, [[{"source": source} for source in sources], asked])
+        assert words in said if words else not said
 
 
 def test_what_was_said_of_a_round_stays(open_page) -> None:
@@ -736,18 +751,23 @@ def test_calculator_without_measurements(open_page) -> None:
     server.close()
 
 
-@pytest.mark.parametrize("table", [{1: 0.5, 5: 0.7, 9: 4.0}, {3: 1.0}, {2: 0.8, 4: 0.6}])
+@pytest.mark.parametrize("table", [{1: 0.5, 5: 0.7, 9: 4.0}, {3: 1.0}, {2: 0.8, 4: 0.6}, {16: 1.0, 24: 1.1}])
 def test_costs_are_read_as_the_depth_policy_reads_them(open_page, page_url, table: dict[int, float]) -> None:
-    curve = Curve(slope=0.02)
+    """Of passes and of drafts, between what was measured and far beyond it."""
+    learned = Costs()
     for size, cost in table.items():
         for _ in range(SETTLED):
-            curve.add(size, cost)
+            learned.add_pass(size, cost)
+            learned.add_draft("model", size, cost)
     call = (
-        "(args) => import('/playground/calculator.js').then((m) => args[1].map((x) => m.interpolate(args[0], x, 0.02)))"
+        "(args) => import('/playground/calculator.js').then((m) => m.measured(args[0], 'model'))"
+        ".then((m) => args[1].map((x) => [m.pass(x), m.draft(x)]))"
     )
-    sizes = list(range(1, 20))
-    named = {str(size): cost for size, cost in table.items()}
-    assert open_page(page_url).evaluate(call, [named, sizes]) == pytest.approx([curve.at(x) for x in sizes])
+    sizes, named = list(range(1, 32)), {str(size): cost for size, cost in table.items()}
+    read = open_page(page_url).evaluate(call, [{"pass_ms": named, "draft_ms": {"model": named}}, sizes])
+    for size, (passing, drafting) in zip(sizes, read, strict=True):
+        assert passing / learned.of_pass(size) == pytest.approx(1, rel=0.01), size
+        assert drafting / learned.of_draft("model", size) == pytest.approx(1, rel=0.01), size
 
 
 # ---- what goes wrong

@@ -95,10 +95,10 @@ def failing(llm: LLM, monkeypatch: pytest.MonkeyPatch, when: Callable[[], bool],
     """Let passes of the target fail for as long as `when` says so."""
     forward = llm.engine.target.forward
 
-    def fail(*arguments: Any) -> Any:
+    def fail(*arguments: Any, **options: Any) -> Any:
         if when():
             raise error
-        return forward(*arguments)
+        return forward(*arguments, **options)
 
     monkeypatch.setattr(llm.engine.target, "forward", fail)
 

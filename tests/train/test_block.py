@@ -43,13 +43,14 @@ def aimed(target: Target, monkeypatch: pytest.MonkeyPatch) -> Iterator[Target]:
     yield target
 
 
-def head_of(target: Target, corpus: Corpus, options: BlockOptions = OPTIONS, **changes: bool) -> BlockHead:
+def head_of(target: Target, corpus: Corpus, options: BlockOptions = OPTIONS, **changes: int) -> BlockHead:
     """A head whose parts all have a say."""
     torch.manual_seed(0)
     head = Block(options).build(target, corpus)
     assert isinstance(head, BlockHead)
     if changes:
-        head = BlockHead(replace(head.config, **changes))
+        layer = replace(head.config.layer, windows=(changes.pop("window", None),))
+        head = BlockHead(replace(head.config, layer=layer, **changes))
         head.attach(target.view)
     with torch.no_grad():
         for weight in head.parameters():
@@ -72,21 +73,27 @@ def proposed(head: BlockHead, target: Target, batch: Batch, row: int, root: int)
             if root + k < len(tokens):
                 previous = batch.tokens[row, root + k]
                 trust = float(head.trust(made, previous)) if head.config.confidence else 0.0
-                found.append((head.follow(said, previous), trust))
+                found.append((head.follow(head.behind(said, previous)), trust))
     return found
 
 
-@pytest.mark.parametrize("sample_from_anchor", [True, False])
-def test_blocks_are_what_the_proposer_drafts(aimed: Target, corpus: Corpus, sample_from_anchor: bool) -> None:
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"sample_from_anchor": True}, {"sample_from_anchor": False}, {"causal": True}, {"window": 3},
+        {"window": 3, "window_causal": True},
+    ],
+)  # fmt: skip
+def test_blocks_are_what_the_proposer_drafts(aimed: Target, corpus: Corpus, changes: dict[str, int]) -> None:
     """All blocks of a text at once, each from its own anchor; the first, the last, one after the other, or twice."""
-    head, batch = head_of(aimed, corpus, sample_from_anchor=sample_from_anchor), aimed.batch(TEXTS)
+    head, batch = head_of(aimed, corpus, **changes), aimed.batch(TEXTS)
     anchors = torch.tensor([[1, 21, 5, 6], [12, 3, 3, 2]])
     made = blocks(head, batch, anchors)
     assert made.shape == (2, 4, head.config.depth, 32)
     for row in range(2):
         for a, anchor in enumerate(anchors[row].tolist()):
             for k, (logits, _) in enumerate(proposed(head, aimed, batch, row, anchor)):
-                mine = head.follow(head.say(made[row, a, k]), batch.tokens[row, anchor + k])
+                mine = head.follow(head.behind(head.say(made[row, a, k]), batch.tokens[row, anchor + k]))
                 assert torch.allclose(mine, logits, rtol=1e-3, atol=1e-3)
 
 
@@ -142,7 +149,7 @@ def test_a_head_begins_with_the_norm_of_the_target_and_no_bias(aimed: Target, co
     head = RECIPE.build(aimed, corpus)
     assert isinstance(head, BlockHead)
     made, previous = torch.randn(3, 32), torch.tensor([5, 6, 7])
-    assert torch.equal(head.follow(head.say(made), previous), aimed.view.head(made))
+    assert torch.equal(head.follow(head.behind(head.say(made), previous)), aimed.view.head(made))
     assert torch.allclose(head.norm(made), aimed.view.normalise(made), rtol=1e-2, atol=1e-2)
 
 

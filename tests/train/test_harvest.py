@@ -212,3 +212,14 @@ def test_texts_come_back(target: Target, corpus: Corpus, monkeypatch: pytest.Mon
     again = Stream(corpus, target, replace(texts.settings))
     again.window = 8
     assert [again.number(n) for n in range(399, 0, -7)] == numbers[399:0:-7]
+
+
+def test_what_the_target_writes_is_seen_while_drafts_rest(
+    target: Target, corpus: Corpus, counted: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who rests for long is forgotten by its proposer, but for the one that is there to see all of it."""
+    monkeypatch.setattr(target.llm.engine.guard, "resting", 100_000)
+    mine = made(target, corpus, tmp_path / "x", on_policy=0.5)
+    mine.open(keep=False)
+    mine.batch([0, 1, 2, 3])
+    assert counted == [2], "the data's own"

@@ -117,6 +117,7 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
 def _declare(lib: ctypes.CDLL) -> None:
     lib.forerun_start.argtypes, lib.forerun_start.restype = [c_char_p, c_int32], c_char_p
     lib.forerun_run.argtypes, lib.forerun_run.restype = [POINTER(CProgram), POINTER(CBatch)], None
+    lib.forerun_share.argtypes, lib.forerun_share.restype = [c_int32], None
     lib.forerun_chain.argtypes = [POINTER(CProgram), POINTER(CBatch), POINTER(CChain)]
     lib.forerun_chain.restype = None
     lib.forerun_block.argtypes = [POINTER(CProgram), POINTER(CBatch), c_void_p, POINTER(CChain)]
@@ -163,7 +164,7 @@ def loaded() -> ctypes.CDLL:
     return lib
 
 
-_instructions, _threads = "", 1
+_instructions, _threads, _reserved = "", 1, 0
 
 
 def instructions() -> str:
@@ -176,6 +177,17 @@ def threads() -> int:
     return _threads
 
 
+def reserve(threads: int) -> None:
+    """So many of the threads are for who drafts ahead, while that goes on; 0 is half of them, one at least."""
+    global _reserved
+    _reserved = threads
+
+
+def reserved() -> int:
+    """The threads of who drafts ahead."""
+    return _reserved or max(_threads // 2, 1)
+
+
 def start(threads: int = 0, instructions: str = "") -> str:
     """Start the thread pool (0: one for each core) with an instruction set ("" for the best); returns its name."""
     global _instructions, _threads
@@ -185,6 +197,15 @@ def start(threads: int = 0, instructions: str = "") -> str:
         raise ValueError(f"this processor has no {instructions}")
     _instructions, _threads = str(name.decode()), count
     return _instructions
+
+
+def share(threads: int) -> None:
+    """From now on passes of this Python thread have so many threads of their own, beside those of other Python threads
+    that share the cores; 0 gives them the common pool again, where one pass runs at a time. Nothing where there are no
+    native kernels."""
+    lib = library()
+    if lib is not None:
+        lib.forerun_share(threads)
 
 
 def address(values: array[int] | array[float]) -> int:

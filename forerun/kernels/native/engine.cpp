@@ -6,6 +6,7 @@
 #include <condition_variable>
 #include <cstdlib>
 #include <cstring>
+#include <memory>
 #include <mutex>
 #include <new>
 #include <thread>
@@ -81,6 +82,7 @@ class Pool {
   int threads() const { return threads_; }
   void run(const Variant *variant, const Program *program, const Batch *batch) {
     variant_ = variant, program_ = program, batch_ = batch;
+    resting_.store(false, std::memory_order_relaxed);
     finished_.store(false, std::memory_order_relaxed);
     open(0, 0);
     for (int spins = 0; !finished_.load(std::memory_order_acquire);) {
@@ -89,6 +91,8 @@ class Pool {
       else std::this_thread::yield();
     }
   }
+  // Workers that wait for the next pass sleep at once, until it comes: others need the cores.
+  void rest() { resting_.store(true, std::memory_order_relaxed); }
 
  private:
   static constexpr int SPINS = 16000;
@@ -148,7 +152,7 @@ class Pool {
   void work(int me) {
     for (int spins = 0; !stop_.load(std::memory_order_relaxed);) {
       if (help(me)) spins = 0;
-      else if (++spins < SPINS) _mm_pause();
+      else if (++spins < SPINS && !resting_.load(std::memory_order_relaxed)) _mm_pause();
       else {
         std::unique_lock<std::mutex> lock(mutex_);
         parked_.fetch_add(1);
@@ -166,7 +170,7 @@ class Pool {
   std::condition_variable wake_;
   alignas(64) std::atomic<int> done_{0};
   alignas(64) std::atomic<int> parked_{0};
-  std::atomic<bool> finished_{true}, stop_{false};
+  std::atomic<bool> finished_{true}, stop_{false}, resting_{false};
   const Variant *variant_ = nullptr;
   const Program *program_ = nullptr;
   const Batch *batch_ = nullptr;
@@ -176,7 +180,14 @@ class Pool {
 
 Pool *pool = nullptr;
 int pool_threads = 1;
-std::mutex passing;  // one pass at a time, whichever Python thread asks
+std::mutex passing;  // one pass of the common pool at a time, whichever Python thread asks
+
+// A Python thread that shares the cores with another has a pool of its own, and its passes go on beside the other's.
+struct Own {
+  std::unique_ptr<Pool> pool;
+  bool used = false;
+};
+thread_local Own own;
 
 // Weights lie one behind the other in slabs on huge pages, where the system has them: a page of 2 MB for each small matrix
 // would waste much. A slab is freed with the last matrix in it.
@@ -231,6 +242,7 @@ void before_fork() { passing.lock(), memory.lock(); }
 void after_fork() { memory.unlock(), passing.unlock(); }
 void in_child() {
   pool = nullptr;
+  (void)own.pool.release();
   after_fork();
 }
 const int at_fork = pthread_atfork(before_fork, after_fork, in_child);
@@ -329,7 +341,17 @@ const char *forerun_start(const char *name, int threads) {
   return active->name;
 }
 
+// From now on the passes of this Python thread have a pool of so many threads of their own; 0: the common one again.
+void forerun_share(int threads) {
+  own.used = threads > 0;
+  if (!own.used) return;
+  if (!own.pool || own.pool->threads() != threads) own.pool.reset(new Pool(threads));
+  std::lock_guard<std::mutex> lock(passing);
+  if (pool) pool->rest();
+}
+
 void forerun_run(const Program *program, const Batch *batch) {
+  if (own.used) return own.pool->run(active, program, batch);
   std::lock_guard<std::mutex> lock(passing);
   if (!pool) pool = new Pool(pool_threads);
   pool->run(active, program, batch);

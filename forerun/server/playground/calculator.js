@@ -32,20 +32,21 @@ export function speedCurve(a, costOf) {
 }
 
 /**
- * The cost at size x of a table {size: cost}: linear between entries, `slope` of the last one per step beyond it, and
- * never more than so many times the smallest, nor than a larger one. This is how the depth policy reads what it measured
- * (engine/costs.py).
+ * The cost at size x of a table {size: cost}: linear between entries, beyond the last one `slope` of it per step, or `share`
+ * of growth in proportion where that is less, and never more than so many times the smallest, nor than a larger one. This
+ * is how the depth policy reads what it measured (costs.py).
  */
-export function interpolate(table, x, slope) {
+export function interpolate(table, x, slope, share = 1) {
   const sizes = Object.keys(table).map(Number).sort((p, q) => p - q);
   if (!sizes.length) return null;
   const larger = sizes.filter((size) => size > x).map((size) => table[size]);
-  return Math.min(between(table, sizes, x, slope), table[sizes[0]] * Math.max(x / sizes[0], 1), ...larger);
+  return Math.min(between(table, sizes, x, slope, share), table[sizes[0]] * Math.max(x / sizes[0], 1), ...larger);
 }
 
-function between(table, sizes, x, slope) {
+function between(table, sizes, x, slope, share) {
   const at = sizes.findIndex((size) => size >= x);
-  if (at === -1) return table[sizes.at(-1)] * (1 + slope * (x - sizes.at(-1)));
+  const last = sizes.at(-1);
+  if (at === -1) return table[last] * (1 + Math.min(slope, share / last) * (x - last));
   if (at === 0 || sizes[at] === x) return table[sizes[at]];
   const [low, high] = [sizes[at - 1], sizes[at]];
   return table[low] + ((x - low) / (high - low)) * (table[high] - table[low]);
@@ -61,7 +62,7 @@ export function measured(costs, ...drafters) {
   const names = drafters.filter(Boolean).flatMap((name) => [name, name.split(":")[0]]); // model:NAME may be "model"
   const table = drafts[names.find((name) => name in drafts)] ?? {};
   return {
-    pass: (tokens) => interpolate(passes, tokens, 0.02),
+    pass: (tokens) => interpolate(passes, tokens, 0.02, 0.25),
     draft: (depth) => (depth === 0 ? 0 : interpolate(table, depth, 0.5)),
   };
 }

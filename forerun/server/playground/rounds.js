@@ -22,9 +22,23 @@ export function why(round, first, asked, costs) {
   if (!asked) return "Plain decoding: one token a pass, nothing drafted.";
   if (first && !draft.length) return "The first pass reads the prompt; there is nothing to draft for yet.";
   const reached = Math.max(0, ...levels(draft));
-  const found = reached < depth ? ` The drafter proposed ${reached}.` : "";
+  const found = (reached < depth ? ` The drafter proposed ${reached}.` : "") + whence(draft, asked.draft);
   const drafted = reached === depth ? draft.length : depth; // more than the depth where it is a tree
   return because(depth, drafted, rate, asked.depth, measured(costs, asked.draft, draft[0]?.source)) + found;
+}
+
+/** Who said what, where several took part: levels of a cascade, one tree of several, what was drafted ahead. */
+export function whence(draft, asked = "") {
+  if (!draft.length) return "";
+  const sources = draft.map((node) => node.source.split("&"));
+  const ahead = sources.filter((source) => source.includes("ahead")).length;
+  const names = sources.map((source) => source.filter((name) => name !== "ahead"));
+  const together = names.filter((source) => source.length > 1).length;
+  const said = [];
+  if (ahead) said.push(` ${ahead} of ${draft.length} were drafted while the target checked the round before, which was foreseen.`);
+  else if (asked.includes("ahead(")) said.push(" What the round before came to was not foreseen, so this was drafted after it.");
+  if (together) said.push(` ${together} of ${draft.length} were said by more than one drafter.`);
+  return said.join("");
 }
 
 function because(depth, drafted, rate, asked, costs) {

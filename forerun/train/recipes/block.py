@@ -16,9 +16,10 @@ from forerun.draft.base import Proposer
 from forerun.draft.block import Block as BlockProposer
 from forerun.draft.block_format import load_block, save_block
 from forerun.draft.block_head import BlockConfig, BlockHead
+from forerun.draft.block_shapes import MarkovShape
 from forerun.draft.layers import layer_like
 from forerun.draft.view import view_of
-from forerun.errors import ConfigError
+from forerun.errors import ConfigError, LoadError
 from forerun.models.config import ModelConfig, make_config
 from forerun.runner import Runner
 from forerun.train.blocks import blocks
@@ -64,14 +65,14 @@ class Block:
             mask_token=mask_token(target, corpus, options.mask_token),
             draft_vocab=said,
             own_head=said < c.vocab,
-            markov_rank=options.markov_rank,
+            law=MarkovShape(options.markov_rank) if options.markov_rank else None,
             confidence=options.confidence > 0,
             confidence_with_markov=options.confidence > 0 and options.markov_rank > 0,
         )
         head = BlockHead(config)
         with torch.no_grad():
             head.norm.weight.copy_(target.llm.decoder.weights.norm.weight)
-            if config.markov_rank:
+            if config.law:
                 head.markov_head.markov_w2.weight.zero_()
         if config.own_head:
             begin_listed(head, head.lm_head, target, corpus)
@@ -80,6 +81,10 @@ class Block:
 
     def load(self, directory: Path, target: Target) -> nn.Module:
         head = load_block(directory, view_of(target.llm.decoder))
+        if not head.config.is_bigram:
+            raise LoadError(
+                f"{directory} can be drafted with, but not measured here: its law is no vanilla Markov head"
+            )
         head.attach(target.view)
         return head
 
@@ -166,7 +171,7 @@ class Block:
                 end = min(first + len(anchors), positions - k)  # behind them the text has ended
                 if end > first:
                     previous = batch.tokens[:, first + k : end + k]
-                    yield k, slice(first, end), head.follow(head.say(made[:, : end - first, k]), previous)
+                    yield k, slice(first, end), head.follow(head.behind(head.say(made[:, : end - first, k]), previous))
 
 
 def layers_like(c: ModelConfig, layers: int) -> ModelConfig:

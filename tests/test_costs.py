@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from forerun.engine.costs import NEIGHBOUR, SETTLED, WARM, Costs, Curve
+from forerun.costs import NEIGHBOUR, SETTLED, WARM, Costs, Curve
 
 
 def settled(slope: float, seconds: dict[int, float]) -> Curve:
@@ -122,6 +122,32 @@ def test_nothing_measured_is_no_error() -> None:
     assert not costs.known(4, 1) and costs.known(5, 1) and not costs.known(9, 2)
     costs.add_pass(8, 1.0)  # no size was seen twice
     assert costs.known(9, 2) and not costs.known(7, 2)
-    costs.add_lag("model", 7.0)
-    assert costs.lag("model") == 7.0 and costs.lag("suffix") == 0.0
-    assert costs.seconds()[1] == {}
+    assert costs.of_lag("model", 100) == 0.0 and costs.seconds()[1] == {}
+
+
+def test_what_is_read_before_a_draft_is_no_cost_of_drafting() -> None:
+    """Long prompts say what a token of them takes; then that is taken out of drafts behind a few."""
+    costs = Costs()
+    costs.add_pass(1, 1.0)
+    for _ in range(10):
+        costs.add_draft("model", 2, 0.2)
+        costs.add_draft("model", 2, 10.2, lag=1000)
+    assert costs.of_lag("model", 50) == pytest.approx(0.5, rel=0.01)
+    for _ in range(10):
+        costs.add_draft("model", 2, 0.25, lag=5)
+    assert costs.of_draft("model", 2) == pytest.approx(0.2, rel=0.01) and costs.of_lag("suffix", 50) == 0.0
+
+
+def test_as_many_tokens_are_read_as_there_is_time_for() -> None:
+    """Any number while nothing is known, then in proportion, and never as many as took longer."""
+    costs = Costs()
+    assert costs.within(0.1) > 60_000
+    for _ in range(SETTLED):
+        costs.add_read(512, 0.512)
+    assert costs.within(0.1) == 0 and 900 <= costs.within(1.0) <= 1024
+    for _ in range(SETTLED):
+        costs.add_read(16, 0.02)
+    assert 70 <= costs.within(0.1) <= 100 and costs.within(0.51) < 512 <= costs.within(0.52)
+    other = Costs()
+    other.recall(costs.state())
+    assert other.within(0.1) == costs.within(0.1)

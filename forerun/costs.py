@@ -22,8 +22,11 @@ EXACT = 32  # sizes that are kept apart
 LEAST_GAIN = 0.05  # of one measurement, however many there were
 MOST_SURPRISE = 1.5  # factor that one measurement may be off, at most
 FRESH = 8  # measurements until a curve is read anew: after a pass the caches are cold, and Python is slow
+SIZES = [*range(1, EXACT + 1), *(part << octave for octave in range(2, 14) for part in range(8, 16))]  # of passes
 TICK = 1e-9  # seconds that anything takes, whatever the clock says
 LONGEST = 1e4  # seconds that anything takes
+FURTHER, STRIDE = 1.25, 8  # times the largest size that was measured, or so many tokens more, that are tried next
+MOSTLY, KEEP = 0.5, 0.9  # share of a draft's time that reading is taken out of; of what was measured of reading
 PACE_GAIN = 0.1  # of one measurement in the machine's pace
 
 
@@ -31,7 +34,8 @@ PACE_GAIN = 0.1  # of one measurement in the machine's pace
 class Curve:
     """Seconds by size, at a constant pace: a mean at each size seen, interpolated, hopeful beyond the largest."""
 
-    slope: float  # growth per unit assumed beyond what was seen, as a share of the last value
+    slope: float  # growth per unit assumed beyond what was seen, as a share of the last value, at most
+    share: float = 1.0  # and as a share of growth in proportion
     sizes: list[int] = field(default_factory=list)
     seen: dict[int, float] = field(default_factory=dict)
     count: dict[int, int] = field(default_factory=dict)
@@ -90,10 +94,14 @@ class Curve:
             first -= 1
         cost = self._own(first)
         for j in range(first + 1, i + 1):
-            trend = cost * (1 + self.slope * (self.sizes[j] - self.sizes[j - 1]))
+            trend = cost * self._growth(self.sizes[j - 1], self.sizes[j])
             count = self.count[self.sizes[j]]
             cost = max((count * self._own(j) + NEIGHBOUR * trend) / (count + NEIGHBOUR), cost)
         return cost
+
+    def _growth(self, below: int, size: float) -> float:
+        """How many times the cost of one size a larger one is hoped to have."""
+        return 1 + min(self.slope, self.share / below) * (size - below)
 
     def _own(self, i: int) -> float:
         size = self.sizes[i]
@@ -105,7 +113,7 @@ class Curve:
             return self._believed(i)
         below, low = self.sizes[i - 1], self._believed(i - 1)
         if i == len(self.sizes):
-            return low * (1 + self.slope * (size - below))
+            return low * self._growth(below, size)
         share = (size - below) / (self.sizes[i] - below)
         return low + share * (self._believed(i) - low)
 
@@ -119,9 +127,10 @@ class Costs:
 
     def __init__(self) -> None:
         self.pace = 1.0
-        self._passes = Curve(slope=0.02)
+        self._passes = Curve(slope=0.02, share=0.25)
         self._drafts: dict[tuple[str, int], Curve] = defaultdict(lambda: Curve(slope=0.5))  # by octave of requests too
-        self._lags: dict[str, float] = {}
+        self._lags: dict[str, tuple[float, float]] = {}  # seconds, and tokens that were read in them; discounted
+        self._reads = Curve(slope=1.0)  # arithmetic: as long as there are tokens
 
     def known(self, tokens: int, enough: int) -> bool:
         """Whether `enough` passes over so many tokens or fewer were measured."""
@@ -130,6 +139,12 @@ class Costs:
                 break
             enough -= self._passes.count[size]
         return enough <= 0
+
+    def reach(self, tokens: int) -> float:
+        """Up to how many tokens a pass over at least so many may have: not far beyond what was measured, so that to
+        find out what a size costs never costs much."""
+        largest = next((size for size in reversed(self._passes.sizes) if self._passes.count[size] > 1), 0)
+        return max(FURTHER * max(largest, tokens), largest + STRIDE)
 
     def of_pass(self, tokens: float) -> float:
         """Of a pass over so many tokens; 1 while none was measured, for then only ratios matter."""
@@ -144,26 +159,45 @@ class Costs:
                 return self._drafts[source, octave].at(depth) or 0.0
         return 0.1 * depth * self.of_pass(1)
 
-    def lag(self, source: str) -> float:
-        """Of its last draft behind much to read."""
-        return self._lags.get(source, 0.0)
+    def within(self, seconds: float) -> int:
+        """Up to how many tokens a pass that reads prompts may have to take no longer, as far as is known: any number
+        where none was measured."""
+        i = bisect.bisect_right(SIZES, seconds, key=lambda size: (self._reads.at(size) or 0.0) * self.pace)
+        return SIZES[i - 1] if i else 0
+
+    def of_lag(self, source: str, tokens: int) -> float:
+        """Of reading what a proposer has missed before it can draft; nothing where that was never measured."""
+        seconds, count = self._lags.get(source, (0.0, 0.0))
+        return seconds / count * tokens if count else 0.0
 
     def add_pass(self, tokens: int, seconds: float) -> None:
         self._add(self._passes, tokens, seconds)
 
-    def add_draft(self, source: str, depth: int, seconds: float, requests: int = 1) -> None:
-        self._add(self._drafts[source, requests.bit_length()], depth, seconds)
+    def add_read(self, tokens: int, seconds: float) -> None:
+        """A pass that reads prompts, beside which others may go on: another regime than verifying."""
+        self._reads.add(*self._at_pace(tokens, seconds))
 
-    def add_lag(self, source: str, seconds: float) -> None:
-        """A draft behind much to read: no measure of a round."""
-        self._lags[source] = seconds / self.pace
+    def add_draft(self, source: str, depth: int, seconds: float, requests: int = 1, lag: int = 0) -> None:
+        """A draft, behind `lag` tokens of all requests that the proposer had missed: of which, where they are most of
+        it, this is a measure."""
+        reading = self.of_lag(source, lag) * self.pace
+        if lag and not 0 < reading < MOSTLY * seconds:
+            drafting = self.of_draft(source, depth, requests)
+            before, count = self._lags.get(source, (0.0, 0.0))
+            self._lags[source] = KEEP * before + max(seconds / self.pace - drafting, TICK), KEEP * count + lag
+        else:
+            self._add(self._drafts[source, requests.bit_length()], depth, seconds - reading)
 
     def _add(self, curve: Curve, size: int, seconds: float) -> None:
-        bucket = _bucket(size)
-        seconds = max(seconds, TICK) / self.pace * (bucket / size)  # large passes grow with their tokens
+        bucket, seconds = self._at_pace(size, seconds)
         if curve.count.get(bucket, 0) >= SETTLED:  # else what is wrong may well be what is believed of the size
             self.pace *= surprise(curve.seen[bucket], seconds) ** PACE_GAIN
         curve.add(bucket, seconds)
+
+    def _at_pace(self, size: int, seconds: float) -> tuple[int, float]:
+        """A size as curves know it, and what it takes at the pace of the start: large passes grow with their tokens."""
+        bucket = _bucket(size)
+        return bucket, max(seconds, TICK) / self.pace * (bucket / size)
 
     @property
     def passes(self) -> int:
@@ -173,12 +207,14 @@ class Costs:
     def state(self) -> dict[str, Any]:
         """What is believed, for `recall` of another process: plain data, seconds at the pace of now."""
         drafts = {f"{octave} {source}": curve.state(self.pace) for (source, octave), curve in self._drafts.items()}
-        return {"passes": self._passes.state(self.pace), "drafts": drafts}
+        passes, reads = self._passes.state(self.pace), self._reads.state(self.pace)
+        return {"passes": passes, "reads": reads, "drafts": drafts}
 
     def recall(self, state: Mapping[str, Any]) -> None:
         """Begin with what another process believed. Raises ValueError, TypeError, KeyError or AttributeError for what
         `state` never gave."""
         self._passes.recall(state["passes"])
+        self._reads.recall(state["reads"])
         for name, sizes in state["drafts"].items():
             octave, _, source = name.partition(" ")
             self._drafts[source, int(octave)].recall(sizes)

@@ -16,8 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from forerun.bench.counters import Nvml, Rapl, Source, Unavailable, Zeus
 from forerun.errors import ConfigError
+from forerun.measure.counters import Nvml, Rapl, Source, Unavailable, Zeus
 
 MINIMUM_SECONDS = 2.0
 POWERCAP = Path("/sys/class/powercap")

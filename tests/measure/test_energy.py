@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from forerun import doctor
-from forerun.bench import counters, energy
-from forerun.bench.energy import Energy, Meter, cost_per_million
 from forerun.errors import ConfigError
+from forerun.measure import counters, energy
+from forerun.measure.energy import Energy, Meter, cost_per_million
 
 RANGE = 65_532_610_987  # microjoules, of a real server
 

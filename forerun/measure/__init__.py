@@ -1,0 +1,1 @@
+"""Counters of this machine, below everything that measures with them."""

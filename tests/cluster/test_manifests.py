@@ -1,0 +1,66 @@
+"""What lies in deploy/ says what forerun understands. Whether Docker and Kubernetes do is not tested."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from forerun.cli import app
+from forerun.cluster.plan import make_plan
+
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "deploy"
+
+
+def documents(name: str) -> dict[str, Any]:
+    return {one["kind"]: one for one in yaml.safe_load_all((DEPLOY / name).read_text())}
+
+
+def test_the_plan_for_kuberay_is_a_plan_that_fits_its_manifest() -> None:
+    found = documents("kuberay.yaml")
+    plan = make_plan(tomllib.loads(found["ConfigMap"]["data"]["cluster.toml"]))
+    cluster = found["RayJob"]["spec"]["rayClusterSpec"]
+    (workers,), pod = cluster["workerGroupSpecs"], cluster["headGroupSpec"]["template"]
+    (model,), (head,) = plan.models, pod["spec"]["containers"]
+    assert plan.address == "auto" and plan.settings.host == "0.0.0.0" and model.engine.kv_tokens
+    assert (workers["minReplicas"], workers["maxReplicas"]) == (model.replicas.min, model.replicas.max)
+    worker = workers["template"]["spec"]["containers"][0]
+    assert int(worker["resources"]["limits"]["cpu"]) == plan.threads(model)
+    mounts = {mount["name"]: mount["mountPath"] for mount in head["volumeMounts"]}
+    assert found["RayJob"]["spec"]["entrypoint"] == f"forerun deploy {mounts['plan']}/cluster.toml"
+    assert head["ports"][0]["containerPort"] == plan.settings.port == found["Service"]["spec"]["ports"][0]["targetPort"]
+    assert found["Service"]["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
+    assert found["Service"]["metadata"]["name"] in plan.settings.allowed_hosts
+    assert pod["spec"]["terminationGracePeriodSeconds"] > plan.settings.shutdown_timeout
+
+
+def test_the_arguments_of_the_model_server_are_those_of_serve() -> None:
+    pod = documents("model-server.yaml")["Deployment"]["spec"]["template"]["spec"]
+    words = pod["containers"][0]["args"]
+    assert pod["terminationGracePeriodSeconds"] > float(words[words.index("--shutdown-timeout") + 1])
+    result = CliRunner().invoke(app, [*words, "--port", "70000"])  # all but this one is taken
+    assert "70000" in result.output + str(result.exception) and "No such option" not in result.output
+
+
+def test_the_container_is_built_of_what_there_is() -> None:
+    text = (DEPLOY / "Dockerfile").read_text()
+    kept = re.findall(r"^!(\S+)$", (DEPLOY / "Dockerfile.dockerignore").read_text(), re.M)
+    assert all((ROOT / name).exists() for name in kept)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert re.search(r'"(torch\S+)"', text)[1] in project["dependencies"]  # type: ignore[index]
+    assert "cluster" in project["optional-dependencies"] and "[cluster]" in text
+    command = json.loads(re.search(r"^CMD (\[.*\])$", text, re.M)[1])  # type: ignore[index]
+    assert CliRunner().invoke(app, [command[0], "--help"]).exit_code == 0
+
+
+@pytest.mark.parametrize("name", ["kuberay.yaml", "model-server.yaml"])
+def test_pods_run_the_image_that_is_built(name: str) -> None:
+    tag = re.search(r"docker build .* -t (\S+) ", (DEPLOY / "Dockerfile").read_text())
+    assert tag and set(re.findall(r"image: (\S+)", (DEPLOY / name).read_text())) == {tag[1]}
