@@ -123,7 +123,7 @@ def main() -> None:
         code = 1
     except OSError as error:
         code = _say(f"the output cannot be written: {error}", 1)
-    exec("")  # else `python -m` dies by SIGINT, whatever the code, where Ctrl-C once passed through exec (a dataclass's)
+    exec("")  # else `python -m` dies by SIGINT, whatever the code, where Ctrl-C fell into an exec (as of a dataclass)
     sys.exit(code)
 
 
