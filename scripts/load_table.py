@@ -134,7 +134,9 @@ def main() -> None:
     for i, load in itertools.product(range(options.rounds), options.loads):
         for j in range(len(arms)):
             arm, coming = arms[(i + j) % len(arms)], works(llm, tasks, load.kind, options.tokens, SHIFT * i)
-            params = SamplingParams(load.temperature, max_tokens=options.tokens, ignore_eos=True, seed=1000 * i)
+            params = SamplingParams(
+                temperature=load.temperature, max_tokens=options.tokens, ignore_eos=True, seed=1000 * i
+            )
             found[arm, load].append(play(engines[arm], arm, load, coming, params, options.seconds))
     if options.json:
         rows = [[a.draft, a.depth, load, [p.speed for p in played]] for (a, load), played in found.items()]

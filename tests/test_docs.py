@@ -113,6 +113,18 @@ def test_pages_begin_with_what_they_are_for(page: Path) -> None:
     assert page.read_text(encoding="utf-8").split("\n\n")[1].startswith("On this page you can ")
 
 
+def test_the_tour_leads_past_what_exists() -> None:
+    """Each `file: Name` stands under forerun/, or else in the repository, and says so."""
+    named = [re.fullmatch(r"([\w/]+(?:/|\.\w+))(?:: (\w+)(?:\.(\w+))?)?", line) for line in lines(DOCS / "tour.md")]
+    places = [match for match in named if match]
+    assert len(places) > 40
+    for place, *names in (match.groups() for match in places):
+        path = next((p for p in (ROOT / "forerun" / place, ROOT / place) if p.exists()), None)
+        assert path, place
+        for name in filter(None, names):
+            assert re.search(rf"^ *(?:def|class) {name}\b", path.read_text(encoding="utf-8"), re.M), (place, name)
+
+
 def test_the_reference_has_every_verb_and_flag() -> None:
     spec = importlib.util.spec_from_file_location("cli_reference", ROOT / "scripts" / "cli_reference.py")
     assert spec and spec.loader
