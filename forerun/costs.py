@@ -151,6 +151,10 @@ class Costs:
         seconds = self._passes.at(round(4 * tokens) / 4)
         return 1.0 if seconds is None else seconds
 
+    def of_read(self, tokens: int) -> float:
+        """Of a pass over so many tokens that reads prompts; nothing while none was measured."""
+        return self._reads.at(tokens) or 0.0
+
     def of_draft(self, source: str, depth: int, requests: int = 1) -> float:
         """Of drafting so deep for so many requests at once, or for the most below them that was measured; a tenth of a
         pass a level while none was."""
@@ -162,7 +166,7 @@ class Costs:
     def within(self, seconds: float) -> int:
         """Up to how many tokens a pass that reads prompts may have to take no longer, as far as is known: any number
         where none was measured."""
-        i = bisect.bisect_right(SIZES, seconds, key=lambda size: (self._reads.at(size) or 0.0) * self.pace)
+        i = bisect.bisect_right(SIZES, seconds, key=lambda size: self.of_read(size) * self.pace)
         return SIZES[i - 1] if i else 0
 
     def of_lag(self, source: str, tokens: int) -> float:

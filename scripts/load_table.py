@@ -6,7 +6,8 @@
         --loads all:1:0,all:16:0.8 --fixed model@1,model@3
 
 A load is KIND:REQUESTS:TEMPERATURE: a category of tasks, all of them, or random tokens. All ways to decode play it in
-turn, each in an engine whose policy goes through all loads and rounds as that of a server would. Counted is from where
+turn, each in an engine whose policy goes through all loads and rounds as that of a server would; without --learn it has
+learned nothing before. Counted is from where
 the first requests have all begun to speak. `recovers` is when `auto` first says nine tenths as much within a second as
 it does in the mean of the second half.
 """
@@ -123,6 +124,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=96, help="of a request")
     parser.add_argument("--seconds", type=float, default=8.0, help="of a load")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--learn", type=int, default=0, help="rounds before that, in which auto learns")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     llm = LLM(options.model, draft=options.drafts, dtype=options.dtype, max_rows=max(x.requests for x in options.loads))
@@ -131,13 +133,15 @@ def main() -> None:
     arms = [Arm(OFF, 0), *fixed, Arm(llm.draft, "auto")]
     engines = {arm: Engine(llm.engine.target, llm.engine.proposers, policy=Auto()) for arm in arms}
     found: dict[tuple[Arm, Load], list[Played]] = {(arm, load): [] for arm in arms for load in options.loads}
-    for i, load in itertools.product(range(options.rounds), options.loads):
+    for i, load in itertools.product(range(options.learn + options.rounds), options.loads):
         for j in range(len(arms)):
             arm, coming = arms[(i + j) % len(arms)], works(llm, tasks, load.kind, options.tokens, SHIFT * i)
             params = SamplingParams(
                 temperature=load.temperature, max_tokens=options.tokens, ignore_eos=True, seed=1000 * i
             )
-            found[arm, load].append(play(engines[arm], arm, load, coming, params, options.seconds))
+            played = play(engines[arm], arm, load, coming, params, options.seconds)
+            if i >= options.learn:
+                found[arm, load].append(played)
     if options.json:
         rows = [[a.draft, a.depth, load, [p.speed for p in played]] for (a, load), played in found.items()]
         print(json.dumps(rows))

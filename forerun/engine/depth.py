@@ -90,13 +90,15 @@ class Auto:
         Proposers work one after the other, each on all its requests at once, as long as its deepest takes.
         """
         learned, latency, slo = self.learned, self.objective == "latency", self.slo / self.learned.pace or math.inf
+        if place.prompts:
+            slo -= learned.of_read(place.tokens) - self._pass(place.tokens, place)
         beliefs = {i: self._belief(wishes[i].source, wishes[i].acceptance) for i in active}
         offers = {i: self._offer(wishes[i]) for i in active}
         heap = [(-offers[i] * belief.stands(1), i) for i, belief in beliefs.items() if belief.stands(1) > HOPELESS]
         heapq.heapify(heap)
         depths, tokens, drafting, lags = [0] * len(wishes), float(place.tokens), 0.0, 0.0
         total, slow, each = float(place.said), float(place.said), [1.0] * len(wishes)  # said by all, 1 / said, by each
-        best, best_speed = list(depths), place.said / learned.of_pass(tokens)
+        best, best_speed = list(depths), place.said / self._pass(tokens, place)
         groups: dict[str, list[float]] = defaultdict(lambda: [0, 0, 0.0])  # how deep, for how many, and what that takes
         reach, in_vain = learned.reach(place.tokens), 0
         while heap and in_vain < 3 * len(wishes):
@@ -118,7 +120,7 @@ class Auto:
                 slow += 1 / (each[i] - chance) - 1 / each[i]
                 each[i] -= chance
             said = place.said * place.said / slow if latency else total
-            cost = learned.of_pass(tokens) + drafting + lags
+            cost = self._pass(tokens, place) + drafting + lags
             in_vain += 1
             if said > best_speed * cost and cost <= slo:
                 best, best_speed, in_vain = list(depths), said / cost, 0
@@ -150,9 +152,7 @@ class Auto:
     def enough(self, chances: Sequence[float], place: Place) -> int:
         """As many as give most tokens a second, as if all requests that may draft were alike."""
         said = itertools.accumulate((place.asked * chance for chance in chances), initial=float(place.said))
-        speeds = [
-            tokens / self.learned.of_pass(place.tokens + place.asked * count) for count, tokens in enumerate(said)
-        ]
+        speeds = [tokens / self._pass(place.tokens + place.asked * count, place) for count, tokens in enumerate(said)]
         return speeds.index(max(speeds))
 
     def ranked(self, groups: Sequence[Sequence[Wish]], place: Place) -> list[int]:
@@ -169,7 +169,7 @@ class Auto:
         if state.idle <= IDLE * max(state.kept.seen / PROBE_DEPTH, 1) or not self.learned.known(place.tokens, PLAIN):
             return None
         seconds = self.learned.of_draft(source, PROBE_DEPTH) + self.learned.of_lag(source, rivals[i].lag)
-        price = seconds / self.learned.of_pass(place.tokens)
+        price = seconds / self._pass(place.tokens, place)
         if self.credit[source] < min(price, ALLOWANCE):
             return None
         self.credit[source] -= price
@@ -177,17 +177,17 @@ class Auto:
 
     def _hoped(self, wish: Wish, place: Place) -> float:
         """Tokens a second that are expected of a proposer, which may have nothing to draft."""
-        plain = place.said / self.learned.of_pass(place.tokens)
+        plain = place.said / self._pass(place.tokens, place)
         alone = self._alone(wish, self._belief(wish.source, wish.acceptance), place)[1]
         return plain + self._offer(wish) * (alone - plain)
 
     def floor(self, source: str, acceptance: Acceptance, place: Place) -> float:
         """A level more costs what it takes to draft, and a row of the pass; it brings a token with the chance that all
         before it stand, and that it does. At today's speed a token is worth the time that it takes."""
-        learned, (tokens, _, asked), belief = self.learned, place, self._belief(source, acceptance)
+        learned, (tokens, _, asked, _), belief = self.learned, place, self._belief(source, acceptance)
         _, speed = self._alone(Wish(source, FAR, acceptance), belief, place)
         level = learned.of_draft(source, FAR, asked) - learned.of_draft(source, 1, asked)
-        row = learned.of_pass(tokens + FAR * asked) - learned.of_pass(tokens + asked)
+        row = self._pass(tokens + FAR * asked, place) - self._pass(tokens + asked, place)
         return min((level + row) / (FAR - 1) * speed / (asked * belief.stands(1)), HIGHEST)
 
     def survival(self, source: str, greedy: bool) -> Survival:
@@ -196,12 +196,12 @@ class Auto:
     def _alone(self, wish: Wish, belief: Belief, place: Place) -> tuple[int, float]:
         """(the depth up to its limit with most tokens a second, how many, if all that may draft were like it); what has
         no source is there already and costs nothing to draft."""
-        tokens, said, asked = place
-        best, speed, expected, begin = 0, said / self.learned.of_pass(tokens), float(said), self._begin(wish)
+        tokens, said, asked, _ = place
+        best, speed, expected, begin = 0, said / self._pass(tokens, place), float(said), self._begin(wish)
         for depth in range(1, min(wish.limit, DEEPEST) + 1):
             chance = belief.stands(depth)
             expected += asked * chance
-            cost = self.learned.of_pass(tokens + asked * depth * wish.width)
+            cost = self._pass(tokens + asked * depth * wish.width, place)
             cost += self.learned.of_draft(wish.source, depth, asked) + asked * begin if wish.source else 0.0
             if expected / cost > speed:
                 best, speed = depth, expected / cost
@@ -212,6 +212,15 @@ class Auto:
     def _begin(self, wish: Wish) -> float:
         """What it takes its proposer to read what it has missed, for each of the tokens over which that must pay."""
         return self.learned.of_lag(wish.source, wish.lag) / max(min(wish.limit, AHEAD), 1)
+
+    def _pass(self, tokens: float, place: Place) -> float:
+        """What a pass over so many tokens takes, but for the prompts in it: they are read in any case, and what is said
+        meanwhile pays if it would pay without."""
+        learned, read = self.learned, place.tokens
+        if not place.prompts:
+            return learned.of_pass(tokens)
+        row = (learned.of_read(2 * read) - learned.of_read(read)) / read  # it computes, where others wait for weights
+        return learned.of_pass(read - place.prompts) + (tokens - read) * row
 
     def room(self) -> int | None:
         return self.learned.within(self.slo) if self.slo else None
@@ -227,8 +236,9 @@ class Auto:
 
     def _with_probes(self, wishes: Sequence[Wish], depths: list[int], place: Place) -> list[int]:
         """Now and then draft where it does not seem to pay, or nothing would ever be learned again: after a rest, and
-        when its proposer has credit, which a probe takes and time gives back. Who was right goes on at once."""
-        least = min((self._chance(wishes[i]) for i, depth in enumerate(depths) if depth), default=1.0)
+        when its proposer has credit, which a probe takes and time gives back. Who was right goes on at once. Where
+        nothing pays for anybody, all rest: to find that out anew in each step costs more than to miss some."""
+        least = min((self._chance(wishes[i]) for i, depth in enumerate(depths) if depth), default=math.inf)
         for i, wish in enumerate(wishes):
             state = wish.acceptance
             if depths[i] or self._goes_on(wish, place) or self._may_probe(wish, place):
@@ -244,7 +254,7 @@ class Auto:
     def _goes_on(self, wish: Wish, place: Place) -> bool:
         """Whether its last draft was right, and another one pays if it is right once more. What is likely to be lost
         by it is taken from the credit, as far as that goes."""
-        state, price = wish.acceptance, self._price(wish, place.tokens)
+        state, price = wish.acceptance, self._price(wish, place)
         if not state.right or price * place.said >= PROBE_DEPTH or self.credit[wish.source] < -ALLOWANCE:
             return False
         belief = self._belief(wish.source, state)
@@ -256,17 +266,17 @@ class Auto:
         """Whether its rest is over and there is credit, which is taken."""
         if wish.acceptance.rest is None or self.rests(wish.acceptance):
             return False
-        price = self._price(wish, place.tokens)
+        price = self._price(wish, place)
         if self.credit[wish.source] < min(price, ALLOWANCE):
             return False
         self.credit[wish.source] -= price
         return True
 
-    def _price(self, wish: Wish, tokens: int) -> float:
+    def _price(self, wish: Wish, place: Place) -> float:
         """What a probe takes more than a step without, in passes."""
         drafting = self.learned.of_draft(wish.source, PROBE_DEPTH) + self.learned.of_lag(wish.source, wish.lag)
-        passes = drafting + self.learned.of_pass(tokens + PROBE_DEPTH * wish.width)
-        return passes / self.learned.of_pass(tokens) - 1
+        passes = drafting + self._pass(place.tokens + PROBE_DEPTH * wish.width, place)
+        return passes / self._pass(place.tokens, place) - 1
 
     def record_draft(self, source: str, depth: int, seconds: float, requests: int = 1, lag: int = 0) -> None:
         self.learned.add_draft(source, depth, seconds, requests, lag)

@@ -50,7 +50,8 @@ class Drafting:
         """One draft for each request that draws, roots where it does not pay, there is no room, or what drafts for it
         failed: that is the request's error."""
         drafts = {w.request.id: Draft.root(w.request.tokens[-1]) for w in drawing}
-        plans, place = [], Place(sum(w.count for w in works), len(drawing), len(drawing))
+        prompts = sum(w.count - w.draws for w in works if w.count > 1)
+        plans, place = [], Place(sum(w.count for w in works), len(drawing), len(drawing), prompts)
         begun, lets, self.meanwhile = self.clock(), self.guard.lets(), self._meanwhile()
         for work in drawing:
             request = work.request
@@ -64,14 +65,15 @@ class Drafting:
             if len(drafts[request.id]) == 1 and not request.error and self._is_open(request, lets):
                 plans.append(Plan(work, self.proposers[request.draft], functools.partial(self._ranked, request, place)))
         self._try(plans, place)
-        known, asking = sum(w.count for w in works) + sum(len(d) - 1 for d in drafts.values()), plans
+        known, asking = place.tokens + sum(len(d) - 1 for d in drafts.values()), plans
         while asking := [plan for plan in asking if self._goes_on(plan)]:
             tokens = known + sum(len(plan.draft) - 1 for plan in plans if plan.draft)
-            self._ask(asking, Place(tokens, len(drawing), len(asking)))
+            self._ask(asking, place._replace(tokens=tokens, asked=len(asking)))
         for plan in plans:
             if plan.draft and not plan.work.request.error:
                 with blaming(plan.work.request):
-                    drafts[plan.work.request.id] = self._taken(plan, plan.draft, Place(known, len(drawing), len(plans)))
+                    whole = place._replace(tokens=known, asked=len(plans))
+                    drafts[plan.work.request.id] = self._taken(plan, plan.draft, whole)
         why = {plan.work.request.id: plan.why for plan in plans}
         for request in (work.request for work in drawing if work.request.draft != OFF):
             drafted, otherwise = len(drafts[request.id]) > 1, UNPAID if lets and request.judge.lets() else RESTED

@@ -16,11 +16,13 @@ class Place(NamedTuple):
         tokens: that are in the pass in any case.
         said: requests that say something in it, whether they draft or not.
         asked: those of them that may draft.
+        prompts: tokens of prompts among those in the pass, which are read whatever is drafted.
     """
 
     tokens: int
     said: int
     asked: int
+    prompts: int = 0
 
 
 class DepthPolicy(Protocol):

@@ -317,3 +317,30 @@ def test_no_pass_is_much_larger_than_what_was_measured() -> None:
         for _ in range(SETTLED):
             policy.record_pass(size, 1.0)
         largest = size
+
+
+def test_beside_a_prompt_that_is_read_drafts_pay_as_they_would_without() -> None:
+    """Sixteen requests whose rows cost what they bring: a pass that takes five times as long anyway makes no draft
+    cheaper. Where rows of such a pass cost little, they pay there as elsewhere; its time is within the bound or not."""
+    for row, slo, drafts in ((0.06, 0.0, False), (0.002, 0.0, True), (0.002, 1.2, False)):
+        policy = Auto(slo=slo)
+        for _ in range(SETTLED):
+            for tokens in range(1, 65):
+                policy.record_pass(tokens, max(1.0, 0.1 + row * tokens))
+            for tokens in (128, 160, 256, 512):
+                policy.record_read(tokens, max(1.3, row * tokens))
+            for depth in (1, 2, 3, 4):
+                policy.record_draft("model", depth, 0.1 * depth, 16)
+        wishes = [Wish("model", 16, Acceptance(Chance(90, 10), Chance(100, 0))) for _ in range(16)]
+        for place in (Place(16, 16, 16), Place(16 + 128, 16, 16, prompts=128)):
+            assert any(policy.choose(wishes, place)) is (drafts or (slo > 0 and not place.prompts)), place
+
+
+def test_where_nothing_pays_nobody_is_thought_of_in_each_step() -> None:
+    """However good its drafts are: what choosing takes is felt where many are answered at once."""
+    policy, acceptance = learned(rate=0.9, draft_cost=0.1, slope=0.0)
+    wishes = [Wish("model", 8, acceptance)]
+    assert policy.choose(wishes, Place(64, 64, 1)) == [0] and policy.rests(acceptance)
+    for _ in range(2 * REST):
+        policy.end_step()
+    assert not policy.rests(acceptance) and policy.choose(wishes, ONE) != [0]
