@@ -50,6 +50,9 @@ class Config:
             it, what lies beside the model as shortlist.safetensors, or all tokens.
         kernels: native (compiled, exact in every dtype), torch, or auto: native on CPU where they can be used.
         device: auto takes CUDA where there is one.
+        tensor_parallel: processes that the target is divided between, each with its own heads, channels and part of the
+            KV cache, on GPUs of its own (cuda:0, cuda:1, ..) or on the CPU; they compute with torch. For a target that
+            one device cannot hold: on one CPU it brings nothing.
         threads: CPU threads; 0 leaves torch's choice.
         draft_threads: of these, those that draft ahead while the target verifies (ahead(..)); 0 is half of them.
         context: most tokens of one request, prompt included; None is the model's own limit.
@@ -77,6 +80,7 @@ class Config:
     draft_shortlist: str | None = None
     kernels: str = "auto"
     device: str = "auto"
+    tensor_parallel: int = 1
     threads: int = 0
     draft_threads: int = 0
     context: int | None = None
@@ -96,6 +100,10 @@ class Config:
             raise ConfigError(
                 f"quantization={self.quantization} needs the native kernels, but kernels=torch was asked for"
             )
+        if self.tensor_parallel > 1 and (self.kernels == "native" or self.quantization):
+            raise ConfigError(
+                f"tensor_parallel={self.tensor_parallel} computes with torch: leave kernels=native and quantization out"
+            )
         if self.quantization and self.dtype != "auto":
             raise ConfigError(
                 f"quantization={self.quantization} and dtype={self.dtype} contradict each other: give one"
@@ -110,6 +118,7 @@ class Config:
         object.__setattr__(self, "depth", parse_depth(self.depth))
         for name, low, high in (
             ("width", 1, 16),
+            ("tensor_parallel", 1, 64),
             ("threads", 0, 1024),
             ("draft_threads", 0, 1024),
             ("context", 2, 1 << 24),

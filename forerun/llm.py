@@ -96,6 +96,7 @@ class LLM:
             self.config.draft,
             self.config.width,
             *(["energy"] if self.config.objective == "energy" else []),  # costs are joules then
+            *([self.config.tensor_parallel] if self.config.tensor_parallel > 1 else []),
         ]
         self.learned = learned_of(self.engine.policy, directory, decoder.weight_bytes, facts)
         self._jobs: dict[int, Job] = {}

@@ -22,6 +22,7 @@ from forerun.models.quantized import is_quantised
 from forerun.models.shortlist import read_shortlist, shortlist_beside
 from forerun.models.text import Tokenizer
 from forerun.native import NativeDecoder
+from forerun.parallel import lead
 from forerun.runner import Runner
 
 ANGLE, ROW = 16, 8  # bytes of a position: of each channel that rotates, while its table is made; of each request
@@ -47,6 +48,8 @@ def pick_form(config: Config, device: torch.device, raw: dict[str, Any], drafter
     """(native kernels?, float32, bfloat16, float16, float64, int8 or int4) for a model with this config.json."""
     own = str(raw.get("dtype") or raw.get("torch_dtype") or "float32")
     why = no_native(config, device)
+    if config.tensor_parallel > 1 and not drafter:
+        why = "tensor_parallel computes with torch"
     quantization = config.draft_quantization if drafter else config.quantization
     if drafter and quantization == "auto":
         quantization = None if why or config.dtype in ("float64", "float16") else "int8"
@@ -96,6 +99,8 @@ def make_runner(config: Config, directory: Path, device: torch.device, target: R
         asked = config.quantization if target is None else config.draft_quantization
         keep = config.dtype == "auto" and asked not in ("int8", "int4")  # a checkpoint's own quantisation
         decoder = NativeDecoder(shape, directory, form, context, keep, said)
+    elif config.tensor_parallel > 1 and target is None:
+        decoder = lead(directory, getattr(torch, form), device, context, config.tensor_parallel, config.threads)
     else:
         decoder = load_decoder(directory, getattr(torch, form), device, context, said)
     tokens = tokens or fit_kv_tokens(config, context, each, free_memory(device) // 4)

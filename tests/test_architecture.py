@@ -28,7 +28,7 @@ FLOORS = [
     {"kernels", "sampling", "verify"},
     {"models"},
     {"cache"},
-    {"native", "packed", "passes", "recorded", "runner", "linear", "load"},
+    {"native", "packed", "parallel", "passes", "recorded", "runner", "linear", "load"},
     {"draft"},
     {"catalogue"},
     {"engine"},

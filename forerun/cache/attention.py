@@ -60,7 +60,7 @@ class Attention:
     """The plan of one pass. Calling it stores keys and values, and attends: `decoder.Attend`."""
 
     def __init__(self, segments: Sequence[Segment], cache: KVCache, config: ModelConfig) -> None:
-        self.cache, self.config, self.device = cache, config, cache.data.device
+        self.segments, self.cache, self.config, self.device = segments, cache, config, cache.data.device
         depths = [np.asarray(s.depths) for s in segments]
         starts = np.cumsum([0, *(len(s.tokens) for s in segments)])
         lengths = [cache.length[s.slot] for s in segments]

@@ -50,6 +50,7 @@ class KVCache:
             self.keys = self.keys.view(layers, heads, blocks, width, LANES)
             self.values = self.values.view(layers, heads, blocks * LANES, width)
         self.length = [0] * slots
+        self.moves: list[tuple[Tensor, Tensor]] | None = None  # rows that were moved, where somebody wants to know
         # what native passes are told each time: addresses of keys and values, elements between layers, dtype
         pointers = self.keys.data_ptr(), self.values.data_ptr()
         self.layout = (*pointers, self.data.stride(1), str(dtype).removeprefix("torch."))
@@ -86,10 +87,13 @@ class KVCache:
             rows = self.pages.rows[slot]
             source = torch.from_numpy(rows[[start + i for i in path]]).to(self.data.device)
             target = torch.from_numpy(rows[start : start + count].copy()).to(self.data.device)
-            self._move(source, target)
+            self.move(source, target)
         self.length[slot] += count
 
-    def _move(self, source: Tensor, target: Tensor) -> None:
+    def move(self, source: Tensor, target: Tensor) -> None:
+        """Copy rows, in all layers. source, target [n] int64"""
+        if self.moves is not None:
+            self.moves.append((source, target))
         if self.native:
             lanes = self.keys[:, :, source // LANES, :, source % LANES]
             self.keys[:, :, target // LANES, :, target % LANES] = lanes

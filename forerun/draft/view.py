@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
+from forerun.errors import ConfigError
 from forerun.kernels import reference as kernels
 from forerun.linear import Linear
 from forerun.models.config import ModelConfig
 from forerun.models.decoder import Decoder
+from forerun.models.parts import PartDecoder
 from forerun.native import NativeDecoder
 from forerun.packed import Packed
 
@@ -77,7 +79,7 @@ def view_of(decoder: Decoder | NativeDecoder, form: str | None = "int8") -> Targ
         layers=config.layers,
         vocab=config.vocab,
         context=decoder.context,
-        table=decoder.weights.embed,
+        table=_Divided() if isinstance(decoder, PartDecoder) else decoder.weights.embed,  # type: ignore[arg-type]
         scale=config.embed_scale,
         normalise=normalise,
         head=head,
@@ -88,8 +90,22 @@ def view_of(decoder: Decoder | NativeDecoder, form: str | None = "int8") -> Targ
     )
 
 
+class _Divided:
+    """The embedding and the head of a target that several processes have parts of: no drafter can share them."""
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise ConfigError(
+            "this drafter shares the embedding or the head of its target, of which each process has a part: draft with"
+            " suffix, recycle, retrieval or a draft model, or leave tensor_parallel out"
+        )
+
+    __getitem__ = __call__ = __getattr__ = _refuse
+
+
 def _product(decoder: Decoder | NativeDecoder) -> Callable[[Tensor], Tensor]:
     """The product with the target's own head, its weights shared."""
+    if isinstance(decoder, PartDecoder):
+        return _Divided()
     if isinstance(decoder, NativeDecoder):
         packed: Any = decoder.weights.head
         return Linear.of(packed)

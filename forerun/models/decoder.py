@@ -17,7 +17,7 @@ from forerun.kernels import reference as kernels
 from forerun.models.config import ModelConfig, load_config
 from forerun.models.rope import rope_tables
 from forerun.models.shortlist import spread
-from forerun.models.weights import Layer, Linear, Norm, load_weights
+from forerun.models.weights import Layer, Linear, Norm, Weights, load_weights
 from forerun.types import Forward
 
 # (layer, q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D]) -> [T, Hq, D]
@@ -34,11 +34,14 @@ class Decoder:
         """`context` is how many positions to prepare for; `said` [Vd] int64, ascending, the tokens that are scored, if
         not all: logits of others are -inf."""
         self.config, self.dtype, self.device, self.context = config, dtype, device, context
-        self.weights = load_weights(config, directory, dtype, device, said=said)
+        self.weights = self._load(directory, said)
         self.said = None if said is None else said.to(device)
         tables = [rope_tables(config, rope, context, dtype) for rope in config.ropes]
         self.ropes = [(cos.to(device), sin.to(device)) for cos, sin in tables]
         self.kept: Sequence[int] = range(config.layers)
+
+    def _load(self, directory: Path, said: Tensor | None) -> Weights:
+        return load_weights(self.config, directory, self.dtype, self.device, said=said)
 
     def abridged(self, kept: Sequence[int], window: int | None) -> Decoder:
         """The same model with only these of its layers, and a window of so many keys (None: its own), which share

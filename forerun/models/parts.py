@@ -1,0 +1,175 @@
+"""A decoder divided between processes: tensor parallelism (Megatron-LM, Shoeybi et al., 1909.08053).
+
+Each process holds some of the key-value heads, with the query heads that share them, some channels of each MLP, and
+some rows of the embedding and of the head. What they compute of a branch is added up over all of them, twice a layer,
+so each has the whole residual stream; norms are everybody's. Sums come in another order than in one process: scores
+may differ in their last bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from forerun.errors import ConfigError, StateError, one_line
+from forerun.kernels import reference as kernels
+from forerun.models.config import ModelConfig
+from forerun.models.decoder import Attend, Decoder
+from forerun.models.weights import Linear, Source, load_weights
+from forerun.types import Forward
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The `rank`-th of `of` processes, whose `group` is a process group of torch.distributed."""
+
+    rank: int
+    of: int
+    group: Any
+
+    def share(self, count: int) -> slice:
+        """Which of so many things are its own: as many as another's, or one more."""
+        each, more = divmod(count, self.of)
+        first = self.rank * each + min(self.rank, more)
+        return slice(first, first + each + (self.rank < more))
+
+    def summed(self, x: Tensor) -> Tensor:
+        """The sum over all processes, in the dtype of x, added in float32 at least."""
+        total = x.to(torch.promote_types(x.dtype, torch.float32))
+        self.group.allreduce([total]).wait()
+        return total.to(x.dtype)
+
+    def gathered(self, x: Tensor, count: int) -> Tensor:
+        """Everybody's columns side by side, `count` in all. [M, own] -> [M, count]"""
+        if not len(x):
+            return x.new_zeros(0, count)
+        most = -(-count // self.of)  # some have one fewer
+        own = torch.nn.functional.pad(x, (0, most - x.shape[1]))
+        parts = [torch.empty_like(own) for _ in range(self.of)]
+        self.group.allgather([parts], [own]).wait()
+        widths = [replace(self, rank=rank).share(count) for rank in range(self.of)]
+        return torch.cat([p[:, : w.stop - w.start] for p, w in zip(parts, widths, strict=True)], dim=1)
+
+
+def divided(config: ModelConfig, part: Part) -> ModelConfig:
+    """What one process computes of a model. Raises ConfigError where there are more processes than heads."""
+    if part.of > config.kv_heads:
+        raise ConfigError(
+            f"tensor_parallel={part.of}: each process needs a key-value head of its own, and this model has"
+            f" {config.kv_heads}; give no more"
+        )
+    keys, inner = part.share(config.kv_heads), part.share(config.intermediate)
+    count = keys.stop - keys.start
+    heads = count * (config.heads // config.kv_heads)
+    return replace(config, kv_heads=count, heads=heads, intermediate=inner.stop - inner.start)
+
+
+class Summed(Linear):
+    """A linear layer of some of the inputs: what all processes have of it is added up."""
+
+
+class Rows:
+    """Some rows of an embedding; `weight` [own, H], from row `first` on."""
+
+    def __init__(self, weight: Tensor, first: int, part: Part) -> None:
+        self.weight, self.first, self.part = weight, first, part
+
+    def __getitem__(self, ids: Tensor) -> Tensor:
+        """ids [T] -> [T, H], which all processes ask for at once."""
+        at = ids - self.first
+        mine = (at >= 0) & (at < len(self.weight))
+        rows = self.weight[at.clamp(0, len(self.weight) - 1)]
+        return self.part.summed(rows.masked_fill(~mine[:, None], 0))
+
+
+class _Cut:
+    """Takes a process's part out of each matrix as it is read."""
+
+    def __init__(self, config: ModelConfig, part: Part) -> None:
+        self.config, self.part = config, part
+        self.keys, self.inner, self.said = map(part.share, (config.kv_heads, config.intermediate, config.vocab))
+        self.rows: Rows | None = None
+
+    def table(self, source: Source) -> Rows:
+        self.rows = Rows(source.weight()[self.said].clone(), self.said.start, self.part)
+        return self.rows
+
+    def linear(self, name: str, source: Source, bias: Tensor | None) -> Linear:
+        c = self.config
+        if name == "head":
+            shared = self.rows if c.tied else None
+            return Linear(shared.weight if shared else source.weight()[self.said].clone())
+        whole = source.weight()
+        if name in ("out", "down"):
+            columns = self._heads(self.keys)[0] if name == "out" else self.inner
+            return Summed(whole[:, columns].clone(), bias if self.part.rank == 0 else None)
+        rows = self._heads(self.keys) if name == "qkv" else self._channels()
+        own = [t if t is None else torch.cat([t[r] for r in rows]) for t in (whole, bias)]
+        return Linear(*own)  # type: ignore[arg-type]
+
+    def _heads(self, keys: slice) -> list[slice]:
+        """Rows of the queries, keys and values of some key-value heads, as a layer stacks them."""
+        c = self.config
+        group, starts = c.heads // c.kv_heads, (0, c.heads, c.heads + c.kv_heads)
+        return [
+            slice((at + n * keys.start) * c.head_dim, (at + n * keys.stop) * c.head_dim)
+            for at, n in zip(starts, (group, 1, 1), strict=True)
+        ]
+
+    def _channels(self) -> list[slice]:
+        """Rows of its channels: of the gate, where there is one, and of what it lets through."""
+        starts = (0, self.config.intermediate) if self.config.gated else (0,)
+        return [slice(at + self.inner.start, at + self.inner.stop) for at in starts]
+
+
+class PartDecoder(Decoder):
+    """What one process has of a decoder. `forward` is called in all of them at once, and gives all the same."""
+
+    def __init__(
+        self, config: ModelConfig, directory: Path, dtype: torch.dtype, device: torch.device, context: int, part: Part,
+        tell: Callable[[Attend], None] = lambda attend: None,
+    ) -> None:  # fmt: skip
+        """As `Decoder`; `tell` is called before each pass with what attends in it. Raises ConfigError where there are
+        more processes than key-value heads."""
+        self.part, self.tell, self._cut_off = part, tell, False
+        own = divided(config, part)
+        super().__init__(config, directory, dtype, device, context)
+        self.config = own
+
+    def _load(self, directory: Path, said: Tensor | None) -> Any:
+        cut = _Cut(self.config, self.part)
+        return load_weights(self.config, directory, self.dtype, self.device, cut.linear, cut.table)
+
+    def abridged(self, kept: Sequence[int], window: int | None) -> NoReturn:
+        raise ConfigError("self:.. drafts need the whole model in one process: leave tensor_parallel out")
+
+    @property
+    def precision(self) -> str:
+        return f"{super().precision}, {self.part.of} processes"
+
+    def forward(
+        self, ids: Tensor, positions: Tensor, attend: Attend, want: Tensor, boundaries: Sequence[int] = ()
+    ) -> Forward:
+        """As `Decoder.forward`. Raises StateError where another process does not answer, and ever after."""
+        if self._cut_off:
+            raise StateError("the processes of this model are not in step any more: load it again")
+        self._cut_off = True
+        self.tell(attend)
+        try:
+            forward = super().forward(ids, positions, attend, want, boundaries)
+        except RuntimeError as error:
+            why = one_line(str(error))
+            raise StateError(f"a process of this model does not answer: load it again ({why})") from None
+        self._cut_off = False
+        return forward
+
+    def _linear(self, x: Tensor, linear: Linear) -> Tensor:
+        out = kernels.linear(x, linear.weight, linear.bias)
+        if linear is self.weights.head:
+            return self.part.gathered(out, self.config.vocab)
+        return self.part.summed(out) if isinstance(linear, Summed) else out
