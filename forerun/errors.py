@@ -7,6 +7,7 @@ ForerunError
 ├── RequestError    a prompt or sampling parameters that make no sense
 ├── BusyError       no room for it now: come back later
 ├── StateError      what the engine works with cannot be trusted any more: it has to start over
+│   └── LostError   and that would not help: the model has to be loaded again
 └── Interrupted     Ctrl-C, where there is something to say of what is left
 """
 
@@ -46,6 +47,10 @@ class BusyError(ForerunError):
 
 class StateError(ForerunError):
     """What the engine works with cannot be trusted any more: it has to start over."""
+
+
+class LostError(StateError):
+    """A part of the model is gone: it has to be loaded again."""
 
 
 class Interrupted(ForerunError):

@@ -30,7 +30,7 @@ import torch.distributed as distributed
 
 from forerun.cache.attention import Attention, Segment
 from forerun.cache.kv import KVCache
-from forerun.errors import ForerunError, LoadError, StateError, one_line
+from forerun.errors import ForerunError, LoadError, LostError, one_line
 from forerun.models.config import load_config
 from forerun.models.decoder import Attend
 from forerun.models.parts import Part, PartDecoder, divided
@@ -82,7 +82,7 @@ class Followers:
         self._numbers, self._gone = count(), list[int]()
 
     def tell(self, attend: Attend) -> None:
-        """Of a pass that is about to begin. Raises StateError where one of them has ended."""
+        """Of a pass that is about to begin. Raises LostError where one of them has ended."""
         assert isinstance(attend, Attention)
         cache, pages, segments = attend.cache, attend.cache.pages, list(attend.segments)
         if cache not in self._caches:
@@ -107,7 +107,7 @@ class Followers:
                 process.stdin.write(said)
                 process.stdin.flush()
             except OSError:
-                raise StateError("a process of this model has ended: load it again") from None
+                raise LostError("a process of this model has ended: load it again") from None
 
 
 def lead(directory: Path, dtype: torch.dtype, device: torch.device, context: int, of: int, threads: int) -> PartDecoder:
@@ -176,7 +176,7 @@ def _end(processes: list[subprocess.Popen[bytes]]) -> None:
 
 
 def _join(device: torch.device, store: str, rank: int, of: int) -> Part:
-    """Find the others, in a group apart from the one that a program may have. Raises StateError."""
+    """Find the others, in a group apart from the one that a program may have. Raises LoadError."""
     file = distributed.FileStore(store, of)  # type: ignore[attr-defined]
     try:
         if device.type == "cuda":
@@ -189,7 +189,7 @@ def _join(device: torch.device, store: str, rank: int, of: int) -> Part:
                 part = Part(rank, of, distributed.ProcessGroupGloo(file, rank, of, PATIENCE))
         part.summed(torch.zeros(1, device=device))  # nccl connects when it is first used
     except RuntimeError as error:
-        raise StateError(f"the processes of this model do not find each other: {one_line(str(error))}") from None
+        raise LoadError(f"the processes of this model do not find each other: {one_line(str(error))}") from None
     return part
 
 
@@ -231,7 +231,7 @@ def follow() -> None:
             runners[order.cache] = Runner(decoder, tokens=tokens, page=page, slots=slots)
         try:
             _obey(runners[order.cache], order)
-        except StateError:  # the leader knows
+        except LostError:  # the leader knows
             return
 
 

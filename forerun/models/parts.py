@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from forerun.errors import ConfigError, StateError, one_line
+from forerun.errors import ConfigError, LostError, one_line
 from forerun.kernels import reference as kernels
 from forerun.models.config import ModelConfig
 from forerun.models.decoder import Attend, Decoder
@@ -155,16 +155,16 @@ class PartDecoder(Decoder):
     def forward(
         self, ids: Tensor, positions: Tensor, attend: Attend, want: Tensor, boundaries: Sequence[int] = ()
     ) -> Forward:
-        """As `Decoder.forward`. Raises StateError where another process does not answer, and ever after."""
+        """As `Decoder.forward`. Raises LostError where another process does not answer, and ever after."""
         if self._cut_off:
-            raise StateError("the processes of this model are not in step any more: load it again")
+            raise LostError("the processes of this model are not in step any more: load it again")
         self._cut_off = True
         self.tell(attend)
         try:
             forward = super().forward(ids, positions, attend, want, boundaries)
         except RuntimeError as error:
             why = one_line(str(error))
-            raise StateError(f"a process of this model does not answer: load it again ({why})") from None
+            raise LostError(f"a process of this model does not answer: load it again ({why})") from None
         self._cut_off = False
         return forward
 

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from forerun.errors import BusyError, ForerunError, RequestError
+from forerun.errors import BusyError, ForerunError, LostError, RequestError
 from forerun.llm import LLM
 from forerun.memory import give_back
 from forerun.server.tickets import Group, Order, Ticket
@@ -224,6 +224,8 @@ class Service:
         self.failures += 1
         lost, self._running = list(self._running.values()), {}
         try:
+            if isinstance(error, LostError):
+                raise error
             self.llm.engine.reset()
         except Exception:
             log.exception("the engine cannot start over: this server has to be restarted")

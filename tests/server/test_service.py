@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip("fastapi")
 
-from forerun.errors import BusyError, ForerunError, RequestError
+from forerun.errors import BusyError, ForerunError, LostError, RequestError
 from forerun.llm import LLM
 from forerun.sampling import filters
 from forerun.sampling.params import SamplingParams
@@ -211,6 +211,21 @@ def test_a_failed_pass_is_told_to_those_it_concerns_and_to_nobody_else(
         assert any(isinstance(o, UnavailableError) for o in outcomes)
         assert service.alive and service.failures == 1
         assert await soon(result(service.submit([order(5)]))) == expected
+
+    play(llm, body)
+
+
+def test_an_engine_whose_model_is_gone_is_not_asked_again(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Starting over would fail for ever, and look well from outside."""
+
+    async def body(llm: LLM, service: Service) -> None:
+        failing(llm, monkeypatch, lambda: True, LostError("a test"))
+        with pytest.raises(UnavailableError):
+            await soon(result(service.submit([order(1)])))
+        assert not service.alive and service.failures == 1
+        with pytest.raises(UnavailableError, match="restart this server"):
+            service.submit([order(2)])
+        llm.engine.reset()  # what its thread will not do any more
 
     play(llm, body)
 
