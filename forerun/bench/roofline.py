@@ -112,7 +112,10 @@ def measure_roofline(
     """
     _check(rows, context, repeats)
     counts = sorted({1, *rows})
-    longest, needed = longest_context(load_config(find_model(Config.of(**options).model))), context + counts[-1]
+    config = Config.of(**options)
+    if config.tensor_parallel > 1:
+        raise ConfigError(f"tensor_parallel={config.tensor_parallel}: passes are measured in one process, leave it out")
+    longest, needed = longest_context(load_config(find_model(config.model))), context + counts[-1]
     if needed > longest:
         raise ConfigError(
             f"a context of {context} and {counts[-1]} rows are over the {longest} tokens this model can serve:"

@@ -348,3 +348,8 @@ def test_limits_of_a_cuda_device() -> None:
         {"model": str(tiny.family("llama")), "device": "cuda"}, [1, 4], context=16, repeats=2
     )  # fmt: skip
     assert report.device.startswith("cuda") and all(p.binds and p.pass_ms > 0 for p in report.passes)
+
+
+def test_a_divided_model_is_refused() -> None:
+    with pytest.raises(ConfigError, match="in one process"):
+        measure_roofline({"model": str(tiny.family("llama")), "tensor_parallel": 2}, [1])
