@@ -15,7 +15,6 @@ from typing import Annotated
 import typer
 
 from forerun.bench.cli import app as bench
-from forerun.bench.cli_tune import tune
 from forerun.chat.cli import chat
 from forerun.check.cli import check
 from forerun.cluster.cli import deploy
@@ -29,6 +28,7 @@ from forerun.models_cli import models
 from forerun.server.cli import batch, serve
 from forerun.terminal import waiting
 from forerun.train.cli import train
+from forerun.tune_cli import tune
 
 app = typer.Typer(
     rich_markup_mode="rich",

@@ -82,7 +82,7 @@ def print_rows(rows: list[dict[str, str]], usable: Mapping[str, bool], folded: S
         folded: columns that may be folded: a name in one piece can be copied.
     """
     if not sys.stdout.isatty():
-        from forerun.bench.report import print_columns
+        from forerun.measure.tables import print_columns
 
         print_columns(rows)
         return

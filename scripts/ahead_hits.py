@@ -19,9 +19,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from forerun import LLM, SamplingParams
-from forerun.bench.workloads import builtin, read_tasks
 from forerun.draft.ahead import Ahead
 from forerun.draft.base import Row
+from forerun.measure.workloads import builtin, read_tasks
 from forerun.types import Draft
 
 

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from forerun.bench.lines import read_lines
+from forerun.bench.report.lines import read_lines
 
 HEADS = "draft", "category", "temperature", "depth", "times plain (95 %)", "tokens a pass", "drafting, ms", "a pass, ms"
 

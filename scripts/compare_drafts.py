@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from forerun import LLM, SamplingParams
-from forerun.bench.workloads import builtin, read_tasks
+from forerun.measure.workloads import builtin, read_tasks
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ import argparse
 from pathlib import Path
 
 from forerun import LLM, Completion, SamplingParams
-from forerun.bench.workloads import builtin, read_tasks
+from forerun.measure.workloads import builtin, read_tasks
 
 
 def main() -> None:

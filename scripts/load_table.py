@@ -27,13 +27,13 @@ from statistics import median
 from typing import NamedTuple
 
 from forerun import LLM, SamplingParams
-from forerun.bench.decode import batches
-from forerun.bench.run import Arm, Work
-from forerun.bench.workloads import Task, builtin, read_tasks
+from forerun.bench.decode.sweep import batches
 from forerun.draft.registry import with_references
 from forerun.engine.depth import Auto
 from forerun.engine.engine import Engine
 from forerun.engine.request import OFF
+from forerun.measure.run import Arm, Work
+from forerun.measure.workloads import Task, builtin, read_tasks
 
 ALL, RANDOM = "all", "random"
 SHIFT = 7  # tasks by which a round begins later than the one before

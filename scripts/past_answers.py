@@ -11,7 +11,7 @@ import argparse
 import json
 
 from forerun import LLM, SamplingParams
-from forerun.bench.workloads import builtin
+from forerun.measure.workloads import builtin
 
 
 def main() -> None:

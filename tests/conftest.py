@@ -6,6 +6,10 @@ What is slow to import is imported where tests run: the process that only hands 
 import os
 import signal
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from forerun.bench.pair import Pair
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports huggingface_hub
 
@@ -26,6 +30,17 @@ def instructions(request: pytest.FixtureRequest) -> Iterator[str]:
         pytest.skip(str(error))
     yield request.param
     native.start(2)
+
+
+@pytest.fixture(scope="session")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> "Pair":
+    """One tiny pair for all tests of what measures."""
+    from forerun.bench.pair import make_pair
+    from forerun.bench.recipe import PairRecipe
+    from tests.tiny import PAIR
+
+    recipe = PairRecipe(**PAIR, agree=0.7, tolerance=0.03, prompts=6, prompt_tokens=24)
+    return make_pair(tmp_path_factory.mktemp("bench") / "pair", recipe)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

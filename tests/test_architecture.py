@@ -34,6 +34,7 @@ FLOORS = [
     {"engine"},
     {"completion", "flags", "job", "learned", "llm", "loader", "measure", "probe", "skips", "terminal"},
     {"bench", "check", "doctor", "drafters_cli", "generate_cli", "index_cli", "models_cli", "server", "train"},
+    {"tune", "tune_cli"},
     {"cluster"},
     {"chat", "cli", "__main__", "__init__"},
 ]
@@ -65,6 +66,26 @@ def test_files_and_functions_are_short_and_explained(path: Path) -> None:
         if isinstance(node, ast.FunctionDef):
             body = node.end_lineno - node.body[0].lineno + 1
             assert body <= 60, f"{path}:{node.lineno} {node.name} has {body} lines"
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "bench").rglob("*.py")), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_rooms_of_bench_know_reports_and_no_other_room(path: Path) -> None:
+    mine = path.relative_to(PACKAGE / "bench").parts[0]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("forerun.bench.") and mine != "cli.py":
+            room = (node.module or "").split(".")[2]
+            assert room in {mine.removesuffix(".py"), "report", "recipe"}, f"{path} imports {node.module}"
+
+
+def test_only_verbs_import_what_is_measured() -> None:
+    """Training, the certificate and the server share `measure` with the benchmarks, and know nothing of those."""
+    for path in FILES:
+        mine = path.relative_to(PACKAGE).with_suffix("").parts[0]
+        if mine in {"bench", "tune", "tune_cli", "cli"}:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                assert part(node.module or "forerun") != "bench", f"{path} imports {node.module}"
 
 
 def test_exported_names() -> None:

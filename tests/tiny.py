@@ -37,6 +37,9 @@ from forerun.native import NativeDecoder
 M = TypeVar("M", bound=torch.nn.Module)
 
 VOCAB = 64
+PAIR = dict(  # the shape of a measuring pair
+    layers=3, draft_layers=1, hidden=64, heads=4, kv_heads=2, head_dim=16, intermediate=96, vocab=512, context=256,
+)  # fmt: skip
 WORDED = 328  # logits of `worded` models: more than their tokenizer has tokens, as in real models
 LISTED = tuple(i for i in range(VOCAB) if i % 4)  # tokens of a shortlist
 SPOKEN = 8192  # positions of `spoken` models

@@ -1,4 +1,4 @@
-"""Measuring: pairs of models with a chosen agreement, kernels, decoding, and the arithmetic of speculation.
+"""The verbs under `forerun bench`, in folders by what is measured; `report` is what all of them write.
 
-A leaf: it uses the engine from outside, and nothing but the command line imports it.
+It uses the engine from outside, and only the command line and `forerun tune` import it.
 """

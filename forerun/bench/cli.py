@@ -7,15 +7,15 @@ from typing import Annotated, Any
 
 import typer
 
-from forerun.bench.cli_decode import decode, energy, page, sweep
-from forerun.bench.cli_peers import peers
-from forerun.bench.cli_roofline import roofline
-from forerun.bench.cli_serve import serve
-from forerun.bench.cli_start import start
-from forerun.bench.lists import listed, number, whole
+from forerun.bench.decode.cli import decode, energy, page, sweep
+from forerun.bench.machine.cli import roofline
+from forerun.bench.machine.cli_start import start
+from forerun.bench.peers.cli import peers
 from forerun.bench.recipe import PairRecipe
+from forerun.bench.server.cli import serve
 from forerun.errors import ConfigError
 from forerun.flags import Group, with_flags
+from forerun.measure.lists import listed, number, whole
 
 app = typer.Typer(
     rich_markup_mode="rich",
@@ -44,7 +44,7 @@ def pair(
     """Write a random-weight target and a draft that agrees with it as often as asked."""
     wanted = PairRecipe(**recipe)
     from forerun.bench.pair import make_pair
-    from forerun.bench.report import print_json
+    from forerun.measure.tables import print_json
     from forerun.progress import progress
 
     with progress(as_json) as tell:
@@ -78,8 +78,8 @@ def kernels(
 ) -> None:
     """Time the native linear kernels by format and rows, beside the read bandwidth of the moment."""
     counts = [whole(count, "rows") for count in listed(rows)]
-    from forerun.bench.kernels import measure_kernels
-    from forerun.bench.report import print_json, print_table
+    from forerun.bench.machine.kernels import measure_kernels
+    from forerun.measure.tables import print_json, print_table
     from forerun.progress import progress
 
     with progress(as_json, measuring=True) as tell:
@@ -155,8 +155,8 @@ def model(
     as_json: Json = False,
 ) -> None:
     """Compute expected tokens a pass, speed-up and the best depth from acceptance and costs. Nothing is run."""
-    from forerun.bench.report import print_json, print_table
-    from forerun.bench.speedup import DEEPEST, Speculation, cascaded, played
+    from forerun.measure.speedup import DEEPEST, Speculation, cascaded, played
+    from forerun.measure.tables import print_json, print_table
 
     if depth is not None and not 0 <= depth <= DEEPEST:
         raise ConfigError(f"depth={depth} is out of range: give a whole number from 0 to {DEEPEST}")
@@ -207,7 +207,7 @@ app.command(
 
 def _verify_cost(text: str) -> Any:
     """`0.02`, or `1:1,8:1.1`, as a function of rows."""
-    from forerun.bench.speedup import cost_by_rows, cost_by_slope
+    from forerun.measure.speedup import cost_by_rows, cost_by_slope
 
     if ":" not in text:
         return cost_by_slope(number(text, "verify-cost"))

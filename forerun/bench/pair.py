@@ -23,10 +23,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
 from forerun import __version__
-from forerun.bench.agreement import Agreement, Judge
-from forerun.bench.corpus import excerpts, library_texts
 from forerun.bench.recipe import SPECIAL, PairRecipe
 from forerun.errors import ConfigError
+from forerun.measure.agreement import Agreement, Judge
+from forerun.measure.corpus import excerpts, library_texts
 from forerun.progress import Tell, nothing
 from forerun.whole import whole_directory
 

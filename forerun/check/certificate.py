@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from forerun.bench.corpus import excerpts
 from forerun.check.faults import FAULTS, check_faults, check_rules
 from forerun.check.findings import Finding
 from forerun.check.law import check_law
@@ -17,6 +16,7 @@ from forerun.check.texts import check_texts
 from forerun.drafts import names_in
 from forerun.errors import ConfigError, nearest
 from forerun.llm import LLM
+from forerun.measure.corpus import excerpts
 from forerun.models.hub import DEFAULT
 from forerun.native import NativeDecoder
 from forerun.progress import Tell, nothing

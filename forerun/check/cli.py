@@ -48,8 +48,8 @@ def check(
     scope = Scope(rules, (), texts, tokens, samples, seconds, inject)
     if ":" in config.get("draft", "") and config.get("rule") not in ("token", "block"):
         config.setdefault("width", 2)  # trees for the rules that take them
-    from forerun.bench.report import print_json
     from forerun.llm import LLM
+    from forerun.measure.tables import print_json
     from forerun.progress import progress
 
     parts = _Parts(quiet=as_json or sys.stderr.isatty())

@@ -107,7 +107,7 @@ def train(
     Training(**training)  # what is wrong is cheaper to find before torch is imported
     if recipe or not go_on:  # a run that goes on has its own
         options_of(recipe or recipes_with(chosen)[0], chosen)
-    from forerun.bench.report import print_json
+    from forerun.measure.tables import print_json
     from forerun.progress import progress
     from forerun.train import run
     from forerun.train.checkpoint import checkpoint_path
@@ -135,7 +135,7 @@ def train(
 
 def _make_table(target: str | None, data: Sequence[str], training: Training, out: Path, as_json: bool) -> None:
     """What the target thinks while it writes, for `recycle`."""
-    from forerun.bench.report import print_json
+    from forerun.measure.tables import print_json
     from forerun.progress import progress
     from forerun.train.table import make_table
 
@@ -155,7 +155,7 @@ def _make_shortlist(
 ) -> None:
     """The tokens that a draft model scores."""
     EagleOptions(draft_vocab=size)  # what is wrong is cheaper to find before torch is imported
-    from forerun.bench.report import print_json
+    from forerun.measure.tables import print_json
     from forerun.progress import progress
     from forerun.train.shortlist import make_shortlist
 
@@ -178,7 +178,7 @@ def _evaluate(drafter: str, given: dict[str, Any], as_json: bool, trains: bool) 
             "--eval trains nothing: leave out --out, --resume, --save-data, --recipe and the recipe's options"
         )
     training = Training(**given.get("training", {}))
-    from forerun.bench.report import print_json
+    from forerun.measure.tables import print_json
     from forerun.progress import progress
     from forerun.train.run import measure
 
@@ -204,7 +204,7 @@ def _print(findings: Findings) -> None:
 
 def _print_lengths(measured: Sequence[Measured]) -> None:
     """Accepted lengths, measured and analytic, and by where in the output a draft began."""
-    from forerun.bench.report import print_table
+    from forerun.measure.tables import print_table
 
     spans = sorted({at for entry in measured for at in entry.by_position})
     print_table(
@@ -222,7 +222,7 @@ def _print_lengths(measured: Sequence[Measured]) -> None:
 
 def _print_speed(speed: Speed) -> None:
     """Each way to decode beside plain decoding."""
-    from forerun.bench.report import print_table
+    from forerun.measure.tables import print_table
 
     print_table(
         ("depth", "tokens/s", "times plain (95 %)", "accepted length", "text"),

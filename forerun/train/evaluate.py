@@ -18,10 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from forerun.bench.tally import bucket_of
 from forerun.engine.engine import Engine
 from forerun.engine.request import Request
 from forerun.errors import RequestError
+from forerun.measure.tally import bucket_of
 from forerun.progress import Tell, nothing
 from forerun.sampling.params import SamplingParams
 from forerun.train.capture import AT_ONCE, Batch, Target

@@ -12,12 +12,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from forerun.bench.report import machine
-from forerun.bench.rounds import Rounds, Setting, always
-from forerun.bench.run import PLAIN, Arm, Work
 from forerun.engine.engine import Engine
 from forerun.llm import LLM
 from forerun.measure.energy import Meter
+from forerun.measure.rounds import Rounds, Setting, always
+from forerun.measure.run import PLAIN, Arm, Work
+from forerun.measure.where import machine
 from forerun.progress import Tell, nothing
 from forerun.sampling.params import SamplingParams
 from forerun.train.capture import Target

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from forerun.bench.lists import listed
-from forerun.bench.workloads import Task, builtin, of_categories
 from forerun.errors import ConfigError, RequestError
+from forerun.measure.lists import listed
+from forerun.measure.workloads import Task, builtin, of_categories
 from forerun.train.capture import Target
 from forerun.train.data import Corpus
 from forerun.train.settings import FEWEST_TOKENS, Training

@@ -92,7 +92,7 @@ def test_a_sweep_has_depths_of_its_own(bench, pair: Pair) -> None:
 
 
 def test_a_client_of_a_server_needs_no_torch() -> None:
-    code = "import forerun.bench.serve, forerun.bench.serve_result, sys; print('torch' in sys.modules)"
+    code = "import forerun.bench.server.load, forerun.bench.server.result, sys; print('torch' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "False"
 
 

@@ -12,10 +12,10 @@ from forerun.bench import pair as module
 from forerun.bench.pair import Pair, draw_weights, make_pair, next_eps, scaled
 from forerun.bench.recipe import PairRecipe
 from forerun.models.decoder import load_decoder
-from tests.bench.conftest import SHAPE
 from tests.test_cli import run
+from tests.tiny import PAIR
 
-SMALL = dict(SHAPE, vocab=300, prompts=2, prompt_tokens=16, agree=0.0)
+SMALL = dict(PAIR, vocab=300, prompts=2, prompt_tokens=16, agree=0.0)
 
 
 def contents(directory: Path) -> dict[str, bytes]:

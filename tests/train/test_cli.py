@@ -81,7 +81,7 @@ def test_the_card_says_how_to_measure_it_again(
     tasks = [("edit", "true false null grey"), ("edit", "[1,2,3]"), ("edit", "x" * 600), ("chat", '{"name":"alpha"}')]
     lines = [json.dumps({"id": str(i), "category": kind, "prompt": text}) for i, (kind, text) in enumerate(tasks)]
     (tmp_path / "tasks.jsonl").write_text("\n".join(lines))
-    monkeypatch.setattr("forerun.bench.workloads.TASKS", tmp_path / "tasks.jsonl")
+    monkeypatch.setattr("forerun.measure.workloads.TASKS", tmp_path / "tasks.jsonl")
     out = tmp_path / "d"
     code, text, err = train("--out", str(out), "--tasks", "all", "--speed-rounds", "1", "--steps", "0")
     assert code == 0, err

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from forerun import __version__
-from forerun.bench import rounds
-from forerun.bench.run import PLAIN, Arm
+from forerun.measure import rounds
+from forerun.measure.run import PLAIN, Arm
 from forerun.train.capture import Target
 from forerun.train.card import by_task, card, command, speed_table
 from forerun.train.data import Corpus, Source

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from forerun import ConfigError, RequestError
-from forerun.bench.workloads import Task, builtin
+from forerun.measure.workloads import Task, builtin
 from forerun.train import evaluate
 from forerun.train.capture import Target
 from forerun.train.data import Corpus

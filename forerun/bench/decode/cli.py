@@ -1,0 +1,280 @@
+"""The verbs `forerun bench decode` and `forerun bench sweep`: one measurement, with fewer and with more dimensions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from forerun.config import Config, parse_depth
+from forerun.drafts import drafts_in
+from forerun.errors import ConfigError
+from forerun.flags import ENGINE, SAMPLING, with_flags
+from forerun.measure.choice import PASSAGE
+from forerun.measure.lists import listed, number, plural, whole
+from forerun.sampling.params import SamplingParams
+
+if TYPE_CHECKING:
+    from forerun.bench.decode.sweep import DecodeReport
+
+DECODED = SAMPLING.without(
+    *("n", "max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "logprobs", "logit_bias")
+)
+
+Drafts = Annotated[str | None, typer.Option(help="Drafts to compare, as --draft takes them, by commas.")]
+Depths = Annotated[str | None, typer.Option(help="Depths of each draft: numbers or auto, by commas.")]
+Quantizations = Annotated[str | None, typer.Option(help="Of the target: none, int8, int4, by commas.")]
+Categories = Annotated[
+    str | None, typer.Option(help="Kinds of tasks, by commas; all for every one. Of our own set without --prompts.")
+]
+Prompts = Annotated[
+    Path | None,
+    typer.Option(
+        help="A file of tasks: text (one), .jsonl or .json, Spec-Bench's question.jsonl among them. Without it and"
+        f" without --categories, prompts.json beside the model's directory, or passages of {PASSAGE} tokens of"
+        " Python's library."
+    ),
+]
+Tokens = Annotated[int, typer.Option(help="Tokens to produce for each prompt.")]
+Repeats = Annotated[int, typer.Option(help="Rounds; each runs everything once over all prompts.")]
+Batches = Annotated[int, typer.Option(help="Prompts of each category to use, times how many run at once.")]
+Price = Annotated[float | None, typer.Option(help="Of an hour of this machine: tells what a million tokens cost.")]
+Out = Annotated[
+    list[Path] | None, typer.Option(help="Also write a page (.html) or lines of JSON (.jsonl); may be repeated.")
+]
+ROUNDS, SETTLE = 9, 120.0  # of decode where no number of rounds is given
+DEPTHS = "1,2,4,8,auto"  # of a sweep
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+@with_flags(ENGINE, DECODED)
+def decode(
+    drafts: Drafts = None,
+    depths: Depths = None,
+    quantizations: Quantizations = None,
+    categories: Categories = None,
+    prompts: Prompts = None,
+    tokens: Tokens = 256,
+    requests: Annotated[int, typer.Option(help="Prompts that run at once.")] = 1,
+    repeats: Annotated[
+        int | None,
+        typer.Option(
+            help=f"Rounds; each runs everything once over all prompts. Without it {ROUNDS}, and more for up to"
+            f" {SETTLE:.0f} seconds while a ratio is uncertain by over 3 %."
+        ),
+    ] = None,
+    batches: Batches = 5,
+    price: Price = None,
+    out: Out = None,
+    as_json: Json = False,
+    *,
+    config: dict[str, Any],
+    sampling: dict[str, Any],
+) -> None:
+    """Time plain decoding and every draft in turn: tokens a second without the prompt, times plain, the same text?"""
+    repeats, settle = (ROUNDS, SETTLE) if repeats is None else (repeats, 0.0)
+    asked = _Asked(
+        drafts, depths, None, None, str(requests), quantizations, categories, prompts, tokens, repeats, batches, price,
+        out or [], as_json, settle,
+    )  # fmt: skip
+    _measure("decode", config, sampling, asked, "auto", "auto")
+
+
+@with_flags(ENGINE, DECODED)
+def sweep(
+    drafts: Drafts = None,
+    depths: Depths = None,
+    rules: Annotated[str | None, typer.Option(help="Rules of each draft, by commas.")] = None,
+    temperatures: Annotated[str | None, typer.Option(help="By commas.")] = None,
+    requests: Annotated[str, typer.Option(help="Prompts that run at once, by commas.")] = "1",
+    quantizations: Quantizations = None,
+    categories: Categories = None,
+    prompts: Prompts = None,
+    tokens: Tokens = 128,
+    repeats: Repeats = 3,
+    batches: Batches = 3,
+    price: Price = None,
+    out: Out = None,
+    as_json: Json = False,
+    *,
+    config: dict[str, Any],
+    sampling: dict[str, Any],
+) -> None:
+    """Time the product of drafts, depths, rules, temperatures and requests at once, each beside plain decoding."""
+    asked = _Asked(
+        drafts, depths, rules, temperatures, requests, quantizations, categories, prompts, tokens, repeats, batches,
+        price, out or [], as_json,
+    )  # fmt: skip
+    _measure("sweep", config, sampling, asked, "suffix", DEPTHS)
+
+
+@with_flags(ENGINE, DECODED)
+def energy(
+    drafts: Drafts = None,
+    depths: Depths = None,
+    categories: Categories = None,
+    prompts: Prompts = None,
+    tokens: Tokens = 128,
+    requests: Annotated[int, typer.Option(help="Prompts that run at once.")] = 1,
+    repeats: Annotated[int, typer.Option(help="Windows of each.")] = 3,
+    seconds: Annotated[float, typer.Option(help="Of a window: counters are coarse.")] = 10.0,
+    price: Price = None,
+    as_json: Json = False,
+    *,
+    config: dict[str, Any],
+    sampling: dict[str, Any],
+) -> None:
+    """Count joules a token (NVML, RAPL or zeus) of plain decoding and of every draft. Never an estimate."""
+    names = plural(drafts, config.pop("draft", None), "draft", "auto", drafts_in)
+    numbers = [parse_depth(d) for d in plural(depths, config.pop("depth", None), "depth", "auto")]
+    weights, rule = config.pop("quantization", None), config.pop("rule", "match")
+    params = SamplingParams.of(**{"seed": 0} | sampling, max_tokens=tokens, ignore_eos=True)
+    Config.of(**config, quantization=weights)
+    from forerun.bench.decode.joules import measure_energy
+    from forerun.bench.decode.sweep import Plan
+    from forerun.measure.choice import choose_tasks
+    from forerun.measure.tables import print_columns, print_json
+    from forerun.progress import progress
+
+    temperature = sampling.get("temperature", 0.0)
+    plan = Plan(params, names, numbers, [rule], [temperature], [requests], [weights or "none"], repeats, price=price)
+    tasks = choose_tasks(config.get("model"), prompts, categories, requests, repeats)
+    with progress(as_json, measuring=True) as tell:
+        report = measure_energy(config, plan, tasks, seconds, tell)
+    if as_json:
+        print_json(report.as_dict())
+        return
+    print_columns(
+        [{
+            "draft": r.draft, "depth": "" if r.draft == "off" else str(r.depth), "J/token": _known(r.joules),
+            "J/token above idle": _known(r.above_idle), "tokens/Wh": _known(r.tokens_per_watt_hour),
+            "times plain": _known(r.times_plain), "W": _known(r.watts), "tokens/s": f"{r.tokens_per_second:.1f}",
+            "a million": _known(r.cost_per_million),
+        } for r in report.results],
+        optional=("a million",),
+    )  # fmt: skip
+    idle = ", ".join(f"{device} {_known(watts)} W" for device, watts in report.idle_watts.items())
+    print(f"by {report.method}; idle: {idle}; windows of {seconds:g} s, medians of {repeats}; prompts are included")
+
+
+def _known(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.3g}"
+
+
+def page(
+    lines: Annotated[list[Path], typer.Argument(help="What --out FILE.jsonl wrote; several make one page.")],
+    out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
+) -> None:
+    """Make a page of HTML from lines of JSON measured before, here or elsewhere: by decode and sweep, or by serve."""
+    from forerun.bench.report.lines import read_lines
+    from forerun.bench.report.serve_lines import read_served
+    from forerun.bench.report.writing import check_out, write_out
+
+    check_out([out])
+    served = read_served(lines)
+    if served and out.suffix != ".html":
+        raise ConfigError(f"--out {out} is no page: lines of a server make one, so end it in .html")
+    if served:
+        from forerun.bench.report.serve_page import write_served_page
+
+        write_served_page(out, served)
+    else:
+        write_out([out], read_lines(lines))
+    print(out)
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What a command line asked to measure, as it was given: lists stand between commas."""
+
+    drafts: str | None
+    depths: str | None
+    rules: str | None
+    temperatures: str | None
+    requests: str
+    quantizations: str | None
+    categories: str | None
+    prompts: Path | None
+    tokens: int
+    repeats: int
+    batches: int
+    price: float | None
+    out: list[Path]
+    as_json: bool
+    settle: float = 0.0
+
+
+def _measure(
+    kind: str, config: dict[str, Any], sampling: dict[str, Any], asked: _Asked, draft: str, depths: str
+) -> None:
+    """Check what was asked before anything heavy is imported, measure, show. `draft` and `depths` are what is measured
+    where nothing is said of them."""
+    drafts = plural(asked.drafts, config.pop("draft", None), "draft", draft, drafts_in)
+    numbers = [parse_depth(depth) for depth in plural(asked.depths, config.pop("depth", None), "depth", depths)]
+    rules = plural(asked.rules, config.pop("rule", None), "rule", "match")
+    degrees = plural(asked.temperatures, sampling.get("temperature"), "temperature", "0")
+    temperatures = [number(degree, "temperatures") for degree in degrees]
+    requests = [whole(count, "requests") for count in listed(asked.requests)]
+    weights = plural(asked.quantizations, config.pop("quantization", None), "quantization", "none")
+    for name in weights:
+        Config.of(**config, quantization=None if name == "none" else name)
+    params = SamplingParams.of(**{"seed": 0} | sampling, max_tokens=asked.tokens, ignore_eos=True)
+    from forerun.bench.report.writing import check_out, write_out
+
+    check_out(asked.out)
+    from forerun.bench.decode.kept import keep
+    from forerun.bench.decode.sweep import Plan, measure_decoding
+    from forerun.measure.choice import choose_tasks
+    from forerun.measure.tables import print_json
+    from forerun.progress import progress
+
+    plan = Plan(
+        params, drafts, numbers, rules, temperatures, requests, weights, asked.repeats, asked.batches, asked.price,
+        asked.settle,
+    )  # fmt: skip
+    tasks = choose_tasks(config.get("model"), asked.prompts, asked.categories, max(requests), asked.batches)
+    with progress(asked.as_json, measuring=True) as tell:
+        report = measure_decoding(config, plan, tasks, tell, kind)
+    keep(config.get("model"), report.results)
+    if asked.as_json:
+        print_json(report.as_dict())
+    else:
+        _show(report)
+    write_out(asked.out, report.as_dict())
+
+
+def _show(report: DecodeReport) -> None:
+    """A table with the columns that say something here, and a line that sets plain decoding beside its limit."""
+    from forerun.measure.tables import print_columns
+
+    rows = []
+    for r in report.results:
+        spread = f" ({r.interval[0]:.2f} to {r.interval[1]:.2f})" if r.interval else ""
+        text = {True: "same", None: "law"}.get(r.same, f"DIFFERENT from token {r.first_difference}")
+        plain = r.draft == "off"
+        rows.append({
+            "category": r.category, "temperature": f"{r.temperature:g}", "at once": str(r.requests),
+            "weights": r.quantization, "draft": r.draft, "depth": "" if plain else str(r.depth),
+            "rule": "" if plain else r.rule, "tokens/s": f"{r.tokens_per_second:.1f}",
+            "times plain (95 %)": f"{r.times_plain:.2f}{spread}", "accepted length": f"{r.accepted_length:.2f}",
+            "drafted a step": f"{r.drafted:.1f}", "draft ms": f"{r.draft_ms:.2f}", "pass ms": f"{r.pass_ms:.2f}",
+            "J/token": "" if r.joules_per_token is None else f"{r.joules_per_token:.3g}",
+            "a million": "" if r.cost_per_million is None else f"{r.cost_per_million:.3g}", "text": text,
+        })  # fmt: skip
+    print_columns(rows, optional=("category", "temperature", "at once", "weights", "rule", "J/token", "a million"))
+    for limit in report.limits:
+        at_once = f", {limit.requests} at once" if limit.requests > 1 else ""
+        size = f"{limit.quantization}{at_once}: {limit.weight_bytes / 1e6:.0f} MB of weights"
+        if limit.bandwidth is None:
+            print(size)
+        else:
+            print(
+                f"{size} at {limit.bandwidth:.1f} GB/s allow {limit.tokens_per_second:.0f} plain tokens/s; plain"
+                f" decoding reaches {limit.share:.0%}"
+            )
+    print(
+        f"{report.tokens} tokens a prompt, each prompt the median of {report.repeats}"
+        f" round{'s' * (report.repeats > 1)}; reading prompts is not counted"
+    )

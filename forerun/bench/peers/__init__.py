@@ -1,0 +1,1 @@
+"""Other engines beside this one."""

@@ -1,0 +1,47 @@
+"""Where a report goes besides the terminal: a page, or lines of JSON, by the ending of the file's name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from forerun.bench.report.lines import write_lines
+from forerun.bench.report.serve_lines import SERVE, lines_of, write_served
+from forerun.errors import ConfigError
+
+ENDINGS = (".html", ".jsonl")
+
+
+def check_out(paths: Sequence[Path]) -> None:
+    """Raise ConfigError now for what could not be written after an hour of measuring."""
+    for path in paths:
+        if path.suffix not in ENDINGS:
+            raise ConfigError(f"--out {path} is neither a page nor lines: end it in {' or '.join(ENDINGS)}")
+        if path.is_dir() or not path.absolute().parent.is_dir():
+            raise ConfigError(f"--out {path} cannot be written: it is a directory, or there is none to hold it")
+
+
+def write_out(paths: Sequence[Path], data: dict[str, Any]) -> None:
+    """Write the report, of a server or of decoding, to each."""
+    for path in paths:
+        write = _write_served if data.get("kind") == SERVE else _write_decoding
+        write(path, data)
+
+
+def _write_decoding(path: Path, data: dict[str, Any]) -> None:
+    if path.suffix == ".html":
+        from forerun.bench.report.page import write_page
+
+        write_page(path, data)
+    else:
+        write_lines(path, data)
+
+
+def _write_served(path: Path, data: dict[str, Any]) -> None:
+    if path.suffix == ".html":
+        from forerun.bench.report.serve_page import write_served_page
+
+        write_served_page(path, lines_of(data))
+    else:
+        write_served(path, data)

@@ -1,0 +1,1 @@
+"""A running server under load, whoever wrote it."""

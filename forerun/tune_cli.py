@@ -1,0 +1,91 @@
+"""The verb `forerun tune`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from forerun.bench.decode.cli import DECODED, Categories, Prompts
+from forerun.config import Config, parse_depth
+from forerun.drafts import drafts_in, read_draft
+from forerun.errors import ConfigError
+from forerun.flags import ENGINE, with_flags
+from forerun.measure.lists import plural
+from forerun.sampling.params import SamplingParams
+
+DEPTHS = "auto,2,5"
+ROUNDS, BATCHES = 5, 3
+
+
+@with_flags(ENGINE.without("rule"), DECODED)
+def tune(
+    drafts: Annotated[
+        str | None,
+        typer.Option(help="Drafts to try, as --draft takes them, by commas. Without it, those that need nothing more."),
+    ] = None,
+    depths: Annotated[str | None, typer.Option(help=f"Depths of each: numbers or auto. Without it {DEPTHS}.")] = None,
+    prompts: Prompts = None,
+    categories: Categories = None,
+    tokens: Annotated[int, typer.Option(help="Tokens to produce for each prompt.")] = 96,
+    requests: Annotated[int, typer.Option(help="Prompts that run at once.")] = 1,
+    seconds: Annotated[float, typer.Option(help="For the long look at each of the best.")] = 30.0,
+    out: Annotated[Path | None, typer.Option(help="Write the choice to a file for serve --config (.toml).")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    *,
+    config: dict[str, Any],
+    sampling: dict[str, Any],
+) -> None:
+    """Find the draft and the depth that are fastest for your model, on this machine and on your texts.
+
+    Everything is timed beside plain decoding, the best again for longer. The text is the same with each of them.
+    """
+    tried = plural(depths, config.pop("depth", None), "depth", DEPTHS)
+    weights, named = config.pop("quantization", None), config.pop("draft", None)
+    Config.of(**config, quantization=weights)
+    params = SamplingParams.of(**{"seed": 0} | sampling, max_tokens=tokens, ignore_eos=True)
+    if out is not None and (out.suffix != ".toml" or out.is_dir() or not out.absolute().parent.is_dir()):
+        raise ConfigError(f"--out {out} cannot be written: give a name that ends in .toml, in a directory that exists")
+    from forerun.bench.decode.kept import keep
+    from forerun.bench.decode.sweep import Plan
+    from forerun.measure.choice import choose_tasks
+    from forerun.measure.tables import print_columns, print_json
+    from forerun.progress import progress
+    from forerun.tune import AT_HAND, look_for_layers, write_choice
+    from forerun.tune import tune as measure
+
+    names = plural(drafts, named, "draft", ",".join(AT_HAND), drafts_in)
+    plan = Plan(
+        params, names, [parse_depth(depth) for depth in tried], temperatures=[sampling.get("temperature", 0.0)],
+        requests=[requests], quantizations=[weights or "none"], repeats=ROUNDS, batches=BATCHES, settle=seconds,
+    )  # fmt: skip
+    tasks = choose_tasks(config.get("model"), prompts, categories, requests, BATCHES)
+    with progress(as_json, measuring=True) as tell:
+        if any(leaf.argument == "layers=auto" for name in names for leaf in read_draft(name).leaves()):
+            look_for_layers(config | {"quantization": weights}, tasks, tell)
+        tuned = measure(config, plan, tasks, tell)
+    keep(config.get("model"), tuned.results)
+    if out is not None:
+        write_choice(out, config, weights, tuned)
+    if as_json:
+        print_json(tuned.as_dict())
+        return
+    for title, results in (("all, short look", tuned.short), ("the best, long look", tuned.results)):
+        print(f"{title}:")
+        print_columns([{
+            "draft": r.draft, "depth": str(r.depth), "times plain (95 %)": _ratio(r.times_plain, r.interval),
+            "tokens/s": f"{r.tokens_per_second:.1f}", "accepted length": f"{r.accepted_length:.2f}",
+            "text": {True: "same", None: "law"}.get(r.same, "DIFFERENT"),
+        } for r in results])  # fmt: skip
+    choice = tuned.choice
+    times = _ratio(choice.times_plain, choice.interval)
+    print(f"\nuse --draft {choice.draft} --depth {choice.depth}, {times} times plain decoding: {choice.why}")
+    if any(r.same is False for r in tuned.results):
+        print("a text differs from plain decoding's: forerun check says where, and by how much")
+    if out is not None:
+        print(f"written to {out}: forerun serve --config {out}")
+
+
+def _ratio(times: float, interval: tuple[float, float] | None) -> str:
+    return f"{times:.2f}" + (f" ({interval[0]:.2f} to {interval[1]:.2f})" if interval else "")
