@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
+import tempfile
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import ray
@@ -23,21 +25,24 @@ from forerun.cluster.plan import Model, Plan, replica_settings
 from forerun.cluster.relay import LostError
 from forerun.cluster.replica import Replica
 from forerun.cluster.router import PrefixRouter
+from forerun.cluster.wire import Line, place
 from forerun.errors import BusyError, ForerunError, one_line
 from forerun.server.service import UnavailableError
 from forerun.server.tenants import Callers
 
 log = logging.getLogger("forerun.server")
 SPARE = 64  # calls of a replica besides its requests: how it is, what it counts
+SOON = 0.1  # seconds after which Ray is told of a request that goes past it: most are not over sooner
 HEALTH = 5.0  # seconds between two questions to a replica whether it works; three without an answer are its end
 
 
 class RayCrew:
     """The replicas of all models, each model a deployment."""
 
-    def __init__(self, plan: Plan) -> None:
-        """Start them and wait until they are up. Raises ForerunError."""
-        self.plan = plan
+    def __init__(self, plan: Plan, sockets: str) -> None:
+        """Start them and wait until they are up; those on this machine listen in a directory that nobody else may
+        enter. Raises ForerunError."""
+        self.plan, self._sockets = plan, sockets
         self.ledgers: dict[str, Ledger] = {}
         self._handles: dict[str, DeploymentHandle] = {}
         for i, model in enumerate(plan.models):
@@ -58,16 +63,40 @@ class RayCrew:
                 dict(model.options) | {"threads": plan.threads(model)},
                 replica_settings(plan, model),
                 bool(Callers.of(plan.settings)),
+                self._sockets,
             )
             try:
                 handle = serve.run(application, name=name, route_prefix=None)
             except RuntimeError as error:
                 raise ForerunError(f"model {model.name!r} does not start: {_reason(name, error)}") from None
-            self._handles[model.name] = handle.options(stream=True)
+            self._handles[model.name] = handle
 
     async def ask(self, model: str, envelope: Envelope) -> AsyncGenerator[list[Message], None]:
         """What a replica answers. Raises LostError, BusyError, UnavailableError."""
-        answer = self._handles[model].answer.remote(envelope)
+        replica = envelope.replica or self.ledgers[model].choose(envelope.id, envelope.prefixes, envelope.avoid)
+        line = await Line.to(place(self._sockets, replica)) if replica else None
+        if replica and line:
+            holding = asyncio.create_task(self._hold(model, replace(envelope, replica=replica, body=b"")))
+            try:
+                async with contextlib.aclosing(line.ask(envelope)) as answer:
+                    async for messages in answer:
+                        yield messages
+            finally:
+                holding.cancel()
+        else:  # it begins, it is on another machine, or there is none and Ray starts one
+            async with contextlib.aclosing(self._called(model, envelope)) as answer:
+                async for messages in answer:
+                    yield messages
+
+    async def _hold(self, model: str, envelope: Envelope) -> None:
+        """Have Ray count a request that goes past it. Does not raise: who answers knows better what becomes of it."""
+        if envelope.scope["method"] == "POST":
+            await asyncio.sleep(SOON)
+            self._handles[model].hold.remote(envelope)
+
+    async def _called(self, model: str, envelope: Envelope) -> AsyncGenerator[list[Message], None]:
+        """The same by a call of Ray."""
+        answer = self._handles[model].options(stream=True).answer.remote(envelope)
         try:
             async for messages in answer:
                 yield messages
@@ -107,7 +136,8 @@ def on_ray(plan: Plan) -> Iterator[RayCrew]:
         where = f"at {plan.address}" if plan.address else "here"
         raise ForerunError(f"Ray cannot be reached or started {where}: {one_line(str(error))}") from None
     try:
-        yield RayCrew(plan)
+        with tempfile.TemporaryDirectory(prefix="forerun-", ignore_cleanup_errors=True) as sockets:
+            yield RayCrew(plan, sockets)
     finally:
         with contextlib.suppress(Exception):  # it may be gone already
             _delete(plan)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -92,7 +92,7 @@ class Answering:
             self.written.put_nowait(None)
 
 
-async def answers(app: ASGIApp, envelope: Envelope) -> AsyncIterator[list[Message]]:
+async def answers(app: ASGIApp, envelope: Envelope) -> AsyncGenerator[list[Message], None]:
     """What an application answers, as ASGI messages: each time all that have come. Closed early, it is told that the
     client has gone."""
     work = Answering(envelope)

@@ -1,4 +1,7 @@
-"""A replica: a model in a process of its own, behind the application that `forerun serve` runs."""
+"""A replica: a model in a process of its own, behind the application that `forerun serve` runs.
+
+Its door reaches it over a socket where both are on one machine, else by calls of Ray.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from ray import serve
 from starlette.types import Message
 
 from forerun.cluster.envelope import Envelope, Trusted, answers
+from forerun.cluster.wire import Listener, place
 from forerun.llm import LLM
 from forerun.probe import probe
 from forerun.sandbox import stop_all
@@ -24,13 +28,14 @@ log = logging.getLogger("forerun.server")
 class Replica:
     """Answers whole HTTP requests. Ray makes it, asks it how it is, and ends it."""
 
-    def __init__(self, options: Mapping[str, Any], settings: Settings, keys: bool) -> None:
+    def __init__(self, options: Mapping[str, Any], settings: Settings, keys: bool, sockets: str) -> None:
         """Load the model.
 
         Args:
             options: of the engine.
             settings: of its application.
             keys: whether clients need one.
+            sockets: the directory where it listens.
         """
         self.name = serve.get_replica_context().replica_id.unique_id
         llm = LLM(**options)
@@ -38,6 +43,7 @@ class Replica:
         if fault:
             log.warning("%s", fault)
         self.app = make_app(llm, settings, Trusted(keys))
+        self._listener, self._place = Listener(self.app), place(sockets, self.name)
         self._lifespan = self.app.router.lifespan_context(self.app)
         self._starting: asyncio.Task[Any] | None = None
         gc.collect()
@@ -49,6 +55,10 @@ class Replica:
         async for messages in answers(self.app, envelope):
             yield messages
 
+    async def hold(self, envelope: Envelope) -> None:
+        """Returns when a request that came over the socket has ended: so that Ray counts it, and waits for it."""
+        await self._listener.ended(envelope.id)
+
     async def check_health(self) -> None:
         """Raises where it has to be replaced: its engine's thread has ended."""
         await self._started()
@@ -57,10 +67,15 @@ class Replica:
 
     async def _started(self) -> None:
         if self._starting is None:  # the engine tells this event loop, so it starts on it and not where it is loaded
-            self._starting = asyncio.ensure_future(self._lifespan.__aenter__())
+            self._starting = asyncio.ensure_future(self._start())
         await asyncio.shield(self._starting)
 
+    async def _start(self) -> None:
+        await self._lifespan.__aenter__()
+        await self._listener.start(self._place)
+
     async def __del__(self) -> None:
-        """The end: no request is left."""
+        """The end: no request that Ray knows of is left."""
+        await self._listener.close()
         await self._lifespan.__aexit__(None, None, None)
         stop_all()

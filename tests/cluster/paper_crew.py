@@ -48,7 +48,7 @@ class PaperCrew:
                     left = None if left is None else left - 1
                     yield [message]
         finally:
-            await written.aclose()  # type: ignore[attr-defined]
+            await written.aclose()
 
 
 @dataclass
