@@ -27,7 +27,7 @@ import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
 from cluster_soak import below, cluster, replicas_of
@@ -127,7 +127,9 @@ async def first_pieces(door: str, servers: Sequence[str], count: int) -> dict[st
                 if i >= 10:  # the first ones open connections and warm up
                     seconds[name].append(1e3 * first)
     medians = {name: round(median(values), 2) for name, values in seconds.items()}
-    return {"requests": count, "ms": medians, "added_ms": round(medians["door"] - medians["direct"], 2)}
+    added = [behind - ahead for behind, ahead in zip(seconds["door"], seconds["direct"], strict=True)]
+    quarters = [round(each, 2) for each in quantiles(added, n=4)]
+    return {"requests": count, "ms": medians, "added_ms": {"median": quarters[1], "quartiles": quarters[::2]}}
 
 
 async def tokens_a_second(
