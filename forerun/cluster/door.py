@@ -14,11 +14,12 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from anyio import CapacityLimiter, to_thread
-from fastapi import FastAPI
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.applications import Starlette
 from starlette.datastructures import MutableHeaders
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Mount
 from starlette.types import Message, Receive, Scope, Send
 
 from forerun.cluster import pages
@@ -228,11 +229,10 @@ class Door:
         return str(answer["body"], "utf-8")
 
 
-def make_door(plan: Plan, crew: Crew) -> FastAPI:
+def make_door(plan: Plan, crew: Crew) -> Starlette:
     """The application of the door, gate included. `app.state.service` is the door."""
     settings, door = plan.settings, Door(plan, crew)
-    app = FastAPI(title="forerun", openapi_url=None, docs_url=None, redoc_url=None)
+    app = Starlette(routes=[Mount("/", door)])
     app.state.service = door
-    app.mount("/", door)
     guard(app, settings, Callers.of(settings), door.turn)
     return app

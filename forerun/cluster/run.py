@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from threading import Lock, Thread
 
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from forerun.cluster.crew import RayCrew, on_ray
 from forerun.cluster.door import make_door
@@ -51,7 +51,7 @@ def run(plan: Plan, listener: socket.socket, verbose: bool, file: Path) -> int:
 _RENEWING = Lock()
 
 
-def _renew(app: FastAPI, crew: RayCrew, file: Path) -> None:
+def _renew(app: Starlette, crew: RayCrew, file: Path) -> None:
     """Replace all replicas by those that the file says now; what is wrong with it is logged, and nothing changes."""
     if not _RENEWING.acquire(blocking=False):
         log.warning("replicas are being replaced already: send SIGUSR1 when that is done")

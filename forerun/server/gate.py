@@ -5,9 +5,9 @@ from __future__ import annotations
 import secrets
 from collections.abc import Awaitable, Callable
 
-from fastapi import FastAPI
-from fastapi.middleware.cors import CORSMiddleware
+from starlette.applications import Starlette
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from forerun.server import errors, fields
@@ -22,7 +22,7 @@ Turn = Callable[[], Awaitable[None]]
 FORM = "application/x-www-form-urlencoded"
 
 
-def guard(app: FastAPI, settings: Settings, callers: Callers, turn: Turn) -> None:
+def guard(app: Starlette, settings: Settings, callers: Callers, turn: Turn) -> None:
     """Put the gate of these settings in front of an application."""
     app.add_middleware(Gate, callers=callers, hosts=Hosts(settings), bodies=Bodies(settings), turn=turn)
     if settings.allowed_origins:  # outside the gate: a preflight carries no key, and a page may read why it is refused

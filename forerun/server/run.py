@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any, Protocol
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from forerun.llm import LLM
 from forerun.probe import probe
@@ -91,7 +91,7 @@ class Drainable(Protocol):
 class Server(uvicorn.Server):
     """uvicorn, but the first signal lets running requests end while new ones are told 503."""
 
-    def __init__(self, app: FastAPI, settings: Settings) -> None:
+    def __init__(self, app: Starlette, settings: Settings) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
