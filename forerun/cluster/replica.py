@@ -15,11 +15,12 @@ from ray import serve
 from starlette.types import Message
 
 from forerun.cluster.envelope import Envelope, Trusted, answers
+from forerun.cluster.sharing import Sharing
 from forerun.cluster.wire import Listener, place
 from forerun.llm import LLM
 from forerun.probe import probe
 from forerun.sandbox import stop_all
-from forerun.server.app import make_app
+from forerun.server.app import fingerprint, make_app
 from forerun.server.settings import Settings
 
 log = logging.getLogger("forerun.server")
@@ -43,9 +44,11 @@ class Replica:
         if fault:
             log.warning("%s", fault)
         self.app = make_app(llm, settings, Trusted(keys))
-        self._listener, self._place = Listener(self.app), place(sockets, self.name)
+        self._sharing = Sharing(self.app.state.service, fingerprint(llm))
+        self._listener, self._place = Listener(self.app, self._sharing.hear), place(sockets, self.name)
         self._lifespan = self.app.router.lifespan_context(self.app)
         self._starting: asyncio.Task[Any] | None = None
+        self._spreading: asyncio.Task[Any] | None = None
         gc.collect()
         gc.freeze()
 
@@ -73,9 +76,12 @@ class Replica:
     async def _start(self) -> None:
         await self._lifespan.__aenter__()
         await self._listener.start(self._place)
+        self._spreading = asyncio.create_task(self._listener.spread(self._sharing.waiting))
 
     async def __del__(self) -> None:
         """The end: no request that Ray knows of is left."""
         await self._listener.close()
+        if self._spreading is not None:
+            self._spreading.cancel()
         await self._lifespan.__aexit__(None, None, None)
         stop_all()

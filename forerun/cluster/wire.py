@@ -12,7 +12,7 @@ import contextlib
 import logging
 import os
 import pickle
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,9 +22,11 @@ from starlette.types import ASGIApp, Message
 
 from forerun.cluster.envelope import Envelope, answers
 from forerun.cluster.relay import LostError
+from forerun.cluster.sharing import Heard
 
 log = logging.getLogger("forerun.server")
 SIZE = 8  # bytes that say how long what follows is
+HURRY = 1.0  # seconds for another replica to take a text
 LONGEST_PATH = 100  # bytes of the name of a socket that every system takes
 
 
@@ -63,11 +65,23 @@ class Line:
             self.writer.close()
 
 
+async def tell(path: Path, heard: Heard) -> None:
+    """Let whoever listens there know of a text, if that goes quickly."""
+    with contextlib.suppress(OSError):  # TimeoutError is one
+        async with asyncio.timeout(HURRY):
+            _, writer = await asyncio.open_unix_connection(path)
+            try:
+                await _write(writer, heard)
+            finally:
+                writer.close()
+
+
 class Listener:
     """Answers what comes over a replica's socket."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    def __init__(self, app: ASGIApp, hear: Callable[[Heard], Awaitable[None]]) -> None:
+        """`hear` takes texts of other replicas."""
+        self._app, self._hear = app, hear
         self._work: dict[str, asyncio.Event] = {}  # whether a request has ended
         self._server: asyncio.Server | None = None
         self._path: Path | None = None
@@ -77,6 +91,13 @@ class Listener:
         if path is not None and path.parent.is_dir():
             with contextlib.suppress(OSError):
                 self._server, self._path = await asyncio.start_unix_server(self._answer, path), path
+
+    async def spread(self, heard: asyncio.Queue[Heard]) -> None:
+        """Tell all other replicas that listen beside this one, one text after the other, for ever."""
+        while self._path is not None:
+            text = await heard.get()
+            others = [other for other in self._path.parent.iterdir() if other != self._path]
+            await asyncio.gather(*(tell(other, text) for other in others))
 
     async def ended(self, request: str) -> None:
         """Returns when there is nothing left to do for a request."""
@@ -93,8 +114,11 @@ class Listener:
             await ended.wait()
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError, EOFError):
-            envelope: Envelope = await _read(reader)
+        with contextlib.closing(writer), contextlib.suppress(OSError, EOFError):
+            envelope: Envelope | Heard = await _read(reader)
+            if isinstance(envelope, Heard):
+                await self._hear(envelope)
+                return
             ended = self._work[envelope.id] = asyncio.Event()
             work = asyncio.ensure_future(self._written(envelope, writer))
             gone = asyncio.ensure_future(reader.read(1))  # nothing more is said: what comes is the end
@@ -106,7 +130,6 @@ class Listener:
                 await asyncio.gather(work, gone, return_exceptions=True)
                 del self._work[envelope.id]
                 ended.set()
-        writer.close()
 
     async def _written(self, envelope: Envelope, writer: asyncio.StreamWriter) -> None:
         try:

@@ -158,6 +158,9 @@ class Proposer:
     def end_ahead(self) -> None:
         """The target has verified them."""
 
+    def remember(self, tenant: str, tokens: Sequence[int]) -> None:
+        """A text of a tenant has ended elsewhere: what `close` keeps of one that ended here may be kept of it."""
+
     def forget(self) -> None:
         """Drop whatever was kept of requests that have ended."""
 

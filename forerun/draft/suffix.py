@@ -51,7 +51,18 @@ class Suffix(Proposer):
     def close(self, slot: int, finished: Sequence[int] | None = None) -> None:
         state = self.slots.pop(slot, None)
         if state is not None and finished is not None:
-            self._remember(state.tenant, finished[-self.memory :])
+            self.remember(state.tenant, finished)
+
+    def remember(self, tenant: str, tokens: Sequence[int]) -> None:
+        tokens = tokens[-self.memory :]
+        memory = self.memories.setdefault(tenant, [SuffixAutomaton()])
+        self.memories.move_to_end(tenant)
+        if len(memory[0].text) + len(tokens) > self.memory and memory[0].text:
+            memory[:] = [SuffixAutomaton(), memory[0]]
+        for token in (*tokens, BREAK):
+            memory[0].append(token)
+        while len(self.memories) > 1 and self._remembered > 2 * self.memory:
+            self.memories.popitem(last=False)
 
     def forget(self) -> None:
         self.memories.clear()
@@ -87,16 +98,6 @@ class Suffix(Proposer):
             for cursor in state.cursors:
                 cursor.follow(token)
         state.read = len(tokens)
-
-    def _remember(self, tenant: str, tokens: Sequence[int]) -> None:
-        memory = self.memories.setdefault(tenant, [SuffixAutomaton()])
-        self.memories.move_to_end(tenant)
-        if len(memory[0].text) + len(tokens) > self.memory and memory[0].text:
-            memory[:] = [SuffixAutomaton(), memory[0]]
-        for token in (*tokens, BREAK):
-            memory[0].append(token)
-        while len(self.memories) > 1 and self._remembered > 2 * self.memory:
-            self.memories.popitem(last=False)
 
     @property
     def _remembered(self) -> int:

@@ -131,6 +131,14 @@ class Engine:
                 rest = request.text.take(finished=True) if request.text else ""
             self._aborted.append(Event(request.id, [], [], [rest], finish_reason="abort", error=request.error))
 
+    def remember(self, tenant: str, tokens: Sequence[int]) -> None:
+        """A text of a tenant that was written elsewhere, with the same model: proposers may copy from it. Raises
+        RequestError for tokens that the model has not got."""
+        if not all(0 <= token < self.target.decoder.config.vocab for token in tokens):
+            raise RequestError("this text has tokens that the model has not got")
+        for proposer in {part for whole in self.proposers.values() for part in whole.parts}:
+            proposer.remember(tenant, tokens)
+
     def reset(self) -> None:
         """Start over after a failure: every request is dropped without a word, every cache is empty."""
         self.requests.clear()

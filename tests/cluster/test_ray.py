@@ -54,6 +54,23 @@ def test_a_stream_is_that_of_a_whole_answer(cluster: tuple[subprocess.Popen[str]
         assert "".join(event["choices"][0]["text"] for event in sse(response)) == whole
 
 
+def test_answers_come_over_sockets(cluster: tuple[subprocess.Popen[str], httpx2.Client]) -> None:
+    _, http = cluster
+    body = {"prompt": "hello", "max_tokens": 2000, "ignore_eos": True, "stream": True}
+    http.post("/v1/completions", json=body | {"max_tokens": 1, "stream": False})
+    at_rest = sockets()
+    with http.stream("POST", "/v1/completions", json=body) as response:
+        next(iter(response.iter_lines()))
+        assert len(sockets()) == len(at_rest) + 1
+    assert len(set(at_rest)) == 2  # a replica each
+
+
+def sockets() -> list[str]:
+    """Sockets of replicas, those that listen and those of a request."""
+    lines = Path("/proc/net/unix").read_text().splitlines()
+    return [line.split()[-1] for line in lines if re.search(r"/forerun-\w+/\w+$", line)]
+
+
 def test_a_model_that_nothing_is_asked_of_ends_and_starts_again() -> None:
     model = f"[[models]]\nname = 'tiny'\nmodel = '{tiny.spoken()}'\nthreads = 1\nkv_tokens = 1024"
     with deployed(f"{model}\nreplicas = {{ min = 0, max = 2, idle = 1 }}") as (_, http):

@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from forerun.cluster.envelope import Envelope
 from forerun.cluster.relay import LostError
+from forerun.cluster.sharing import Heard
 from forerun.cluster.wire import Line, Listener, place
 from forerun.server.tenants import CALLER, Caller
 
@@ -26,9 +27,13 @@ def piece(text: str, more: bool = True) -> dict[str, Any]:
     return {"type": "http.response.body", "body": text.encode(), "more_body": more}
 
 
+async def no_text(heard: Heard) -> None:
+    raise AssertionError(heard)
+
+
 @asynccontextmanager
 async def listening(app: ASGIApp, directory: Path) -> AsyncGenerator[tuple[Listener, Path], None]:
-    listener, path = Listener(app), place(str(directory), "r1")
+    listener, path = Listener(app, no_text), place(str(directory), "r1")
     assert path
     await listener.start(path)
     try:
@@ -164,7 +169,7 @@ def test_the_end_waits_for_what_is_in_work_and_takes_nothing_new(tmp_path: Path)
 
 def test_where_nobody_can_listen_there_is_no_line(tmp_path: Path) -> None:
     async def check(path: Path | None) -> None:
-        listener = Listener(waiting_app(asyncio.Event()))
+        listener = Listener(waiting_app(asyncio.Event()), no_text)
         await listener.start(path)
         assert await Line.to(path) is None
         await listener.ended("one")
