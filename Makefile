@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo cluster-demo test lint docs sanitize races clean
+.PHONY: demo cluster-demo test test-cluster lint docs sanitize races clean
 
 demo: $(STAMP)  ## install into .venv, then answer real requests with speculation and without
 	$(BIN)/python examples/demo.py
@@ -15,6 +15,9 @@ cluster-demo: $(VENV)/.cluster  ## two replicas on this machine, behind one addr
 test: export PYTHONDONTWRITEBYTECODE =
 test: $(STAMP) lint  ## lint, type-check and run the tests
 	$(BIN)/python -m pytest -n auto --dist worksteal
+
+test-cluster: $(VENV)/.cluster  ## whatever knows a server by its address alone, against two replicas behind a door on Ray
+	$(BIN)/python -m pytest tests/server tests/cluster/test_ray.py -k "door or test_ray"
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

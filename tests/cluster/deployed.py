@@ -22,12 +22,13 @@ NEEDS_RAY = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="
 
 @contextmanager
 def deployed(plan: str, file: Path | None = None) -> Iterator[tuple[subprocess.Popen[str], httpx2.Client]]:
-    """The cluster of a plan in TOML: its process, and a client of its door. It must end in order."""
+    """The cluster of a plan in TOML: its process, and a client of its door. It must end in order, and leave nothing in
+    its directory for temporary files, where the plan is if no other `file` is given."""
     with tempfile.TemporaryDirectory() as folder:
         file = file or Path(folder) / "cluster.toml"
         file.write_text(f"port = 0\nshutdown_timeout = 2\n{plan}")
         command = [sys.executable, "-m", "forerun.cli", "deploy", str(file)]
-        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": folder}
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
         try:
             assert process.stderr is not None
@@ -40,3 +41,4 @@ def deployed(plan: str, file: Path | None = None) -> Iterator[tuple[subprocess.P
             process.send_signal(signal.SIGTERM)
             _, rest = process.communicate(timeout=60)
         assert process.returncode == 0, rest
+        assert not list(Path(folder).glob("forerun-*"))
