@@ -8,7 +8,7 @@ import logging
 import tempfile
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 import ray
@@ -19,7 +19,7 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 from starlette.types import Message
 
-from forerun.cluster.envelope import Envelope
+from forerun.cluster.envelope import Envelope, Hold
 from forerun.cluster.ledger import Ledger, close, ledger_of
 from forerun.cluster.plan import Model, Plan, replica_settings
 from forerun.cluster.relay import LostError
@@ -76,7 +76,7 @@ class RayCrew:
         replica = envelope.replica or self.ledgers[model].choose(envelope.id, envelope.prefixes, envelope.avoid)
         line = await Line.to(place(self._sockets, replica)) if replica else None
         if replica and line:
-            holding = asyncio.create_task(self._hold(model, replace(envelope, replica=replica, body=b"")))
+            holding = asyncio.create_task(self._hold(model, envelope.scope["method"], Hold(envelope.id, replica)))
             try:
                 async with contextlib.aclosing(line.ask(envelope)) as answer:
                     async for messages in answer:
@@ -88,11 +88,11 @@ class RayCrew:
                 async for messages in answer:
                     yield messages
 
-    async def _hold(self, model: str, envelope: Envelope) -> None:
+    async def _hold(self, model: str, method: str, hold: Hold) -> None:
         """Have Ray count a request that goes past it. Does not raise: who answers knows better what becomes of it."""
-        if envelope.scope["method"] == "POST":
+        if method == "POST":
             await asyncio.sleep(SOON)
-            self._handles[model].hold.remote(envelope)
+            self._handles[model].hold.remote(hold)
 
     async def _called(self, model: str, envelope: Envelope) -> AsyncGenerator[list[Message], None]:
         """The same by a call of Ray."""

@@ -37,6 +37,14 @@ class Envelope:
     avoid: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """A request that a replica works on without Ray's knowledge, which is to count it."""
+
+    id: str
+    replica: str
+
+
 def asked(scope: Scope) -> dict[str, Any]:
     """What a replica needs of a request's scope."""
     return {name: scope[name] for name in ASKED if name in scope}

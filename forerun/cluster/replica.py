@@ -14,7 +14,7 @@ from typing import Any
 from ray import serve
 from starlette.types import Message
 
-from forerun.cluster.envelope import Envelope, Trusted, answers
+from forerun.cluster.envelope import Envelope, Hold, Trusted, answers
 from forerun.cluster.sharing import Sharing
 from forerun.cluster.wire import Listener, place
 from forerun.llm import LLM
@@ -58,9 +58,9 @@ class Replica:
         async for messages in answers(self.app, envelope):
             yield messages
 
-    async def hold(self, envelope: Envelope) -> None:
+    async def hold(self, hold: Hold) -> None:
         """Returns when a request that came over the socket has ended: so that Ray counts it, and waits for it."""
-        await self._listener.ended(envelope.id)
+        await self._listener.ended(hold.id)
 
     async def check_health(self) -> None:
         """Raises where it has to be replaced: its engine's thread has ended."""

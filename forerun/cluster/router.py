@@ -10,7 +10,7 @@ from typing import Any
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from forerun.cluster.affinity import Routing
-from forerun.cluster.envelope import Envelope
+from forerun.cluster.envelope import Envelope, Hold
 from forerun.cluster.ledger import Ledger, ledger_of
 
 
@@ -47,7 +47,9 @@ class PrefixRouter(RequestRouter):
             return [candidate_replicas]
         pending_request.routing_context.should_backoff = True  # where there is no place anywhere it asks again later
         envelope: Any = pending_request.args[0] if pending_request.args else None
-        if not isinstance(envelope, Envelope):
+        if isinstance(envelope, Hold) and envelope.replica in self.named:
+            return [[self.named[envelope.replica]]]
+        if not isinstance(envelope, Envelope):  # or one that is held where nobody is any more: that is over anywhere
             return [candidate_replicas]
         wanted = envelope.replica or self.ledger.choose(envelope.id, envelope.prefixes, envelope.avoid)
         return [[self.named[wanted]]] if wanted in self.named else []
