@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx2
 import pytest
@@ -69,6 +71,18 @@ def sockets(folder: Path) -> list[str]:
     """Sockets of replicas, those that listen and those of a request."""
     lines = Path("/proc/net/unix").read_text().splitlines()
     return [line.split()[-1] for line in lines if f"{folder}/forerun-" in line]
+
+
+def test_a_hold_on_a_replica_that_has_died_waits_for_nobody() -> None:
+    """In Ray's queue it would keep all requests behind it from every replica."""
+    from forerun.cluster.envelope import Hold
+    from forerun.cluster.router import PrefixRouter
+
+    router = object.__new__(PrefixRouter)
+    router.named = {"here": "here"}  # type: ignore[dict-item]
+    for replica, chosen in (("here", ["here"]), ("gone", ["here", "there"])):
+        pending = SimpleNamespace(args=[Hold("one", replica)], routing_context=SimpleNamespace())
+        assert asyncio.run(router.choose_replicas(["here", "there"], pending)) == [chosen]  # type: ignore[arg-type]
 
 
 def test_a_model_that_nothing_is_asked_of_ends_and_starts_again() -> None:
