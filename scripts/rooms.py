@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """The rooms of the house: lines of each folder of the package, and which folders it imports from, by number of imports.
 
-    python scripts/rooms.py                 # of this checkout
-    python scripts/rooms.py OTHER/forerun   # of another one
-    python scripts/rooms.py --modules       # the folders of bench and measure one by one
+python scripts/rooms.py                 # of this checkout
+python scripts/rooms.py OTHER/forerun   # of another one
+python scripts/rooms.py --modules       # the folders of bench and measure one by one
 """
 
 from __future__ import annotations
