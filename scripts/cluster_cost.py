@@ -8,7 +8,9 @@ in turn, so that a slow moment of the machine is everybody's. Printed as JSON:
 
 - `prefixes`: the share of prompt tokens that were there already, over conversations of several turns: of one server
   that has all of them, of the cluster, and of the cluster without affinity.
-- `first`: milliseconds to the first piece of a stream, one request at a time.
+- `small`: milliseconds of a request that costs a replica next to nothing, one at a time; `added_ms`, those that a request
+  takes more through the door.
+- `first`: the same to the first piece of a stream.
 - `tokens`: tokens a second of several streams at once, and the processor time that each process took for one token.
 - `ray`: milliseconds that Ray alone takes for a call that streams one object: there, back, and in all.
 """
@@ -24,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from statistics import median, quantiles
@@ -37,6 +39,7 @@ OPTIONS = {"threads": 1, "kv_tokens": 32768, "max_rows": 8}
 SYSTEMS, CONVERSATIONS, TURNS = 4, 12, 5
 TICK = os.sysconf("SC_CLK_TCK")
 Stats = dict[str, float]
+Ask = Callable[[Any, int], Awaitable[float]]
 
 
 def plan(draft: str, routing: str = "") -> str:
@@ -117,15 +120,27 @@ async def stream(client: Any, number: int, tokens: int) -> tuple[float, int]:
     return first, count
 
 
-async def first_pieces(door: str, servers: Sequence[str], count: int) -> dict[str, Any]:
-    """Of the door and of a server that is asked directly, one request after the other."""
+async def first_piece(client: Any, number: int) -> float:
+    """Seconds to the first piece of a stream."""
+    return (await stream(client, number, 4))[0]
+
+
+async def small(client: Any, number: int) -> float:
+    """Seconds of a request that costs a replica next to nothing."""
+    start = time.perf_counter()
+    (await client.post("/tokenize", json={"model": "m", "prompt": f"{number} hello"})).raise_for_status()
+    return time.perf_counter() - start
+
+
+async def in_turn(ask: Ask, door: str, servers: Sequence[str], count: int) -> dict[str, Any]:
+    """Milliseconds of the door and of a server that is asked directly, one request after the other."""
     seconds: dict[str, list[float]] = {"door": [], "direct": []}
     async with clients([door, *servers]) as (behind, *ahead):
         for i in range(count + 10):
             for name, client in (("door", behind), ("direct", ahead[i % len(ahead)])):
-                first, _ = await stream(client, i, 4)
+                taken = await ask(client, i)
                 if i >= 10:  # the first ones open connections and warm up
-                    seconds[name].append(1e3 * first)
+                    seconds[name].append(1e3 * taken)
     medians = {name: round(median(values), 2) for name, values in seconds.items()}
     added = [behind - ahead for behind, ahead in zip(seconds["door"], seconds["direct"], strict=True)]
     quarters = [round(each, 2) for each in quantiles(added, n=4)]
@@ -247,7 +262,8 @@ def main() -> None:
         with cluster(plan(options.draft)) as (process, door), server(options.draft) as other:
             shares["cluster"] = asyncio.run(cached_share(door))
             urls = [one[1], other[1]]
-            found["first"] = asyncio.run(first_pieces(door, urls, options.requests))
+            found["small"] = asyncio.run(in_turn(small, door, urls, options.requests))
+            found["first"] = asyncio.run(in_turn(first_piece, door, urls, options.requests))
             speeds = tokens_a_second((process.pid, door), [one, other], options.rounds, options.streams)
             found["tokens"] = asyncio.run(speeds)
     print(found, file=sys.stderr, flush=True)

@@ -3,7 +3,7 @@
 
 python scripts/rooms.py                 # of this checkout
 python scripts/rooms.py OTHER/forerun   # of another one
-python scripts/rooms.py --modules       # the folders of bench and measure one by one
+python scripts/rooms.py --modules       # folders within folders one by one
 """
 
 from __future__ import annotations

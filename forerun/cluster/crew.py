@@ -75,24 +75,24 @@ class RayCrew:
         """What a replica answers. Raises LostError, BusyError, UnavailableError."""
         replica = envelope.replica or self.ledgers[model].choose(envelope.id, envelope.prefixes, envelope.avoid)
         line = await Line.to(place(self._sockets, replica)) if replica else None
-        if replica and line:
-            holding = asyncio.create_task(self._hold(model, envelope.scope["method"], Hold(envelope.id, replica)))
-            try:
-                async with contextlib.aclosing(line.ask(envelope)) as answer:
-                    async for messages in answer:
-                        yield messages
-            finally:
-                holding.cancel()
-        else:  # it begins, it is on another machine, or there is none and Ray starts one
-            async with contextlib.aclosing(self._called(model, envelope)) as answer:
+        # without a line it begins, it is on another machine, or there is none and Ray starts one
+        by = self._past_ray(model, line, replica, envelope) if replica and line else self._called(model, envelope)
+        async with contextlib.aclosing(by) as answer:
+            async for messages in answer:
+                yield messages
+
+    async def _past_ray(
+        self, model: str, line: Line, replica: str, envelope: Envelope
+    ) -> AsyncGenerator[list[Message], None]:
+        """The same over a socket. Ray is to count it, unless it is over soon."""
+        count = self._handles[model].hold.remote
+        counting = asyncio.get_running_loop().call_later(SOON, count, Hold(envelope.id, replica))
+        try:
+            async with contextlib.aclosing(line.ask(envelope)) as answer:
                 async for messages in answer:
                     yield messages
-
-    async def _hold(self, model: str, method: str, hold: Hold) -> None:
-        """Have Ray count a request that goes past it. Does not raise: who answers knows better what becomes of it."""
-        if method == "POST":
-            await asyncio.sleep(SOON)
-            self._handles[model].hold.remote(hold)
+        finally:
+            counting.cancel()
 
     async def _called(self, model: str, envelope: Envelope) -> AsyncGenerator[list[Message], None]:
         """The same by a call of Ray."""

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import partial
 
 from forerun.engine.request import OFF
-from forerun.errors import ForerunError
 from forerun.server.service import Service, Watcher
 from forerun.server.tickets import Ticket
 from forerun.types import SALT
@@ -54,8 +53,7 @@ class Sharing(Watcher):
             self.waiting.put_nowait(Heard(self._kind, request.tenant, array("q", request.tokens[-LAST:])))
 
     async def hear(self, heard: Heard) -> None:
-        """Remember a text, if it is one of this model."""
+        """Remember a text, if it is one of this model. Raises RequestError for tokens that it has not got."""
         if heard.kind == self._kind and self._service.alive:
             remember = self._service.llm.engine.remember
-            with suppress(ForerunError):
-                await self._service.call(partial(remember, heard.tenant, heard.tokens.tolist()))
+            await self._service.call(partial(remember, heard.tenant, heard.tokens.tolist()))

@@ -8,12 +8,11 @@ in a directory that only one user may enter, which is all that keeps strangers a
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import pickle
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing
+from contextlib import aclosing, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from starlette.types import ASGIApp, Message
 from forerun.cluster.envelope import Envelope, answers
 from forerun.cluster.relay import LostError
 from forerun.cluster.sharing import Heard
+from forerun.errors import ForerunError, one_line
 
 log = logging.getLogger("forerun.server")
 SIZE = 8  # bytes that say how long what follows is
@@ -67,7 +67,7 @@ class Line:
 
 async def tell(path: Path, heard: Heard) -> None:
     """Let whoever listens there know of a text, if that goes quickly."""
-    with contextlib.suppress(OSError):  # TimeoutError is one
+    with suppress(OSError):  # TimeoutError is one
         async with asyncio.timeout(HURRY):
             _, writer = await asyncio.open_unix_connection(path)
             try:
@@ -87,10 +87,14 @@ class Listener:
         self._path: Path | None = None
 
     async def start(self, path: Path | None) -> None:
-        """Listen, if that can be done there: in a directory that is on another machine it cannot."""
-        if path is not None and path.parent.is_dir():
-            with contextlib.suppress(OSError):
-                self._server, self._path = await asyncio.start_unix_server(self._answer, path), path
+        """Listen, if that can be done there: what is asked goes through Ray else, as where the door is on another
+        machine."""
+        if path is None or not path.parent.is_dir():
+            return
+        try:
+            self._server, self._path = await asyncio.start_unix_server(self._answer, path), path
+        except OSError as error:
+            log.warning("no socket at %s, what is asked goes through Ray: %s", path, one_line(str(error)))
 
     async def spread(self, heard: asyncio.Queue[Heard]) -> None:
         """Tell all other replicas that listen beside this one, one text after the other, for ever."""
@@ -114,10 +118,10 @@ class Listener:
             await ended.wait()
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.closing(writer), contextlib.suppress(OSError, EOFError):
+        with closing(writer), suppress(OSError, EOFError):
             envelope: Envelope | Heard = await _read(reader)
             if isinstance(envelope, Heard):
-                await self._hear(envelope)
+                await self._heard(envelope)
                 return
             ended = self._work[envelope.id] = asyncio.Event()
             work = asyncio.ensure_future(self._written(envelope, writer))
@@ -130,6 +134,12 @@ class Listener:
                 await asyncio.gather(work, gone, return_exceptions=True)
                 del self._work[envelope.id]
                 ended.set()
+
+    async def _heard(self, heard: Heard) -> None:
+        try:
+            await self._hear(heard)
+        except ForerunError as error:
+            log.error("a text of another replica was not remembered: %s", error)
 
     async def _written(self, envelope: Envelope, writer: asyncio.StreamWriter) -> None:
         try:

@@ -7,7 +7,9 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from forerun import LLM, SamplingParams
+import pytest
+
+from forerun import LLM, RequestError, SamplingParams
 from forerun.cluster.sharing import LAST, WAITING, Heard, Sharing
 from forerun.cluster.wire import Listener
 from forerun.draft.suffix import Suffix
@@ -89,7 +91,8 @@ def test_tokens_that_the_model_has_not_got_are_not_remembered(tmp_path: Path) ->
     async def check() -> None:
         async with members(tmp_path, "m") as (one,):
             for tokens in ([1, 1 << 20], [-1]):
-                await one.sharing.hear(Heard("m", "ann", array("q", tokens)))
+                with pytest.raises(RequestError):
+                    await one.sharing.hear(Heard("m", "ann", array("q", tokens)))
             await one.sharing.hear(Heard("m", "bob", array("q", [5, 6])))
             assert await comes(one, "bob") and not one.memory("ann")
 

@@ -1,6 +1,7 @@
 """Requests over a socket: what an application says arrives as it is, and whoever goes away is missed."""
 
 import asyncio
+from array import array
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
@@ -9,10 +10,11 @@ from typing import Any
 import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from forerun import RequestError
 from forerun.cluster.envelope import Envelope
 from forerun.cluster.relay import LostError
 from forerun.cluster.sharing import Heard
-from forerun.cluster.wire import Line, Listener, place
+from forerun.cluster.wire import Line, Listener, place, tell
 from forerun.server.tenants import CALLER, Caller
 
 SCOPE = {"method": "POST", "path": "/v1/completions", "headers": []}
@@ -142,6 +144,28 @@ def test_an_application_that_fails_ends_its_answer(tmp_path: Path, caplog: pytes
     assert "a request failed" in caplog.text
 
 
+def test_a_text_that_cannot_be_remembered_is_said_and_does_no_harm(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def refuses(heard: Heard) -> None:
+        raise RequestError("it has tokens that nobody has")
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send(START)
+        await send(piece("whole", more=False))
+
+    async def check() -> None:
+        listener, path = Listener(app, refuses), tmp_path / "r1"
+        await listener.start(path)
+        await tell(path, Heard("m", "ann", array("q", [1])))
+        while "nobody has" not in caplog.text:
+            await asyncio.sleep(0.01)
+        assert await answer_of(path, envelope()) == [START, piece("whole", more=False)]
+        await listener.close()
+
+    asyncio.run(asyncio.wait_for(check(), 30))
+
+
 def test_the_end_waits_for_what_is_in_work_and_takes_nothing_new(tmp_path: Path) -> None:
     async def check() -> None:
         go = asyncio.Event()
@@ -167,7 +191,7 @@ def test_the_end_waits_for_what_is_in_work_and_takes_nothing_new(tmp_path: Path)
     asyncio.run(asyncio.wait_for(check(), 30))
 
 
-def test_where_nobody_can_listen_there_is_no_line(tmp_path: Path) -> None:
+def test_where_nobody_can_listen_there_is_no_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def check(path: Path | None) -> None:
         listener = Listener(waiting_app(asyncio.Event()), no_text)
         await listener.start(path)
@@ -175,6 +199,10 @@ def test_where_nobody_can_listen_there_is_no_line(tmp_path: Path) -> None:
         await listener.ended("one")
         await listener.close()
 
+    taken = tmp_path / "taken"
+    taken.mkdir()
+    asyncio.run(check(taken))
+    assert "goes through Ray" in caplog.text
     long = place(str(tmp_path / ("x" * 120)), "r1")
     assert long is None
     asyncio.run(check(long))
