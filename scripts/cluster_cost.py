@@ -8,8 +8,8 @@ in turn, so that a slow moment of the machine is everybody's. Printed as JSON:
 
 - `prefixes`: the share of prompt tokens that were there already, over conversations of several turns: of one server
   that has all of them, of the cluster, and of the cluster without affinity.
-- `small`: milliseconds of a request that costs a replica next to nothing, one at a time; `added_ms`, those that it takes
-  more through the door.
+- `small`: milliseconds of a request that costs a replica next to nothing, one at a time; `added_ms`, those that it
+  takes more through the door.
 - `first`: the same to the first piece of a stream.
 - `tokens`: tokens a second of several streams at once, and the processor time that each process took for one token.
 - `ray`: milliseconds that Ray alone takes for a call that streams one object: there, back, and in all.

@@ -33,6 +33,7 @@ from typing import Any
 from load import TEXTS, growth, httpx, percentiles
 
 PATIENCE = 120.0  # seconds within which every request must have ended
+MOST_SHOWN = 5  # errors of its log
 REQUESTS = 60  # different ones: few, so that each is asked again and again
 
 
@@ -57,6 +58,8 @@ def cluster(plan: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
         finally:
             process.send_signal(signal.SIGTERM)
             process.wait(60)
+            errors = [line for line in said.read_text().splitlines() if '"level": "error"' in line]
+            print(*errors[:MOST_SHOWN], sep="\n", end="\n" * bool(errors), file=sys.stderr)
 
 
 def below(pid: int) -> list[int]:
