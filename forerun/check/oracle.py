@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from numpy.random import default_rng
 
 from forerun.types import Draft, Law, Verdict
 from forerun.verify.base import RatioRule
@@ -83,7 +84,7 @@ def toy_models(kind: str, vocab: int, depth: int, seed: int) -> tuple[Table, Tab
 
     `kind` is "float"; "exact", in fractions; or "sparse", in fractions with zeros, one-hot laws and equal laws.
     """
-    rng = np.random.default_rng(seed)
+    rng = default_rng(seed)
     target: Table = {}
     drafter: Table = {}
     for length in range(depth + 1):

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import numpy as np
 import torch
+from numpy.random import default_rng
 from torch import Tensor
 
 from forerun.cache.attention import Segment
@@ -122,6 +122,6 @@ def _set_to(engine: Engine, rule: Rule, chunk: int) -> Iterator[None]:
 
 def random_prompts(vocab: int, count: int, tokens: int) -> list[tuple[int, ...]]:
     """Prompts for a model without a tokenizer; each repeats its first half, so that look-ups find something."""
-    dice = np.random.default_rng(0)
+    dice = default_rng(0)
     halves = dice.integers(vocab, size=(count, tokens // 2))
     return [tuple(int(t) for t in [*half, *half]) for half in halves]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.random import default_rng
 
 RESAMPLES = 4000
 
@@ -18,7 +19,7 @@ def bootstrap_interval(values: Sequence[float], level: float = 0.95) -> tuple[fl
     if len(values) < 2:
         return None
     data = np.asarray(values, dtype=float)
-    chosen = np.random.default_rng(0).integers(len(data), size=(RESAMPLES, len(data)))
+    chosen = default_rng(0).integers(len(data), size=(RESAMPLES, len(data)))
     low, high = np.quantile(np.median(data[chosen], axis=1), [(1 - level) / 2, (1 + level) / 2])
     return float(low), float(high)
 

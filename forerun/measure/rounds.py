@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.random import default_rng
 
 from forerun.kernels import native
 from forerun.llm import LLM
@@ -250,7 +251,7 @@ def ratio_interval(speeds: np.ndarray, plain: np.ndarray) -> tuple[float, float]
     batches, repeats = speeds.shape
     if repeats < 2:
         return None
-    dice = np.random.default_rng(0)
+    dice = default_rng(0)
     chosen = dice.integers(repeats, size=(RESAMPLES, batches, repeats))
     row = np.arange(batches)[:, None]
 

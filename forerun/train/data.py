@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.random import default_rng
 from torch import Tensor
 
 from forerun.errors import RequestError
@@ -193,7 +194,7 @@ class Order:
     def __getitem__(self, n: int) -> int:
         epoch, at = divmod(n, self.count)
         if epoch != self._epoch:
-            self._epoch, self._shuffled = epoch, np.random.default_rng([self.seed, epoch]).permutation(self.count)
+            self._epoch, self._shuffled = epoch, default_rng([self.seed, epoch]).permutation(self.count)
         return int(self._shuffled[at])
 
 

@@ -5,7 +5,7 @@ Texts come back: after the first `POOL`, one in `reuse` is new and the others ar
 
 from __future__ import annotations
 
-import numpy as np
+from numpy.random import default_rng
 
 from forerun.errors import RequestError
 from forerun.train.capture import AT_ONCE, Target
@@ -57,7 +57,7 @@ class Stream:
         new = self._new(n)
         if self._new(n + 1) > new:
             return new
-        return int(np.random.default_rng([self.settings.seed, 2, n]).integers(max(new - self.window, 0), new))
+        return int(default_rng([self.settings.seed, 2, n]).integers(max(new - self.window, 0), new))
 
     def _new(self, n: int) -> int:
         """How many of the first n are new."""
@@ -97,4 +97,4 @@ class Stream:
 
 def seed_of(seed: int, n: int) -> int:
     """The seed the target continues prompt n of a run with."""
-    return int(np.random.default_rng([seed, n]).integers(1 << 62))
+    return int(default_rng([seed, n]).integers(1 << 62))

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.random import default_rng
 
 from forerun.errors import ConfigError, nearest
 from forerun.kernels import native
@@ -160,7 +161,7 @@ class _Anything(Kept):
 
     def fill(self, *arrays: np.ndarray) -> None:
         weights, scales = arrays
-        weights[:] = np.random.default_rng(0).integers(0, 256, weights.shape, np.uint8)
+        weights[:] = default_rng(0).integers(0, 256, weights.shape, np.uint8)
         scales.view(np.uint8)[:] = 0x1C  # a small number of either precision
 
 
@@ -197,7 +198,7 @@ class _Layers:
 
     def seconds(self, rows: int) -> float:
         """Time of one layer with so many rows of activations."""
-        given = np.random.default_rng(0).standard_normal((rows, self.inputs), dtype=np.float32)
+        given = default_rng(0).standard_normal((rows, self.inputs), dtype=np.float32)
         out = np.zeros((rows, self.outputs), dtype=np.float32)
         pointers = np.array([given.ctypes.data, out.ctypes.data], dtype=np.uint64)
         scratch = np.zeros(rows * self._lib.forerun_scratch_row_bytes(self.inputs) + 64, dtype=np.uint8)

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
 import torch
+from numpy.random import default_rng
 
 from forerun.bench.machine.demand import Demand, demand_of
 from forerun.bench.machine.limits import limits_of
@@ -180,7 +180,7 @@ def _read_context(runner: Runner, context: int, rows: int) -> None:
 
 def _chain(runner: Runner, count: int, want: Sequence[int]) -> Segment:
     """`count` tokens, one after the other, below what slot 0 holds."""
-    tokens = np.random.default_rng(count).integers(runner.decoder.config.vocab, size=count).tolist()
+    tokens = default_rng(count).integers(runner.decoder.config.vocab, size=count).tolist()
     return Segment(0, tokens, list(range(-1, count - 1)), list(want))
 
 
