@@ -31,7 +31,7 @@ class Group:
 
     name: str
     cls: type
-    panel: str
+    panel: str | None  # the heading in --help; None puts them among the verb's own
     types: dict[str, Any] = field(default_factory=dict)
     leave_out: tuple[str, ...] = ()
     model: bool = False
@@ -49,7 +49,9 @@ class Group:
                 continue
             kind = self.types.get(f.name, type(f.default))
             names = [f"--{f.name.replace('_', '-')}", *([SHORT[f.name]] if f.name in SHORT else [])]
-            default = "" if f.name in self.types else f" [dim](default: {self.defaults.get(f.name, f.default)})[/dim]"
+            unset = "" if f.name in self.types else f.default
+            usual = self.defaults.get(f.name, unset)
+            default = "" if usual == "" else f" [dim](default: {usual})[/dim]"
             text = texts[f.name].replace("[", "\\[") + (default if kind is not bool else "")
             offers = COMPLETION.get(f.name)
             option = typer.Option(
@@ -149,7 +151,7 @@ def with_flags(*groups: Group) -> Callable[[Callable[..., None]], Callable[..., 
         run.__name__, run.__doc__ = verb.__name__, verb.__doc__
         made = [p for parameters in flags.values() for p in parameters]
         made.sort(key=lambda p: p is not MODEL)  # an argument stands before options
-        run.__signature__ = inspect.Signature([*own, *made])  # type: ignore[attr-defined]
+        run.__signature__ = inspect.Signature(sorted([*made, *own], key=lambda p: p.kind))  # type: ignore[attr-defined]
         return run
 
     return wrap

@@ -2,49 +2,48 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from forerun.bench.decode.cli import DECODED, Categories, Prompts
+from forerun.bench.decode.asked import ASKED, DECODED, Asked
 from forerun.config import Config, parse_depth
 from forerun.drafts import drafts_in, read_draft
 from forerun.errors import ConfigError
 from forerun.flags import ENGINE, with_flags
-from forerun.measure.lists import plural
+from forerun.measure.lists import plural, whole
 from forerun.sampling.params import SamplingParams
 
 DEPTHS = "auto,2,5"
 ROUNDS, BATCHES = 5, 3
+TRIED = replace(
+    ASKED.without("rules", "temperatures", "quantizations", "repeats", "batches", "price", "out"),
+    defaults={"drafts": "those that need nothing more", "depths": DEPTHS, "tokens": 96},
+)
 
 
-@with_flags(ENGINE.without("rule"), DECODED)
+@with_flags(ENGINE.without("rule"), DECODED, TRIED)
 def tune(
-    drafts: Annotated[
-        str | None,
-        typer.Option(help="Drafts to try, as --draft takes them, by commas. Without it, those that need nothing more."),
-    ] = None,
-    depths: Annotated[str | None, typer.Option(help=f"Depths of each: numbers or auto. Without it {DEPTHS}.")] = None,
-    prompts: Prompts = None,
-    categories: Categories = None,
-    tokens: Annotated[int, typer.Option(help="Tokens to produce for each prompt.")] = 96,
-    requests: Annotated[int, typer.Option(help="Prompts that run at once.")] = 1,
+    *,
     seconds: Annotated[float, typer.Option(help="For the long look at each of the best.")] = 30.0,
     out: Annotated[Path | None, typer.Option(help="Write the choice to a file for serve --config (.toml).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    *,
     config: dict[str, Any],
     sampling: dict[str, Any],
+    asked: dict[str, Any],
 ) -> None:
     """Find the draft and the depth that are fastest for your model, on this machine and on your texts.
 
     Everything is timed beside plain decoding, the best again for longer. The text is the same with each of them.
     """
-    tried = plural(depths, config.pop("depth", None), "depth", DEPTHS)
+    wanted = Asked(**{"tokens": 96} | asked)
+    requests = whole(wanted.requests, "requests")
+    tried = plural(wanted.depths, config.pop("depth", None), "depth", DEPTHS)
     weights, named = config.pop("quantization", None), config.pop("draft", None)
     Config.of(**config, quantization=weights)
-    params = SamplingParams.of(**{"seed": 0} | sampling, max_tokens=tokens, ignore_eos=True)
+    params = SamplingParams.of(**{"seed": 0} | sampling, max_tokens=wanted.tokens, ignore_eos=True)
     if out is not None and (out.suffix != ".toml" or out.is_dir() or not out.absolute().parent.is_dir()):
         raise ConfigError(f"--out {out} cannot be written: give a name that ends in .toml, in a directory that exists")
     from forerun.bench.decode.kept import keep
@@ -55,12 +54,12 @@ def tune(
     from forerun.tune import AT_HAND, look_for_layers, write_choice
     from forerun.tune import tune as measure
 
-    names = plural(drafts, named, "draft", ",".join(AT_HAND), drafts_in)
+    names = plural(wanted.drafts, named, "draft", ",".join(AT_HAND), drafts_in)
     plan = Plan(
         params, names, [parse_depth(depth) for depth in tried], temperatures=[sampling.get("temperature", 0.0)],
         requests=[requests], quantizations=[weights or "none"], repeats=ROUNDS, batches=BATCHES, settle=seconds,
     )  # fmt: skip
-    tasks = choose_tasks(config.get("model"), prompts, categories, requests, BATCHES)
+    tasks = choose_tasks(config.get("model"), wanted.prompts, wanted.categories, requests, BATCHES)
     with progress(as_json, measuring=True) as tell:
         if any(leaf.argument == "layers=auto" for name in names for leaf in read_draft(name).leaves()):
             look_for_layers(config | {"quantization": weights}, tasks, tell)

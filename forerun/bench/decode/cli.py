@@ -2,135 +2,63 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from forerun.bench.decode.asked import ASKED, DECODED, Asked
 from forerun.config import Config, parse_depth
 from forerun.drafts import drafts_in
 from forerun.errors import ConfigError
-from forerun.flags import ENGINE, SAMPLING, with_flags
-from forerun.measure.choice import PASSAGE
+from forerun.flags import ENGINE, with_flags
 from forerun.measure.lists import listed, number, plural, whole
 from forerun.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
     from forerun.bench.decode.sweep import DecodeReport
 
-DECODED = SAMPLING.without(
-    *("n", "max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "logprobs", "logit_bias")
-)
-
-Drafts = Annotated[str | None, typer.Option(help="Drafts to compare, as --draft takes them, by commas.")]
-Depths = Annotated[str | None, typer.Option(help="Depths of each draft: numbers or auto, by commas.")]
-Quantizations = Annotated[str | None, typer.Option(help="Of the target: none, int8, int4, by commas.")]
-Categories = Annotated[
-    str | None, typer.Option(help="Kinds of tasks, by commas; all for every one. Of our own set without --prompts.")
-]
-Prompts = Annotated[
-    Path | None,
-    typer.Option(
-        help="A file of tasks: text (one), .jsonl or .json, Spec-Bench's question.jsonl among them. Without it and"
-        f" without --categories, prompts.json beside the model's directory, or passages of {PASSAGE} tokens of"
-        " Python's library."
-    ),
-]
-Tokens = Annotated[int, typer.Option(help="Tokens to produce for each prompt.")]
-Repeats = Annotated[int, typer.Option(help="Rounds; each runs everything once over all prompts.")]
-Batches = Annotated[int, typer.Option(help="Prompts of each category to use, times how many run at once.")]
-Price = Annotated[float | None, typer.Option(help="Of an hour of this machine: tells what a million tokens cost.")]
-Out = Annotated[
-    list[Path] | None, typer.Option(help="Also write a page (.html) or lines of JSON (.jsonl); may be repeated.")
-]
 ROUNDS, SETTLE = 9, 120.0  # of decode where no number of rounds is given
+MORE = f"{ROUNDS}, and more for up to {SETTLE:.0f} seconds while a ratio is uncertain by over 3 %"
+DECODE = {"tokens": 256, "batches": 5}
 DEPTHS = "1,2,4,8,auto"  # of a sweep
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
-@with_flags(ENGINE, DECODED)
+@with_flags(ENGINE, DECODED, replace(ASKED.without("rules", "temperatures"), defaults=DECODE | {"repeats": MORE}))
 def decode(
-    drafts: Drafts = None,
-    depths: Depths = None,
-    quantizations: Quantizations = None,
-    categories: Categories = None,
-    prompts: Prompts = None,
-    tokens: Tokens = 256,
-    requests: Annotated[int, typer.Option(help="Prompts that run at once.")] = 1,
-    repeats: Annotated[
-        int | None,
-        typer.Option(
-            help=f"Rounds; each runs everything once over all prompts. Without it {ROUNDS}, and more for up to"
-            f" {SETTLE:.0f} seconds while a ratio is uncertain by over 3 %."
-        ),
-    ] = None,
-    batches: Batches = 5,
-    price: Price = None,
-    out: Out = None,
-    as_json: Json = False,
-    *,
-    config: dict[str, Any],
-    sampling: dict[str, Any],
-) -> None:
+    *, as_json: Json = False, config: dict[str, Any], sampling: dict[str, Any], asked: dict[str, Any]
+) -> None:  # fmt: skip
     """Time plain decoding and every draft in turn: tokens a second without the prompt, times plain, the same text?"""
-    repeats, settle = (ROUNDS, SETTLE) if repeats is None else (repeats, 0.0)
-    asked = _Asked(
-        drafts, depths, None, None, str(requests), quantizations, categories, prompts, tokens, repeats, batches, price,
-        out or [], as_json, settle,
-    )  # fmt: skip
-    _measure("decode", config, sampling, asked, "auto", "auto")
+    settle = 0.0 if "repeats" in asked else SETTLE
+    _measure("decode", config, sampling, Asked(**DECODE | {"repeats": ROUNDS} | asked), "auto", "auto", as_json, settle)
 
 
-@with_flags(ENGINE, DECODED)
+@with_flags(ENGINE, DECODED, ASKED)
 def sweep(
-    drafts: Drafts = None,
-    depths: Depths = None,
-    rules: Annotated[str | None, typer.Option(help="Rules of each draft, by commas.")] = None,
-    temperatures: Annotated[str | None, typer.Option(help="By commas.")] = None,
-    requests: Annotated[str, typer.Option(help="Prompts that run at once, by commas.")] = "1",
-    quantizations: Quantizations = None,
-    categories: Categories = None,
-    prompts: Prompts = None,
-    tokens: Tokens = 128,
-    repeats: Repeats = 3,
-    batches: Batches = 3,
-    price: Price = None,
-    out: Out = None,
-    as_json: Json = False,
-    *,
-    config: dict[str, Any],
-    sampling: dict[str, Any],
-) -> None:
+    *, as_json: Json = False, config: dict[str, Any], sampling: dict[str, Any], asked: dict[str, Any]
+) -> None:  # fmt: skip
     """Time the product of drafts, depths, rules, temperatures and requests at once, each beside plain decoding."""
-    asked = _Asked(
-        drafts, depths, rules, temperatures, requests, quantizations, categories, prompts, tokens, repeats, batches,
-        price, out or [], as_json,
-    )  # fmt: skip
-    _measure("sweep", config, sampling, asked, "suffix", DEPTHS)
+    _measure("sweep", config, sampling, Asked(**asked), "suffix", DEPTHS, as_json)
 
 
-@with_flags(ENGINE, DECODED)
+@with_flags(ENGINE, DECODED, ASKED.without("rules", "temperatures", "quantizations", "batches", "out"))
 def energy(
-    drafts: Drafts = None,
-    depths: Depths = None,
-    categories: Categories = None,
-    prompts: Prompts = None,
-    tokens: Tokens = 128,
-    requests: Annotated[int, typer.Option(help="Prompts that run at once.")] = 1,
-    repeats: Annotated[int, typer.Option(help="Windows of each.")] = 3,
-    seconds: Annotated[float, typer.Option(help="Of a window: counters are coarse.")] = 10.0,
-    price: Price = None,
-    as_json: Json = False,
     *,
+    seconds: Annotated[float, typer.Option(help="Of a window: counters are coarse.")] = 10.0,
+    as_json: Json = False,
     config: dict[str, Any],
     sampling: dict[str, Any],
+    asked: dict[str, Any],
 ) -> None:
     """Count joules a token (NVML, RAPL or zeus) of plain decoding and of every draft. Never an estimate."""
-    names = plural(drafts, config.pop("draft", None), "draft", "auto", drafts_in)
-    numbers = [parse_depth(d) for d in plural(depths, config.pop("depth", None), "depth", "auto")]
+    wanted = Asked(**asked)
+    requests = whole(wanted.requests, "requests")
+    names = plural(wanted.drafts, config.pop("draft", None), "draft", "auto", drafts_in)
+    numbers = [parse_depth(d) for d in plural(wanted.depths, config.pop("depth", None), "depth", "auto")]
     weights, rule = config.pop("quantization", None), config.pop("rule", "match")
-    params = SamplingParams.of(**{"seed": 0} | sampling, max_tokens=tokens, ignore_eos=True)
+    params = SamplingParams.of(**{"seed": 0} | sampling, max_tokens=wanted.tokens, ignore_eos=True)
     Config.of(**config, quantization=weights)
     from forerun.bench.decode.joules import measure_energy
     from forerun.bench.decode.sweep import Plan
@@ -139,8 +67,18 @@ def energy(
     from forerun.progress import progress
 
     temperature = sampling.get("temperature", 0.0)
-    plan = Plan(params, names, numbers, [rule], [temperature], [requests], [weights or "none"], repeats, price=price)
-    tasks = choose_tasks(config.get("model"), prompts, categories, requests, repeats)
+    plan = Plan(
+        params,
+        names,
+        numbers,
+        [rule],
+        [temperature],
+        [requests],
+        [weights or "none"],
+        wanted.repeats,
+        price=wanted.price,
+    )
+    tasks = choose_tasks(config.get("model"), wanted.prompts, wanted.categories, requests, wanted.repeats)
     with progress(as_json, measuring=True) as tell:
         report = measure_energy(config, plan, tasks, seconds, tell)
     if as_json:
@@ -156,7 +94,9 @@ def energy(
         optional=("a million",),
     )  # fmt: skip
     idle = ", ".join(f"{device} {_known(watts)} W" for device, watts in report.idle_watts.items())
-    print(f"by {report.method}; idle: {idle}; windows of {seconds:g} s, medians of {repeats}; prompts are included")
+    print(
+        f"by {report.method}; idle: {idle}; windows of {seconds:g} s, medians of {wanted.repeats}; prompts are included"
+    )
 
 
 def _known(value: float | None) -> str:
@@ -185,29 +125,15 @@ def page(
     print(out)
 
 
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """What a command line asked to measure, as it was given: lists stand between commas."""
-
-    drafts: str | None
-    depths: str | None
-    rules: str | None
-    temperatures: str | None
-    requests: str
-    quantizations: str | None
-    categories: str | None
-    prompts: Path | None
-    tokens: int
-    repeats: int
-    batches: int
-    price: float | None
-    out: list[Path]
-    as_json: bool
-    settle: float = 0.0
-
-
 def _measure(
-    kind: str, config: dict[str, Any], sampling: dict[str, Any], asked: _Asked, draft: str, depths: str
+    kind: str,
+    config: dict[str, Any],
+    sampling: dict[str, Any],
+    asked: Asked,
+    draft: str,
+    depths: str,
+    as_json: bool,
+    settle: float = 0.0,
 ) -> None:
     """Check what was asked before anything heavy is imported, measure, show. `draft` and `depths` are what is measured
     where nothing is said of them."""
@@ -232,13 +158,13 @@ def _measure(
 
     plan = Plan(
         params, drafts, numbers, rules, temperatures, requests, weights, asked.repeats, asked.batches, asked.price,
-        asked.settle,
+        settle,
     )  # fmt: skip
     tasks = choose_tasks(config.get("model"), asked.prompts, asked.categories, max(requests), asked.batches)
-    with progress(asked.as_json, measuring=True) as tell:
+    with progress(as_json, measuring=True) as tell:
         report = measure_decoding(config, plan, tasks, tell, kind)
     keep(config.get("model"), report.results)
-    if asked.as_json:
+    if as_json:
         print_json(report.as_dict())
     else:
         _show(report)

@@ -1,0 +1,52 @@
+"""The flags of every verb that measures decoding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from forerun.flags import SAMPLING, Group
+
+DECODED = SAMPLING.without(
+    *("n", "max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "logprobs", "logit_bias")
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a command line asks to measure, as it was given: lists stand between commas.
+
+    Args:
+        drafts: Drafts to compare, as --draft takes them, by commas.
+        depths: Depths of each draft: numbers or auto, by commas.
+        rules: Rules of each draft, by commas.
+        temperatures: By commas.
+        quantizations: Of the target: none, int8, int4, by commas.
+        categories: Kinds of tasks, by commas; all for every one. Of our own set without --prompts.
+        prompts: A file of tasks: text (one), .jsonl or .json, Spec-Bench's question.jsonl among them. Without it and
+            without --categories, prompts.json beside the model's directory, or passages of Python's library.
+        tokens: Tokens to produce for each prompt.
+        requests: Prompts that run at once.
+        repeats: Rounds; each runs everything once over all prompts.
+        batches: Prompts of each category to use, times how many run at once.
+        price: Of an hour of this machine: tells what a million tokens cost.
+        out: Also write a page (.html) or lines of JSON (.jsonl); may be repeated.
+    """
+
+    drafts: str | None = None
+    depths: str | None = None
+    rules: str | None = None
+    temperatures: str | None = None
+    quantizations: str | None = None
+    categories: str | None = None
+    prompts: Path | None = None
+    tokens: int = 128
+    requests: str = "1"
+    repeats: int = 3
+    batches: int = 3
+    price: float | None = None
+    out: tuple[Path, ...] = ()
+
+
+TYPES = dict.fromkeys(("drafts", "depths", "rules", "temperatures", "quantizations", "categories"), str)
+ASKED = Group("asked", Asked, None, TYPES | {"prompts": Path, "price": float, "out": list[Path]})
