@@ -7,6 +7,7 @@ from typing import Any
 
 from forerun.drafts import joined
 from forerun.errors import ConfigError, brief, nearest
+from forerun.ranges import check_number, check_whole
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 RULE_NAMES = ("match", "token", "block", "tree", "typical")  # verify.RULES, named here so that --help needs no torch
@@ -131,11 +132,8 @@ class Config:
             value = getattr(self, name)
             if value is None and name in ("context", "kv_tokens"):
                 continue
-            if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-                raise ConfigError(f"{name}={value!r} is out of range: give a whole number from {low} to {high}")
-        threshold = self.draft_threshold
-        if not isinstance(threshold, (int, float)) or isinstance(threshold, bool) or not 0 <= threshold <= 1:
-            raise ConfigError(f"draft_threshold={threshold!r} is out of range: give a number from 0 to 1")
+            check_whole(name, value, low, high)
+        check_number("draft_threshold", self.draft_threshold, 0, 1)
         if self.slo_ms and self.objective == "energy":
             raise ConfigError(f"slo_ms={self.slo_ms} bounds time, and objective=energy counts joules: give one")
         if self.width > 1 and self.rule in ("token", "block"):

@@ -21,6 +21,7 @@ FLOORS = [
         "machine",
         "memory",
         "progress",
+        "ranges",
         "sandbox",
         "sandbox_worker",
         "whole",

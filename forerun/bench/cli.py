@@ -13,9 +13,9 @@ from forerun.bench.machine.cli_start import start
 from forerun.bench.peers.cli import peers
 from forerun.bench.recipe import PairRecipe
 from forerun.bench.server.cli import serve
-from forerun.errors import ConfigError
 from forerun.flags import Group, with_flags
 from forerun.measure.lists import listed, number, whole
+from forerun.ranges import check_whole
 
 app = typer.Typer(
     rich_markup_mode="rich",
@@ -158,8 +158,8 @@ def model(
     from forerun.measure.speedup import DEEPEST, Speculation, cascaded, played
     from forerun.measure.tables import print_json, print_table
 
-    if depth is not None and not 0 <= depth <= DEEPEST:
-        raise ConfigError(f"depth={depth} is out of range: give a whole number from 0 to {DEEPEST}")
+    if depth is not None:
+        check_whole("depth", depth, 0, DEEPEST)
     rows, levels = _verify_cost(verify_cost), 0
     if inner:
         chance, cost, *row = inner.split(":", 2) if ":" in inner else (inner, "")

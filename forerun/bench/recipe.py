@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from forerun.errors import ConfigError
+from forerun.ranges import check_numbers
 
 SPECIAL = ("<s>", "</s>", "<pad>")  # tokens 0, 1 and 2
 SMALLEST_VOCAB = 256 + len(SPECIAL)  # every byte must have a token
@@ -64,14 +65,7 @@ class PairRecipe:
 
     def __post_init__(self) -> None:
         lowest = {"layers": 2, "seed": 0, "vocab": SMALLEST_VOCAB, "head_dim": 2, "context": 64, "middle_layers": 0}
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(field.default, int):
-                low = lowest.get(field.name, 1)
-                if not isinstance(value, int) or isinstance(value, bool) or not low <= value < 1 << 31:
-                    raise ConfigError(f"{field.name}={value!r} is out of range: give a whole number from {low} up")
-            elif not isinstance(value, (int, float)) or not 0 <= value < 1e6:
-                raise ConfigError(f"{field.name}={value!r} is out of range: give a number from 0 up")
+        check_numbers(self, {field.name: 1 for field in fields(self)} | lowest)
         if self.draft_layers >= self.layers:
             raise ConfigError(
                 f"draft_layers={self.draft_layers} is not under layers={self.layers}: the draft is the target's start"

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 
-from forerun.errors import ConfigError
+from forerun.ranges import check_whole
 
 HOLDERS = 4  # replicas remembered for one prefix: a popular one spreads, and is not handed to and fro
 
@@ -44,9 +44,7 @@ class Routing:
             ("lead", 0, 1 << 16),
             ("remembered", 1, 1 << 26),
         ):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-                raise ConfigError(f"routing.{name}={value!r} is out of range: give a whole number from {low} to {high}")
+            check_whole(f"routing.{name}", getattr(self, name), low, high)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from typing import Any
 from forerun.cluster.affinity import Routing
 from forerun.config import Config
 from forerun.errors import ConfigError, ForerunError, nearest, shown
+from forerun.ranges import check_whole
 from forerun.server.settings import Settings, read_toml
 
 LONGEST_NAME = 100  # characters
@@ -44,7 +45,7 @@ class Replicas:
             ("requests", 1, 1 << 20),
             ("idle", 1, 1 << 20),
         ):
-            _check_whole(f"replicas.{name}", getattr(self, name), low, high)
+            check_whole(f"replicas.{name}", getattr(self, name), low, high)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +108,7 @@ def make_plan(given: Mapping[str, Any]) -> Plan:
     if not isinstance(ray.get("address", ""), str):
         raise ConfigError(f"ray.address={shown(ray['address'])} must be text: auto, or HOST:PORT")
     retries = given.get("retries", 2)
-    _check_whole("retries", retries, 0, 100)
+    check_whole("retries", retries, 0, 100)
     return Plan(
         models,
         Settings(**{name: value for name, value in given.items() if name in server}),
@@ -143,7 +144,7 @@ def _replicas(value: object) -> Replicas:
         _check_names(value, {f.name for f in fields(Replicas)}, "option of replicas")
         least = value.get("min", 1)
         return Replicas(**{"max": least or 1} | value)
-    _check_whole("replicas", value, 1, MOST_REPLICAS)
+    check_whole("replicas", value, 1, MOST_REPLICAS)
     assert isinstance(value, int)
     return Replicas(min=value, max=value)
 
@@ -167,11 +168,6 @@ def _check_names(table: Mapping[str, Any], known: set[str], what: str) -> None:
             raise ConfigError(f"a cluster has no {name}: {NOT_HERE[name]}")
         if name not in known:
             raise ConfigError(f"there is no {what} {shown(name)}: {nearest(name, known)}")
-
-
-def _check_whole(name: str, value: object, low: int, high: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        raise ConfigError(f"{name}={shown(value)} is out of range: give a whole number from {low} to {high}")
 
 
 def summary(plan: Plan) -> list[str]:

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from forerun.errors import ConfigError
+from forerun.ranges import check_whole
 
 DEEPEST = 64
 Cost = Callable[[int], float]
@@ -69,8 +70,7 @@ class Speculation:
             raise ConfigError("the chances of a level's first choice and its siblings add up to more than 1")
         if not all(0 <= cost < float("inf") for cost in (self.draft_cost, self.fixed_cost)):
             raise ConfigError("a draft cannot cost less than nothing, nor for ever: give costs from 0 up")
-        if self.requests < 1:
-            raise ConfigError(f"requests={self.requests} is out of range: give a whole number from 1 up")
+        check_whole("requests", self.requests, 1)
 
     @property
     def width(self) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 
 from forerun.config import Config
 from forerun.errors import ConfigError, nearest, one_line
+from forerun.ranges import check_number, check_whole
 from forerun.server.tenants import clean_key
 
 
@@ -76,12 +77,8 @@ class Settings:
             ("write_timeout", 0, 1 << 31),
             ("shutdown_timeout", 0, 1 << 31),
         ):
-            value = getattr(self, name)
-            whole = not name.endswith("timeout")
-            if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
-                raise ConfigError(f"{name}={value!r} must be a {'whole ' if whole else ''}number")
-            if not low <= value <= high:
-                raise ConfigError(f"{name}={value!r} is out of range: give a number from {low} to {high}")
+            check = check_number if name.endswith("timeout") else check_whole
+            check(name, getattr(self, name), low, high)
         if not isinstance(self.host, str) or not self.host or not isinstance(self.served_name, str):
             raise ConfigError(f"host={self.host!r} and served_name={self.served_name!r} must be texts, host not empty")
         if self.metrics_compat not in ("none", "vllm"):

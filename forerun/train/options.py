@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from forerun.errors import ConfigError, nearest
-from forerun.train.settings import check_numbers
+from forerun.ranges import check_numbers
 
 WHOLE = (
     "layers", "heads", "blocks", "unroll", "thin", "intermediate", "draft_vocab", "block_size", "block_layers",

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
 from forerun.errors import ConfigError
+from forerun.ranges import check_numbers
 
 FEWEST_TOKENS = 16  # of a row: fewer teach nothing
 OPTIMIZERS = ("muon", "adamw")
 DTYPES = ("auto", "float32", "bfloat16")
-LARGEST = 1 << 31
 WRITTEN = 384  # texts of the target itself, where there is nothing else
 
 
@@ -123,22 +122,6 @@ class Training:
                 raise ConfigError("write=0 leaves nothing to learn from: give --data, or a whole number from 2 up")
             return self.write
         return 0 if data else WRITTEN
-
-
-def check_numbers(settings: Any, lowest: dict[str, int]) -> None:
-    """Raise ConfigError for a whole number under its lowest (0 unless it says otherwise), or a number under 0."""
-    for field in fields(settings):
-        value, kind = getattr(settings, field.name), str(field.type)
-        if kind.startswith("int") and value is not None:
-            low = lowest.get(field.name, 0)
-            if not isinstance(value, int) or isinstance(value, bool) or not low <= value < LARGEST:
-                raise ConfigError(f"{field.name}={value!r} is out of range: give a whole number from {low} up")
-        elif (
-            kind.startswith("float")
-            and value is not None
-            and (not isinstance(value, (int, float)) or not 0 <= value < 1e6)
-        ):
-            raise ConfigError(f"{field.name}={value!r} is out of range: give a number from 0 up")
 
 
 def depths_up_to(depth: int) -> list[int]:

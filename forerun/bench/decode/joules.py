@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from forerun.bench.decode.sweep import Plan, batches
-from forerun.errors import ConfigError, ForerunError
+from forerun.errors import ForerunError
 from forerun.llm import LLM
 from forerun.measure.energy import MINIMUM_SECONDS, Energy, Meter, cost_per_million
 from forerun.measure.medians import median
@@ -23,6 +23,7 @@ from forerun.measure.where import machine
 from forerun.measure.workloads import Task
 from forerun.models.hub import DEFAULT
 from forerun.progress import Tell, nothing
+from forerun.ranges import check_number
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +73,7 @@ def measure_energy(
         ForerunError: if no counter of this machine can be read; it says why, and what could be done.
         ConfigError: windows too short for counters.
     """
-    if not MINIMUM_SECONDS <= seconds <= 3600:
-        raise ConfigError(f"seconds={seconds} is out of range: give {MINIMUM_SECONDS:g} to 3600")
+    check_number("seconds", seconds, MINIMUM_SECONDS, 3600)
     meter = meter or Meter()
     if not meter.sources:
         raise ForerunError(f"energy cannot be measured here. {meter.method}")

@@ -19,6 +19,7 @@ from forerun.measure.where import machine
 from forerun.measure.workloads import Task
 from forerun.models.hub import DEFAULT
 from forerun.progress import Part, Tell, nothing
+from forerun.ranges import check_whole
 from forerun.sampling.params import SamplingParams
 
 
@@ -74,15 +75,13 @@ class Plan:
             if rule not in RULE_NAMES:
                 raise ConfigError(f"there is no rule {rule!r}: {nearest(rule, RULE_NAMES)}")
         for requests in self.requests:
-            if not 1 <= requests <= 1024:
-                raise ConfigError(f"requests={requests} is out of range: give a whole number from 1 to 1024")
+            check_whole("requests", requests, 1, 1024)
         for temperature in self.temperatures:
             replace(self.params, temperature=temperature)  # has its own limits
         if self.params.max_tokens < 2:
             raise ConfigError("one token is no decoding: give at least 2 tokens")
         for name, value in (("repeats", self.repeats), ("batches", self.batches)):
-            if not 1 <= value <= 10_000:
-                raise ConfigError(f"{name}={value} is out of range: give a whole number from 1 to 10000")
+            check_whole(name, value, 1, 10_000)
         if not 0 <= self.settle <= 1e6:
             raise ConfigError(f"seconds={self.settle} is out of range: give how long to go on, from 0")
         if self.price is not None and not 0 < self.price < 1e6:

@@ -25,6 +25,7 @@ from forerun.measure.medians import median
 from forerun.models.packed_cache import Kept
 from forerun.packed import Packed
 from forerun.progress import Tell, nothing
+from forerun.ranges import check_whole
 
 ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 32, 64)
 MOST_ROWS = 4096
@@ -137,8 +138,7 @@ def _check(
         ("repeats", [repeats], 10_000),
     ):
         for value in values:
-            if not 1 <= value <= high:
-                raise ConfigError(f"{name}={value} is out of range: give a whole number from 1 to {high}")
+            check_whole(name, value, 1, high)
 
 
 def _result(

@@ -32,6 +32,7 @@ from forerun.models.decoder import Decoder, longest_context
 from forerun.models.hub import DEFAULT, find_model
 from forerun.native import NativeDecoder
 from forerun.progress import Tell, nothing
+from forerun.ranges import check_whole
 from forerun.runner import Runner
 
 MOST_ROWS = 1024
@@ -164,8 +165,7 @@ def _check(rows: Sequence[int], context: int, repeats: int) -> None:
         ("repeats", [repeats], 10_000),
     ):
         for value in values:
-            if not 1 <= value <= high:
-                raise ConfigError(f"{name}={value} is out of range: give a whole number from 1 to {high}")
+            check_whole(name, value, 1, high)
 
 
 def _read_context(runner: Runner, context: int, rows: int) -> None:

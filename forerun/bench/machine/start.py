@@ -22,6 +22,7 @@ from typing import IO, Any
 from forerun.errors import ConfigError, ForerunError, one_line
 from forerun.measure.medians import median
 from forerun.progress import Tell, nothing
+from forerun.ranges import check_whole
 
 PROMPT = "Say hello."
 PATIENCE = 600.0  # seconds that a process may take to become ready
@@ -71,8 +72,7 @@ def measure_starts(commands: Sequence[str], options: Sequence[str], repeats: int
         ConfigError: a command that cannot be run.
         ForerunError: one that ends before it says anything, with its last line.
     """
-    if repeats < 1:
-        raise ConfigError(f"repeats={repeats} is out of range: give a whole number from 1 up")
+    check_whole("repeats", repeats, 1)
     found: dict[tuple[str, str], list[Start]] = {}
     done = 0
     for round_ in range(repeats + 1):

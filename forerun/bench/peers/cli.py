@@ -12,6 +12,7 @@ from forerun.errors import ConfigError, RequestError
 from forerun.machine import cores
 from forerun.measure.choice import PASSAGE
 from forerun.measure.lists import listed, whole
+from forerun.ranges import check_whole
 
 if TYPE_CHECKING:
     from forerun.bench.peers.plan import Load
@@ -82,8 +83,7 @@ def peers(
     counts = [whole(count, "requests") for count in listed(requests)]
     if not counts or min(counts) < 1:
         raise ConfigError("--requests: give whole numbers from 1 up, such as 1,4,16")
-    if not 0 <= threads <= 1024:
-        raise ConfigError(f"threads={threads} is out of range: give a whole number from 0 to 1024")
+    check_whole("threads", threads, 0, 1024)
     depths_ = [parse_depth(depth) for depth in listed(depths)]
     from forerun.bench.peers.peers import measure_peers
     from forerun.bench.peers.plan import Plan, parse_peers

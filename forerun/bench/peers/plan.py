@@ -14,6 +14,7 @@ from forerun.engine.request import OFF
 from forerun.errors import ConfigError, nearest
 from forerun.models.hub import find_model
 from forerun.models.names import tag_of
+from forerun.ranges import check_whole
 
 FORMATS = ("float32", "bfloat16", "int8", "int4")
 STORED = "as stored"  # the format of a GGUF file
@@ -102,8 +103,7 @@ class Plan:
             raise ConfigError("depth 0 is plain decoding, which is always measured: give depths from 1 up")
         if self.tokens < 2:
             raise ConfigError("one token is no decoding: give at least 2 tokens")
-        if not 1 <= self.repeats <= 10_000:
-            raise ConfigError(f"repeats={self.repeats} is out of range: give a whole number from 1 to 10000")
+        check_whole("repeats", self.repeats, 1, 10_000)
         if not 0 < self.timeout < float("inf"):
             raise ConfigError(f"timeout={self.timeout:g} is out of range: give seconds over 0")
         if any(length < 1 for length in self.prefill):

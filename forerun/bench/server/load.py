@@ -29,6 +29,7 @@ from forerun.bench.server.result import OFF, Arm, Result, result
 from forerun.config import parse_depth
 from forerun.errors import ConfigError, ForerunError, RequestError
 from forerun.progress import Tell, nothing
+from forerun.ranges import check_number, check_whole
 
 EACH = 3  # requests a client sends in a run that has no length in seconds
 INTERRUPTED = "interrupted"
@@ -65,12 +66,9 @@ class Plan:
             raise ConfigError("there is nothing to measure: give at least one number of requests")
         counts = [("requests", count, 1024) for count in self.requests]
         for name, value, most in (*counts, ("tokens", self.tokens, 1 << 20), ("repeats", self.repeats, 10_000)):
-            if not 1 <= value <= most:
-                raise ConfigError(f"{name}={value} is out of range: give a whole number from 1 to {most}")
-        if not 0 <= self.temperature < math.inf:
-            raise ConfigError(f"temperature={self.temperature} is out of range: give a number from 0 up")
-        if not 0 <= self.seed < 1 << 62:
-            raise ConfigError(f"seed={self.seed} is out of range: give a whole number from 0 up")
+            check_whole(name, value, 1, most)
+        check_number("temperature", self.temperature, 0)
+        check_whole("seed", self.seed, 0, (1 << 62) - 1)
         if self.seconds is not None and not 0 < self.seconds < math.inf:
             raise ConfigError(f"seconds={self.seconds} is out of range: give seconds over 0")
         if self.seconds is not None and self.drafts:
