@@ -51,6 +51,8 @@ class Config:
             it, what lies beside the model as shortlist.safetensors, or all tokens.
         kernels: native (compiled, exact in every dtype), torch, or auto: native on CPU where they can be used.
         device: auto takes CUDA where there is one.
+        draft_device: of a draft model (model:); auto is the target's. One of its own, as cuda:1, or cpu beside a GPU,
+            leaves the target's its memory, and drafts ahead (ahead(..)) while that computes: only tokens pass between.
         tensor_parallel: processes that the target is divided between, each with its own heads, channels and part of the
             KV cache, on GPUs of its own (cuda:0, cuda:1, ..) or on the CPU; they compute with torch. For a target that
             one device cannot hold: on one CPU it brings nothing.
@@ -81,6 +83,7 @@ class Config:
     draft_shortlist: str | None = None
     kernels: str = "auto"
     device: str = "auto"
+    draft_device: str = "auto"
     tensor_parallel: int = 1
     threads: int = 0
     draft_threads: int = 0

@@ -63,6 +63,7 @@ class LLM:
         if self.config.threads:
             torch.set_num_threads(self.config.threads)
         device = pick_device(self.config.device)
+        drafting = device if self.config.draft_device == "auto" else pick_device(self.config.draft_device)
         directory = find_model(self.config.model)
         self.tokenizer = load_tokenizer(directory, check=True)
         self.recommended = recommended(directory)
@@ -72,7 +73,7 @@ class LLM:
         instructions = native.instructions() if view.form else ""
         spec = automatic(self.config.draft, directory, instructions, target.decoder.weight_bits)
         width, threshold = self.config.width, self.config.draft_threshold
-        load = Loader(self.config, directory, self.tokenizer, target)
+        load = Loader(self.config, directory, self.tokenizer, target, drafting)
         proposers = make_proposers(read_draft(spec), load, view, target.cache, width, threshold)
         if self.config.kv_tokens is None:
             share_memory(self.config, target, proposers.values())
@@ -96,6 +97,7 @@ class LLM:
             self.config.draft,
             self.config.width,
             *(["energy"] if self.config.objective == "energy" else []),  # costs are joules then
+            *([self.config.draft_device] if self.config.draft_device != "auto" else []),
             *([self.config.tensor_parallel] if self.config.tensor_parallel > 1 else []),
         ]
         self.learned = learned_of(self.engine.policy, directory, decoder.weight_bytes, facts)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+import torch
 
 from forerun.config import Config
 from forerun.draft.across import make_draft_model
@@ -22,19 +25,20 @@ from forerun.skips import layers_of
 
 @dataclass(frozen=True, slots=True)
 class Loader:
-    """What drafts need to have read, for a target of this configuration."""
+    """What drafts need to have read, for a target of this configuration; draft models are on `device`."""
 
     config: Config
     directory: Path
     tokenizer: Tokenizer | None
     target: Runner
+    device: torch.device
 
     def model(self, where: str, width: int) -> Proposer:
         drafter, vocab = find_model(where), self.target.decoder.config.vocab
         theirs = load_tokenizer(drafter)
         if self.tokenizer is None or theirs is None:
             check_vocabulary(self.tokenizer, drafter, vocab)  # what ids mean is not known, but how many there are
-        runner = make_runner(self.config, drafter, self.target.decoder.device, self.target)
+        runner = make_runner(self.config, drafter, self.device, self.target)
         return make_draft_model(runner, where, self.tokenizer, theirs, vocab, width)
 
     def itself(self, how: str, width: int) -> Proposer:
@@ -57,12 +61,15 @@ class Loader:
 
 
 def share_memory(config: Config, target: Runner, proposers: Iterable[Proposer]) -> None:
-    """Let the caches of a target and of its drafters together take what is for caches: a quarter of the free memory.
-    Each holds as many tokens as the others. Only before anything is in them. Raises CapacityError."""
-    own = target.cache
-    others = {id(cache): cache for proposer in proposers if (cache := proposer.kv()) and cache is not own}
-    each = own.row_bytes + sum(cache.row_bytes for cache in others.values())
-    tokens = fit_kv_tokens(config, target.decoder.context, each, free_memory(target.decoder.device) // 4)
+    """Let the caches of a target and of its drafters together take what is for caches: a quarter of the free memory of
+    the devices they are on. Each holds as many tokens as the others. Only before anything is in them. Raises
+    CapacityError."""
+    own, each = target.cache, Counter[torch.device]()
+    for cache in {id(cache): cache for cache in (own, *(p.kv() for p in proposers)) if cache}.values():
+        each[cache.data.device] += cache.row_bytes
+    tokens = min(
+        fit_kv_tokens(config, target.decoder.context, size, free_memory(device) // 4) for device, size in each.items()
+    )
     if tokens < own.pages.count * own.pages.size:
         target.make_room(tokens)
         for proposer in proposers:

@@ -3,16 +3,22 @@
 import gc
 import itertools
 import weakref
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from forerun import LLM, ConfigError, RequestError, SamplingParams, load, loader
+from forerun.config import Config
 from forerun.draft.automaton import SuffixAutomaton
 from forerun.kernels import native
 from forerun.llm import derive_seed
 from forerun.load import pick_device
+from forerun.loader import share_memory
 from forerun.models.config import note
+from forerun.runner import Runner
 from tests import other_words, tiny
 
 
@@ -178,6 +184,45 @@ def test_a_model_and_its_draft_on_cuda() -> None:
     params = SamplingParams(max_tokens=60, temperature=0.8, seed=1)
     (plain,), (fast,) = llm.generate(PROMPT, params, draft="off"), llm.generate(PROMPT, params, depth=4)
     assert plain.token_ids == fast.token_ids and torch.cuda.is_available()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("draft", ["model:{}", "ahead(model:{})"])
+def test_a_draft_on_the_cpu_beside_a_target_on_cuda(draft: str) -> None:
+    draft = draft.format(tiny.spoken(0.1))
+    llm = LLM(tiny.spoken(), draft=draft, device="cuda", draft_device="cpu", dtype="float64", kv_tokens=4096)
+    params = SamplingParams(max_tokens=60, temperature=0.8, seed=1)
+    (plain,), (fast,) = llm.generate(PROMPT, params, draft="off"), llm.generate(PROMPT, params, depth=4)
+    assert plain.token_ids == fast.token_ids and fast.stats.accepted > 0
+
+
+def test_a_draft_model_is_where_it_is_asked_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    where, made = [], load.make_runner
+
+    def make(config: Config, directory: Path, device: torch.device, target: Runner | None = None) -> Runner:
+        where.append(device)
+        return made(config, directory, torch.device("cpu"), target)
+
+    for module in ("forerun.llm", "forerun.loader"):
+        monkeypatch.setattr(f"{module}.make_runner", make)
+    LLM(tiny.spoken(), draft=f"model:{tiny.spoken(0.1)}", draft_device="cpu:0")
+    LLM(tiny.spoken(), draft=f"model:{tiny.spoken(0.1)}", device="cpu:0")
+    assert where == [torch.device(name) for name in ("cpu", "cpu:0", "cpu:0", "cpu:0")]
+    with pytest.raises(ConfigError, match="there is no device 'gpu'"):
+        LLM(tiny.spoken(), draft_device="gpu")
+
+
+def test_caches_on_two_devices_fit_the_memory_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The smaller room counts, whichever device it is of."""
+    target, room = LLM(tiny.spoken(), max_rows=64).engine.target, []
+    monkeypatch.setattr(target, "make_room", room.append)
+    cache = SimpleNamespace(row_bytes=target.cache.row_bytes, data=torch.empty(0, device="meta"))
+    proposer: Any = SimpleNamespace(kv=lambda: cache, make_room=room.append)
+    for own, other in ((4_000_000, 2_000_000), (2_000_000, 4_000_000)):
+        free = {"cpu": own, "meta": other}
+        monkeypatch.setattr(loader, "free_memory", lambda device, free=free: free[device.type])
+        share_memory(Config(max_rows=64), target, [proposer])
+    assert room == [500_000 // target.cache.row_bytes] * 4
 
 
 def test_a_prediction_changes_the_speed_only() -> None:
