@@ -167,8 +167,10 @@ def prompts(count: int = 8) -> list[list[int]]:
     return result
 
 
-def params(i: int, temperature: float, length: int = 20) -> SamplingParams:
-    """The parameters of request i: a seed of its own, no early end."""
+def params(i: int, temperature: float | None, length: int = 20) -> SamplingParams:
+    """The parameters of request i: a seed of its own, no early end. None: half of them are drawn, at 0.8, the others
+    greedy, prompts of every kind among both."""
+    temperature = (0.8 if i % 4 in (0, 3) else 0.0) if temperature is None else temperature
     return SamplingParams(temperature=temperature, seed=100 + i, max_tokens=length + i % 3, ignore_eos=True)
 
 
@@ -193,7 +195,7 @@ def check_idle(engine: Engine) -> None:
 
 
 def run(
-    engine: Engine, draft: str, temperature: float, *, arrivals: int = 1, depth: int | str = 4, length: int = 20
+    engine: Engine, draft: str, temperature: float | None, *, arrivals: int = 1, depth: int | str = 4, length: int = 20
 ) -> list[Request]:
     """Eight requests, `arrivals` steps between one and the next."""
     requests = []
