@@ -176,10 +176,9 @@ class Auto:
         return i
 
     def _hoped(self, wish: Wish, place: Place) -> float:
-        """Tokens a second that are expected of a proposer, which may have nothing to draft."""
-        plain = place.said / self._pass(place.tokens, place)
-        alone = self._alone(wish, self._belief(wish.source, wish.acceptance), place)[1]
-        return plain + self._offer(wish) * (alone - plain)
+        """Tokens a second that are expected of a proposer where it has something to draft: where it has not, the next
+        one is asked in the same step."""
+        return self._alone(wish, self._belief(wish.source, wish.acceptance), place)[1]
 
     def floor(self, source: str, acceptance: Acceptance, place: Place) -> float:
         """A level more costs what it takes to draft, and a row of the pass; it brings a token with the chance that all
