@@ -13,7 +13,7 @@ MOST = 1e6  # the same of numbers that are not whole
 
 
 def check_whole(name: str, value: object, low: int, high: int | None = None) -> None:
-    """Raise ConfigError unless `value` is a whole number from `low` to `high`; without that, from `low` up."""
+    """Raise ConfigError unless `value` is a whole number from `low` to `high`; without that, from `low` up, 31 bits."""
     most = LARGEST - 1 if high is None else high
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= most:
         raise _out_of_range(name, value, f"a whole number from {low}", high)
@@ -21,7 +21,7 @@ def check_whole(name: str, value: object, low: int, high: int | None = None) -> 
 
 def check_number(name: str, value: object, low: float, high: float | None = None) -> None:
     """Raise ConfigError unless `value` is a number from `low` to `high`; without that, from `low` up."""
-    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and value < math.inf
     if not number or not low <= value <= (math.inf if high is None else high):  # type: ignore[operator]
         raise _out_of_range(name, value, f"a number from {low:g}", high)
 

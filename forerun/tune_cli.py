@@ -17,10 +17,10 @@ from forerun.measure.lists import plural, whole
 from forerun.sampling.params import SamplingParams
 
 DEPTHS = "auto,2,5"
-ROUNDS, BATCHES = 5, 3
+TOKENS, ROUNDS, BATCHES = 96, 5, 3
 TRIED = replace(
     ASKED.without("rules", "temperatures", "quantizations", "repeats", "batches", "price", "out"),
-    defaults={"drafts": "those that need nothing more", "depths": DEPTHS, "tokens": 96},
+    defaults={"drafts": "those that need nothing more", "depths": DEPTHS, "tokens": TOKENS},
 )
 
 
@@ -38,7 +38,7 @@ def tune(
 
     Everything is timed beside plain decoding, the best again for longer. The text is the same with each of them.
     """
-    wanted = Asked(**{"tokens": 96} | asked)
+    wanted = Asked(**{"tokens": TOKENS} | asked)
     requests = whole(wanted.requests, "requests")
     tried = plural(wanted.depths, config.pop("depth", None), "depth", DEPTHS)
     weights, named = config.pop("quantization", None), config.pop("draft", None)

@@ -106,7 +106,6 @@ def test_rule_names_are_those_of_verify() -> None:
     assert tuple(RULES) == RULE_NAMES
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_numbers_at_random_are_imported_with_the_file(path: Path) -> None:
+def test_numbers_at_random_are_imported_with_the_file() -> None:
     """numpy loads its generators where `np.random` is first looked up, and what it compiles swallows a Ctrl-C then."""
-    assert "np.random" not in path.read_text()
+    assert not [path for path in FILES if "np.random" in path.read_text()]

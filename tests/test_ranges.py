@@ -37,6 +37,13 @@ def test_what_is_no_number_within_its_range(value: object) -> None:
         check_number("share", value, 0, 1)
 
 
+def test_what_no_float_can_hold() -> None:
+    check_number("seconds", 10**400, 0)
+    for value in (10**400, -(10**400)):
+        with pytest.raises(ConfigError, match=r"^seconds="):
+            check_number("seconds", value, 0, 1 << 31)
+
+
 def test_without_an_end() -> None:
     check_number("seconds", 1e300, 0)
     for check, what in ((check_whole, "a whole number"), (check_number, "a number")):

@@ -145,7 +145,7 @@ class Auto:
         """As if all requests that may draft were alike."""
         best, speed = self._alone(Wish("", copied, Acceptance()), self._belief(kind, acceptance), place)
         for wish in others:
-            if self._alone(wish, self._belief(wish.source, wish.acceptance), place)[1] > speed:
+            if self._hoped(wish, place) > speed:
                 return 0
         return best
 

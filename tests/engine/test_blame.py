@@ -200,7 +200,8 @@ def test_one_fails_alone(engine: Engine, fault: Fault, draft: str) -> None:
     options, expected = {"logprobs": 2, "repetition_penalty": 1.2}, undisturbed(engine, draft)
     for error in (RuntimeError("a fault"), Panic("a panic")):
         with patched() as patch:
-            got = play(engine, draft, lambda requests: fault(patch, engine, requests, error), **options)  # noqa: B023
+            arm = functools.partial(fault, patch, engine, error=error)
+            got = play(engine, draft, arm, **options)
         for i in range(6):
             if i != VICTIM:
                 assert seen(got[i]) == expected[i], i

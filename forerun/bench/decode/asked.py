@@ -26,7 +26,7 @@ class Asked:
         prompts: A file of tasks: text (one), .jsonl or .json, Spec-Bench's question.jsonl among them. Without it and
             without --categories, prompts.json beside the model's directory, or passages of Python's library.
         tokens: Tokens to produce for each prompt.
-        requests: Prompts that run at once.
+        requests: Prompts that run at once; decode and sweep take several numbers, by commas.
         repeats: Rounds; each runs everything once over all prompts.
         batches: Prompts of each category to use, times how many run at once.
         price: Of an hour of this machine: tells what a million tokens cost.

@@ -43,9 +43,10 @@ def sweep(
     _measure("sweep", config, sampling, Asked(**asked), "suffix", DEPTHS, as_json)
 
 
-@with_flags(ENGINE, DECODED, ASKED.without("rules", "temperatures", "quantizations", "batches", "out"))
+@with_flags(ENGINE, DECODED, ASKED.without("rules", "temperatures", "quantizations", "repeats", "batches", "out"))
 def energy(
     *,
+    repeats: Annotated[int, typer.Option(help="Windows of each.")] = 3,
     seconds: Annotated[float, typer.Option(help="Of a window: counters are coarse.")] = 10.0,
     as_json: Json = False,
     config: dict[str, Any],
@@ -68,17 +69,9 @@ def energy(
 
     temperature = sampling.get("temperature", 0.0)
     plan = Plan(
-        params,
-        names,
-        numbers,
-        [rule],
-        [temperature],
-        [requests],
-        [weights or "none"],
-        wanted.repeats,
-        price=wanted.price,
-    )
-    tasks = choose_tasks(config.get("model"), wanted.prompts, wanted.categories, requests, wanted.repeats)
+        params, names, numbers, [rule], [temperature], [requests], [weights or "none"], repeats, price=wanted.price
+    )  # fmt: skip
+    tasks = choose_tasks(config.get("model"), wanted.prompts, wanted.categories, requests, repeats)
     with progress(as_json, measuring=True) as tell:
         report = measure_energy(config, plan, tasks, seconds, tell)
     if as_json:
@@ -94,9 +87,7 @@ def energy(
         optional=("a million",),
     )  # fmt: skip
     idle = ", ".join(f"{device} {_known(watts)} W" for device, watts in report.idle_watts.items())
-    print(
-        f"by {report.method}; idle: {idle}; windows of {seconds:g} s, medians of {wanted.repeats}; prompts are included"
-    )
+    print(f"by {report.method}; idle: {idle}; windows of {seconds:g} s, medians of {repeats}; prompts are included")
 
 
 def _known(value: float | None) -> str:
