@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 from forerun.llm import LLM
@@ -26,6 +27,7 @@ class Card:
         self.digest = hashlib.sha256(kitchen.fingerprint.encode()).hexdigest()
         found = Found(self.name, find_model(self.llm.config.model), "")  # now: by a request its files may have gone
         self.file: Survey = survey([found])[0]
+        self.modified = int(Path(self.file.path).stat().st_mtime)  # not when it was loaded: replicas say the same
 
     @property
     def details(self) -> Json:
@@ -45,7 +47,7 @@ class Card:
         names = {"name": self.name, "model": self.name}
         return {
             **names,
-            "modified_at": _time(started()),
+            "modified_at": _time(self.modified),
             "size": self.file.bytes,
             "digest": self.digest,
             "details": self.details,
@@ -83,7 +85,7 @@ class Card:
             "details": self.details,
             "model_info": general | {f"{c.family}.{name}": value for name, value in sizes.items()},
             "capabilities": ["completion", *(["tools"] if "tools" in template else [])],
-            "modified_at": _time(started()),
+            "modified_at": _time(self.modified),
         }
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -185,6 +187,8 @@ def test_the_one_model_is_listed_running_and_shown(server: Front, llm: LLM) -> N
     assert running["name"] == "tiny:latest" and running["context_length"] == 2048 and running["size_vram"] == 0
     shown = server.answer("/api/show", {"model": "tiny"})
     assert shown == server.answer("/api/show", {"name": "tiny:latest"})
+    assert shown["modified_at"] == listed["modified_at"]
+    assert datetime.fromisoformat(shown["modified_at"]).timestamp() == int(Path(llm.config.model).stat().st_mtime)
     assert shown["details"] == listed["details"] and "completion" in shown["capabilities"]
     info, config = shown["model_info"], llm.decoder.config
     assert info["general.architecture"] == "llama" and info["llama.embedding_length"] == config.hidden
