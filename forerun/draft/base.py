@@ -99,7 +99,8 @@ class Proposer:
         learns: it wants the target's laws, too.
         merges: it may make one draft of what several say.
         sees_all: what it keeps of a request is more than drafts need: it is shown everything, whether it drafts or not.
-        rivals: those of its parts of which only the best is asked.
+        copies: to look what it has takes the same however deep, and `Draft.match` says what that is worth.
+        rivals: those of its parts of which only the best is asked, who might draft where others do.
         ahead: it drafts on while the target verifies, between `begin_ahead` and `end_ahead`,
         waited: and so long `propose` waited for what goes on, in seconds.
     """
@@ -112,6 +113,7 @@ class Proposer:
     learns = False
     merges = False
     sees_all = False
+    copies = False
     ahead = False
     waited = 0.0
     boundaries: tuple[int, ...] = ()

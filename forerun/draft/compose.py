@@ -28,11 +28,12 @@ from forerun.types import Draft, Law, States
 @dataclass(frozen=True, slots=True)
 class Offer:
     """What a part has for a request: its whole `draft`, and what of it pays alone (`taken`, a root where nothing).
-    `settles`: nobody else is expected to do better."""
+    `settles`: nobody else is expected to do better; `speed`: tokens a second that a copy lets expect."""
 
     draft: Draft
     taken: Draft
     settles: bool = False
+    speed: float = 0.0
 
 
 MADE = 64  # proposers that requests made of others which are kept
@@ -89,7 +90,8 @@ class Composition(Proposer):
         self.boundaries = tuple(sorted({b for part in parts for b in part.boundaries}))
         self.learns = any(part.learns for part in parts)
         self.merges = self.sign == "&" or any(part.merges for part in parts)
-        self.rivals = self._leaves if self.sign == "?" else tuple(own for part in parts for own in part.rivals)
+        rivals = self._leaves if self.sign == "?" else [own for part in parts for own in part.rivals]
+        self.rivals = tuple(own for own in rivals if not own.copies)
 
     @property
     def parts(self) -> Sequence[Proposer]:
@@ -141,12 +143,21 @@ class Either(Composition):
 
 
 class Best(Either):
-    """Asks whichever of its parts is expected to do best first, and the next one where that has nothing."""
+    """Looks at what all have who copy, and takes the best of it; where others are expected to do better, asks whichever
+    of them is expected to do best first, and the next one where that has nothing."""
 
     sign = "?"
 
     def ask(self, asked: Asked) -> Asking:
-        return _in_turn(asked.ranking(self.inner), asked)
+        offers = []
+        for part in self.inner:
+            if part.copies:
+                offers.append((yield part))
+        copied = [max(offers, key=lambda offer: offer.speed).taken] if offers else []
+        others = [part for part in self.inner if not part.copies]
+        if others and not (copied and len(copied[0]) > 1):
+            return (yield from _in_turn(asked.ranking(others), asked))
+        return copied[0]
 
 
 class Both(Composition):

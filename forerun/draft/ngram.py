@@ -24,6 +24,7 @@ class NGram(Proposer):
     """Proposes the continuation of the most recent occurrence of the longest suffix of `longest`..`shortest` tokens."""
 
     name = "ngram"
+    copies = True
 
     def __init__(self, longest: int = 4, shortest: int = 2) -> None:
         self.sizes = range(longest, shortest - 1, -1)

@@ -27,6 +27,7 @@ class Retrieval(Proposer):
     """
 
     name = RETRIEVAL
+    copies = True
 
     def __init__(self, indices: Mapping[str, Index] | None = None) -> None:
         """`indices` by name; they serve all."""

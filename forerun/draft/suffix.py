@@ -37,6 +37,7 @@ class Suffix(Proposer):
     """
 
     name = "suffix"
+    copies = True
 
     def __init__(self, shortest: int = 2, memory: int = 50_000) -> None:
         self.shortest, self.memory = shortest, memory

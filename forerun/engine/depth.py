@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from forerun.costs import Costs
-from forerun.engine.acceptance import Acceptance, Belief, Source, Wish
+from forerun.engine.acceptance import LAWS, Acceptance, Belief, Source, Wish
 from forerun.engine.policy import Place
 from forerun.engine.survival import Survival
 
@@ -141,13 +141,9 @@ class Auto:
         """How often its proposer has something to draft."""
         return wish.acceptance.offered.rate(self.sources[wish.source].offered.rate(OFFERED))
 
-    def worth(self, kind: str, acceptance: Acceptance, copied: int, others: Sequence[Wish], place: Place) -> int:
+    def worth(self, kind: str, acceptance: Acceptance, copied: int, place: Place) -> tuple[int, float]:
         """As if all requests that may draft were alike."""
-        best, speed = self._alone(Wish("", copied, Acceptance()), self._belief(kind, acceptance), place)
-        for wish in others:
-            if self._hoped(wish, place) > speed:
-                return 0
-        return best
+        return self._alone(Wish("", copied, Acceptance()), self._belief(kind, acceptance), place)
 
     def enough(self, chances: Sequence[float], place: Place) -> int:
         """As many as give most tokens a second, as if all requests that may draft were alike."""
@@ -156,17 +152,21 @@ class Auto:
         return speeds.index(max(speeds))
 
     def ranked(self, groups: Sequence[Sequence[Wish]], place: Place) -> list[int]:
-        speeds = [max(self._hoped(wish, place) for wish in group) for group in groups]
+        speeds = [max(self.hoped(wish, place) for wish in group) for group in groups]
         return sorted(range(len(groups)), key=lambda i: -speeds[i])
 
-    def tried(self, rivals: Sequence[Wish], place: Place) -> int | None:
+    def tried(self, rivals: Sequence[Wish], speed: float, place: Place) -> int | None:
         """The one that has been idle longest, if its proposer has credit for the time that drafting takes: what it says
-        is not verified, only compared with what the target says anyway. The more is known of it, the less often."""
+        is not verified, only compared with what the target says anyway. The more is known of it, the less often; and
+        not where it would not do better if nearly all of it stood."""
         for wish in rivals:
             wish.acceptance.idle += 1
         i = max(range(len(rivals)), key=lambda i: rivals[i].acceptance.idle)
         source, state = rivals[i].source, rivals[i].acceptance
         if state.idle <= IDLE * max(state.kept.seen / PROBE_DEPTH, 1) or not self.learned.known(place.tokens, PLAIN):
+            return None
+        if self._alone(rivals[i], Belief([(1.0, *LAWS[-1])], 0), place)[1] <= speed:
+            state.idle = 0
             return None
         seconds = self.learned.of_draft(source, PROBE_DEPTH) + self.learned.of_lag(source, rivals[i].lag)
         price = seconds / self._pass(place.tokens, place)
@@ -175,9 +175,7 @@ class Auto:
         self.credit[source] -= price
         return i
 
-    def _hoped(self, wish: Wish, place: Place) -> float:
-        """Tokens a second that are expected of a proposer where it has something to draft: where it has not, the next
-        one is asked in the same step."""
+    def hoped(self, wish: Wish, place: Place) -> float:
         return self._alone(wish, self._belief(wish.source, wish.acceptance), place)[1]
 
     def floor(self, source: str, acceptance: Acceptance, place: Place) -> float:
@@ -197,10 +195,13 @@ class Auto:
         no source is there already and costs nothing to draft."""
         tokens, said, asked, _ = place
         best, speed, expected, begin = 0, said / self._pass(tokens, place), float(said), self._begin(wish)
+        reach = self.learned.reach(tokens)
         for depth in range(1, min(wish.limit, DEEPEST) + 1):
-            chance = belief.stands(depth)
+            chance, rows = belief.stands(depth), asked * depth * wish.width
+            if tokens + rows > reach:
+                break
             expected += asked * chance
-            cost = self._pass(tokens + asked * depth * wish.width, place)
+            cost = self._pass(tokens + rows, place)
             cost += self.learned.of_draft(wish.source, depth, asked) + asked * begin if wish.source else 0.0
             if expected / cost > speed:
                 best, speed = depth, expected / cost

@@ -64,11 +64,11 @@ class Drafting:
                     self._tend(request)
             if len(drafts[request.id]) == 1 and not request.error and self._is_open(request, lets):
                 plans.append(Plan(work, self.proposers[request.draft], functools.partial(self._ranked, request, place)))
-        self._try(plans, place)
         known, asking = place.tokens + sum(len(d) - 1 for d in drafts.values()), plans
         while asking := [plan for plan in asking if self._goes_on(plan)]:
             tokens = known + sum(len(plan.draft) - 1 for plan in plans if plan.draft)
             self._ask(asking, place._replace(tokens=tokens, asked=len(asking)))
+        self._try(plans, place)
         for plan in plans:
             if plan.draft and not plan.work.request.error:
                 with blaming(plan.work.request):
@@ -110,10 +110,10 @@ class Drafting:
     def _try(self, plans: Sequence[Plan], place: Place) -> None:
         """Let rivals of who drafts say what they would have drafted, which is compared with what the target says."""
         for plan in plans:
-            request, rivals = plan.work.request, plan.whole.rivals
-            if not rivals or request.depth != "auto" or self._limit(plan.work) < PROBE_DEPTH:
+            request, rivals = plan.work.request, [rival for rival in plan.whole.rivals if rival in plan.left]
+            if not rivals or request.error or request.depth != "auto" or self._limit(plan.work) < PROBE_DEPTH:
                 continue
-            i = self.policy.tried([self._wish(request, rival) for rival in rivals], place)
+            i = self.policy.tried([self._wish(request, rival) for rival in rivals], plan.speed, place)
             room = len(request.tokens) + (0 if i is None else rivals[i].most(PROBE_DEPTH))
             if i is None or not self.target.cache.pages.grow(request.slot, room):
                 continue
@@ -141,8 +141,8 @@ class Drafting:
         groups: dict[Proposer, list[Plan]] = defaultdict(list)
         for plan, depth in zip(plans, self._depths(plans, place), strict=True):
             request, proposer = plan.work.request, plan.asked
-            if depth and _stops(request, proposer):
-                depth = max(depth, min(self._limit(plan.work), STOPPED))
+            if depth:
+                depth = max(depth, min(self._limit(plan.work), _reach(request, proposer)))
             # room for the largest draft there could be: what is verified must not depend on what was drawn
             if depth and self.target.cache.pages.grow(request.slot, len(request.tokens) + plan.whole.most(depth)):
                 plan.depth, request.allowed = depth, max(depth, request.allowed)
@@ -190,26 +190,24 @@ class Drafting:
         self._check(draft, plan.depth, proposer)
         kind = kind_of_match(proposer.name, draft.match) if draft.match else ""
         request.offered.append(Offered(proposer.name, kind, draft))
-        copied = bool(kind) and request.depth == "auto"
+        copied, speed = bool(kind) and request.depth == "auto", 0.0
         if draft.chances:
             taken = draft.first(self.policy.enough(draft.chances, place))
-        elif copied:
-            taken = draft.first(self._worth(plan, kind, len(draft) - 1, place))
+        elif kind:
+            count, speed = self.policy.worth(kind, request.acceptance[kind], len(draft) - 1, place)
+            if copied:
+                taken = draft.first(0 if self._is_beaten(plan, speed, place) else count)
         if plan.whole.merges and request.rule.coupled and not draft.chances:
             draft.chances = self._chances(request, draft, kind or proposer.name, proposer.name)
             taken.chances = draft.chances[: len(taken) - 1]
-        return Offer(draft, taken, settles=copied and len(taken) > 1)
+        return Offer(draft, taken, copied and len(taken) > 1, speed)
 
-    def _worth(self, plan: Plan, kind: str, copied: int, place: Place) -> int:
-        """How much of what was copied to verify: nothing where a proposer that is asked later is expected to do better,
-        and then it is scored with what the target says."""
-        request, parts = plan.work.request, plan.whole.parts
-        others = [
-            self._wish(request, part)
-            for part in parts[parts.index(plan.asked) + 1 :]
-            if request.acceptance[part.name].rest is None
-        ]
-        return self.policy.worth(kind, request.acceptance[kind], copied, others, place)
+    def _is_beaten(self, plan: Plan, speed: float, place: Place) -> bool:
+        """Whether one who is asked later is expected to do better than a copy, which is only scored then, with what the
+        target says. What others who copy have need not be guessed."""
+        request = plan.work.request
+        others = [part for part in plan.left if not part.copies and request.acceptance[part.name].rest is None]
+        return any(self.policy.hoped(self._wish(request, part), place) > speed for part in others)
 
     def _chances(self, request: Request, draft: Draft, known: str, name: str) -> list[float]:
         """How likely each node is to stand with all before it, by what became of such ones."""
@@ -301,6 +299,13 @@ class Drafting:
             coupled=request.rule.coupled,
             branching=request.rule.branching,
         )
+
+
+def _reach(request: Request, proposer: Proposer) -> int:
+    """How deep it may draft if it is asked at all: copies are cut to what pays, and who stops by itself does."""
+    if proposer.copies and request.depth == "auto":
+        return DEEPEST
+    return STOPPED if _stops(request, proposer) else 0
 
 
 def _stops(request: Request, proposer: Proposer) -> bool:

@@ -235,7 +235,7 @@ class Engine:
         if request.stats.steps == 0:
             request.stats.first_token_seconds = time.perf_counter() - request.arrived
         request.stats.count(draft, verdict, *seconds)
-        self._learn(request, verdict)
+        self._learn(request, draft, verdict)
         with blaming(request):
             self._teach(request, draft, rows)
             self._say(request, draft, verdict, rows, event)
@@ -280,16 +280,19 @@ class Engine:
         """The boundaries whose hidden states this request's proposer wants."""
         return self.proposers[request.draft].boundaries if request.has_proposer else ()
 
-    def _learn(self, request: Request, verdict: Verdict) -> None:
-        """What the depth policy learns from a verdict, of all that was drafted: what the target says tells of each
-        draft, as far as it has spoken, whether it was verified or not."""
+    def _learn(self, request: Request, verified: Draft, verdict: Verdict) -> None:
+        """What the depth policy learns from a verdict, of all that was drafted, verified or not, as far as the target
+        has spoken: of copies that counts for their kind of match, and for who copied what was verified."""
         for offered in request.offered:
             draft = offered.draft
             path = draft.followed(verdict.tokens)
             accepted, is_open = len(path) - 1, len(path) > len(verdict.tokens)
             reach = accepted if is_open else max(draft.depths())
-            for source in filter(None, (offered.name, offered.kind)):
-                self.policy.record_verdict(source, request.acceptance[source], reach, accepted)
+            told = {offered.kind or offered.name: reach}
+            if offered.kind:
+                told[offered.name] = min(len(verified.followed(draft.tokens[1:])) - 1, reach)
+            for source, deep in told.items():
+                self.policy.record_verdict(source, request.acceptance[source], deep, min(accepted, deep))
             if draft.sure:
                 self.policy.survival(offered.name, request.params.greedy).add(draft, path, is_open)
 

@@ -31,9 +31,13 @@ class DepthPolicy(Protocol):
     def choose(self, wishes: Sequence[Wish], place: Place) -> list[int]:
         """The depth of each request, 0 to its limit."""
 
-    def worth(self, kind: str, acceptance: Acceptance, copied: int, others: Sequence[Wish], place: Place) -> int:
-        """How many of the tokens that were copied to verify, 0 where none pays or one of the others is expected to do
-        better. `kind` is of their match, `acceptance` what became of such copies for this request."""
+    def worth(self, kind: str, acceptance: Acceptance, copied: int, place: Place) -> tuple[int, float]:
+        """(how many of the tokens that were copied to verify, tokens a second that this lets expect). `kind` is of
+        their match, `acceptance` what became of such copies for this request."""
+
+    def hoped(self, wish: Wish, place: Place) -> float:
+        """Tokens a second that are expected of a proposer where it has something to draft: where it has not, the next
+        one is asked in the same step."""
 
     def enough(self, chances: Sequence[float], place: Place) -> int:
         """How many of some nodes to verify, of which each stands with such a chance, the likeliest first."""
@@ -41,8 +45,9 @@ class DepthPolicy(Protocol):
     def ranked(self, groups: Sequence[Sequence[Wish]], place: Place) -> list[int]:
         """Which groups are expected to do best for a request, best first."""
 
-    def tried(self, rivals: Sequence[Wish], place: Place) -> int | None:
-        """Which of the rivals to let draft only to see what becomes of it; asked once a step."""
+    def tried(self, rivals: Sequence[Wish], speed: float, place: Place) -> int | None:
+        """Which of the rivals to let draft only to see what becomes of it, where so many tokens a second are expected
+        already; asked once a step."""
 
     def floor(self, source: str, acceptance: Acceptance, place: Place) -> float:
         """The chance that a chain still stands below which no token more is worth it."""

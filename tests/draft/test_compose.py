@@ -28,10 +28,14 @@ class Named(Proposer):
         raise NotImplementedError
 
 
+class Copying(Named):
+    copies = True
+
+
 def answered(
-    proposer: Proposer, has: dict[str, Draft], settles: str = "", branching: bool = True
+    proposer: Proposer, has: dict[str, Draft], settles: str = "", branching: bool = True, speeds: str = ""
 ) -> tuple[list[str], Draft]:
-    """Who was asked, and what came of it, where some have drafts."""
+    """Who was asked, and what came of it, where some have drafts; `speeds` names who copies, the slowest first."""
     backwards = Asked(branching, lambda parts: parts[::-1])
     asking, asked, root = ask(proposer, backwards), list[str](), Draft.root(1)
     wanted = next(asking)
@@ -39,12 +43,13 @@ def answered(
         while True:
             asked.append(wanted.name)
             draft = has.get(wanted.name, root)
-            wanted = asking.send(Offer(draft, draft, wanted.name == settles))
+            wanted = asking.send(Offer(draft, draft, wanted.name == settles, 1.0 + speeds.find(wanted.name)))
     except StopIteration as end:
         return asked, end.value
 
 
 a, b, c = (Named(name) for name in "abc")
+d, e = (Copying(name) for name in "de")
 A, B, C = (Draft.chain(1, tokens, name) for name, tokens in (("a", [2, 3]), ("b", [2, 4]), ("c", [5])))
 
 
@@ -62,6 +67,12 @@ def test_who_is_asked() -> None:
     assert answered(best, {"b": B, "c": C}) == (["a", "c"], C), "the ranking here turns them round"
     assert answered(best, {"b": B})[0] == ["a", "c", "b"] and best.rivals == (b, c) and not either.rivals
     assert (best.name, Both((a, best.inner[1])).name, Best((a, both)).name) == ("a+b?c", "a&(b?c)", "a?a&b&c")
+    copied = Best((d, a, e, b))
+    assert copied.rivals == (a, b), "who copies need not be tried: all are looked at"
+    assert answered(copied, {"d": A, "e": B}, speeds="de") == (["d", "e"], B)
+    assert answered(copied, {"d": A, "e": B}, speeds="ed") == (["d", "e"], A)
+    assert answered(copied, {"a": A, "b": B}, speeds="de") == (["d", "e", "b"], B)
+    assert len(answered(Best((d, e)), {}, speeds="de")[1]) == 1
     asked, draft = answered(Either((a, Both((b, c)))), {"b": B, "c": C})
     assert asked == ["a", "b", "c"] and sorted(draft.tokens) == [1, 2, 4, 5]
 

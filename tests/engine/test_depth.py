@@ -238,14 +238,14 @@ def test_a_proposer_that_seldom_has_anything_to_offer_is_asked_only_where_that_p
 def test_copies_are_cut_to_what_pays_and_left_to_a_proposer_that_does_better() -> None:
     """Rows of 0.05 passes, a drafter of 0.02 a level that is right seven times in ten: short matches are its turn."""
     policy, drafter = learned(rate=0.7, draft_cost=0.02, slope=0.05)
-    others = [Wish("model", 8, drafter)]
     for rate, alone in ((0.02, 0), (0.3, 1), (0.95, 8)):
         copied = Acceptance(Chance(1000 * rate, 1000 * (1 - rate)))
-        count = policy.worth("suffix, 2 bits", copied, 8, [], ONE)
+        count, speed = policy.worth("suffix, 2 bits", copied, 8, ONE)
         assert count == alone or (alone == 1 and 1 <= count < 4)
-        assert policy.worth("suffix, 2 bits", copied, 8, others, ONE) == (8 if rate == 0.95 else 0)
+        assert (speed > policy.hoped(Wish("model", 8, drafter), ONE)) is (rate == 0.95)
     hopeless = Acceptance(Chance(0, 1000))
-    assert policy.worth("suffix, 2 bits", Acceptance(Chance(300, 700)), 8, [Wish("model", 8, hopeless)], ONE) > 0
+    _, speed = policy.worth("suffix, 2 bits", Acceptance(Chance(300, 700)), 8, ONE)
+    assert speed > policy.hoped(Wish("model", 8, hopeless), ONE)
 
 
 def test_matches_are_kept_apart_by_powers_of_two() -> None:

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 import pytest
 
 from forerun.draft.base import Proposer, Row
-from forerun.draft.compose import Either
+from forerun.draft.compose import Best, Either
 from forerun.engine.acceptance import Acceptance, Wish, kind_of_match
 from forerun.engine.engine import Engine
+from forerun.engine.policy import Place
+from forerun.engine.request import Request
 from forerun.errors import ForerunError
 from forerun.runner import Runner
 from forerun.types import Draft
@@ -103,8 +105,10 @@ def test_a_cascade_of_cascades_is_flat() -> None:
 class Copies(Proposer):
     """Copies what the request will say, or something else, behind a match of `match` tokens."""
 
-    def __init__(self, text: Sequence[int], match: int) -> None:
-        self.name, self.text, self.match = "copies", text, match
+    copies = True
+
+    def __init__(self, text: Sequence[int], match: int, name: str = "copies") -> None:
+        self.name, self.text, self.match = name, text, match
 
     def propose(self, rows: Sequence[Row]) -> list[Draft]:
         return [
@@ -128,17 +132,67 @@ def test_copies_that_are_set_aside_are_scored_with_what_the_target_says(right: b
         {"both": Either([Copies(text, 5), Sometimes("second", 1)])}, rule=rule,
     )  # fmt: skip
     kind = kind_of_match("copies", 5)
-    asked: list[tuple[str, list[str]]] = []
+    asked: list[str] = []
 
-    def worth(kind: str, acceptance: Acceptance, copied: int, others: Sequence[Wish], place: tuple[int, int]) -> int:
-        asked.append((kind, [wish.source for wish in others]))
-        return 0
+    def worth(kind: str, acceptance: Acceptance, copied: int, place: Place) -> tuple[int, float]:
+        asked.append(kind)
+        return 0, 0.0
 
-    engine.policy.worth = worth  # type: ignore[method-assign]
+    def hoped(wish: Wish, place: Place) -> float:
+        asked.append(wish.source)
+        return 1.0
+
+    engine.policy.worth, engine.policy.hoped = worth, hoped  # type: ignore[method-assign]
     request = engine.add(prompt, params, draft="both", depth="auto")
     build.finish(engine)
     assert request.tokens == plain.tokens
-    assert asked and {each for each, _ in asked} == {kind} and ["second"] in [names for _, names in asked]
+    assert set(asked) == {kind, "second"}
     assert set(request.stats.by_source) == {"second"}
     learned = request.acceptance[kind].kept
     assert (learned.yes > 0) == right and (learned.no > 0) == (not right)
+
+
+def cheap(proposer: Proposer) -> Engine:
+    """An engine whose passes take what their weights do, nearly, whatever the clock says."""
+    runner = Runner(tiny.decoder(tiny.family("llama")), tokens=512, page=4, slots=4)
+    engine = Engine(runner, {proposer.name: proposer}, rule="match")
+    learned = engine.policy.learned
+    learned.known, learned.reach = lambda *_: True, lambda tokens: tokens + 64
+    learned.of_pass, learned.of_draft = lambda tokens: 1 + 0.02 * tokens, lambda *_: 0.01
+    return engine
+
+
+def said(engine: Engine, draft: str) -> Request:
+    request = engine.add(build.prompts()[1], build.params(1, 0.0, 40), draft=draft, depth="auto")
+    build.finish(engine)
+    return request
+
+
+def test_the_best_copy_of_all_is_verified_and_the_others_are_scored() -> None:
+    """Who has the longer match is right here, wherever it stands, and neither needs to be tried for that."""
+    text = said(engine_of(Sometimes("second", 1)), "off").tokens
+    short, long = Copies([token ^ 1 for token in text], 2, "short"), Copies(text, 40, "long")
+    for parts in ((short, long), (long, short)):
+        best = Best(parts)
+        engine = cheap(best)
+        said(engine, best.name)
+        request = said(engine, best.name)
+        assert request.tokens == text and not best.rivals
+        assert set(request.stats.by_source) == {"long"} and request.stats.steps < 12
+        wrong, right = (
+            request.acceptance[kind_of_match(name, match)].kept for name, match in (("short", 2), ("long", 40))
+        )
+        assert wrong.no > 1 and not wrong.yes and not right.no
+
+
+def test_a_copy_is_as_long_as_pays_whatever_others_of_its_proposer_were_worth() -> None:
+    """Behind short matches all was wrong, behind long ones it is right."""
+    text = said(engine_of(Sometimes("second", 1)), "off").tokens
+    copies = Copies(text, 40)
+    engine = cheap(copies)
+    said(engine, "copies")
+    before = said(engine, "copies").stats.steps
+    copies.match, copies.text = 2, [token ^ 1 for token in text]
+    assert said(engine, "copies").tokens == text
+    copies.match, copies.text = 40, text
+    assert said(engine, "copies").stats.steps <= before

@@ -30,7 +30,7 @@ class Machine:
         produced, seconds, place = 0, 0.0, Place(1, 1, 1)
         while produced < tokens:
             wishes = [Wish(name, 64, states[name]) for name in self.drafters]
-            tried = self.policy.tried(wishes, place)
+            tried = self.policy.tried(wishes, 0.0, place)
             if tried is not None:
                 name = self.drafters[tried]
                 seconds += self.drafted(name, PROBE_DEPTH)
@@ -92,13 +92,24 @@ def test_where_none_is_worth_it_little_is_lost(rate: float) -> None:
 def test_a_rival_is_not_tried_before_anything_is_known_nor_in_every_step() -> None:
     policy, state = Auto(), {name: Acceptance() for name in "ab"}
     rivals = [Wish(name, 64, state[name]) for name in "ab"]
-    assert [policy.tried(rivals, Place(1, 1, 1)) for _ in range(10)] == [None] * 10, "no pass was measured yet"
+    assert [policy.tried(rivals, 0.0, Place(1, 1, 1)) for _ in range(10)] == [None] * 10, "no pass was measured yet"
     for _ in range(10):
         policy.record_pass(1, PASS)
     tried = []
     for _ in range(200):
-        i = policy.tried(rivals, Place(1, 1, 1))
+        i = policy.tried(rivals, 0.0, Place(1, 1, 1))
         if i is not None:
             tried.append(rivals[i].source)
             policy.record_verdict(rivals[i].source, rivals[i].acceptance, PROBE_DEPTH, 0)
     assert set(tried) == set("ab") and 10 < len(tried) < 100, "as far as the credit goes, and less the more is known"
+
+
+def test_a_rival_is_not_tried_where_it_could_not_do_better() -> None:
+    """A copy that is expected to give more than the rival would if nearly all that it drafts stood settles it."""
+    policy, rival = Auto(), Wish("a", 8, Acceptance())
+    for _ in range(10):
+        policy.record_pass(1, PASS)
+        policy.record_pass(9, PASS + 8 * ROW)
+        policy.record_draft("a", 8, 8 * LEVEL)
+    assert [policy.tried([rival], 100.0, Place(1, 1, 1)) for _ in range(100)] == [None] * 100
+    assert 0 in [policy.tried([rival], 3.0, Place(1, 1, 1)) for _ in range(100)]
