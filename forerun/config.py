@@ -34,7 +34,7 @@ class Config:
             is measured to do better, a&b makes one tree of both, a>b has a draft for the draft model b, ahead(a) lets
             the draft model a draft on while the target verifies, parentheses nest: suffix|model:.. copies what repeats
             and drafts the rest; auto is suffix, and for the default model the drafter that comes with it behind that.
-            Several (a list, or --draft once for each): those without weights by turns, then the best of the others.
+            Several (a list, or --draft once for each): the best of them, as a?b.
         depth: most tokens drafted ahead: a number, or auto to choose by measured cost and acceptance, zero included.
         width: nodes a level of the trees of a draft with weights; 1 drafts chains.
         draft_threshold: a block drafter with a confidence head goes no further along a path whose chance to stand, as

@@ -68,7 +68,7 @@ class Ahead:
 
 @dataclass(frozen=True, slots=True)
 class Several:
-    """Drafts that draft for one request: by turns (+), the best of them (?), all of them in one tree (&), or each for
+    """Drafts that draft for one request: in turn (+), the best of them (?), all of them in one tree (&), or each for
     the next (>)."""
 
     how: str
@@ -114,12 +114,10 @@ def read_name(name: str, known: Collection[str]) -> Said:
 
 
 def joined(specs: Sequence[str]) -> str:
-    """One option for several drafts: those that need no weights by turns, and of the rest the best. Raises
-    ConfigError."""
-    free = [all(leaf.kind in (*SIMPLE, *COPYING) for leaf in read_draft(spec).leaves()) for spec in specs]
-    best = [f"({spec})" for spec, is_free in zip(specs, free, strict=True) if not is_free]
-    by_turns = [spec for spec, is_free in zip(specs, free, strict=True) if is_free]
-    whole = specs[0] if len(specs) == 1 else "|".join([*by_turns, *([f"({'?'.join(best)})"] if best else [])])
+    """One option for several drafts, the best of them. Raises ConfigError."""
+    for spec in specs:
+        read_draft(spec)
+    whole = specs[0] if len(specs) == 1 else "?".join(spec if spec in SIMPLE else f"({spec})" for spec in specs)
     read_draft(whole)
     return whole
 

@@ -67,9 +67,10 @@ def test_how_several_draft(spec: str, name: str, arguments: list[str]) -> None:
     ("specs", "whole"),
     [
         (["suffix"], "suffix"),
-        (["model:x", "eagle3:y"], "((model:x)?(eagle3:y))"),
-        (["model:x", "suffix", "eagle3:y&recycle", "ngram"], "suffix|ngram|((model:x)?(eagle3:y&recycle))"),
-        (["suffix", "ngram"], "suffix|ngram"),
+        (["model:x", "eagle3:y"], "(model:x)?(eagle3:y)"),
+        (["model:x", "suffix", "eagle3:y&recycle", "ngram"], "(model:x)?suffix?(eagle3:y&recycle)?ngram"),
+        (["suffix", "ngram"], "suffix?ngram"),
+        (["suffix|ngram", "recycle"], "(suffix|ngram)?recycle"),
     ],
 )
 def test_several_options_are_one(specs: list[str], whole: str) -> None:
