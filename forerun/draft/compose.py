@@ -153,11 +153,11 @@ class Best(Either):
         for part in self.inner:
             if part.copies:
                 offers.append((yield part))
-        copied = [max(offers, key=lambda offer: offer.speed).taken] if offers else []
+        best = max(offers, key=lambda offer: offer.speed, default=None)
         others = [part for part in self.inner if not part.copies]
-        if others and not (copied and len(copied[0]) > 1):
-            return (yield from _in_turn(asked.ranking(others), asked))
-        return copied[0]
+        if best and (len(best.taken) > 1 or not others):
+            return best.taken
+        return (yield from _in_turn(asked.ranking(others), asked))
 
 
 class Both(Composition):
