@@ -8,7 +8,8 @@ import pytest
 
 from forerun.draft.base import Proposer, Row
 from forerun.draft.compose import Best, Either
-from forerun.engine.acceptance import Acceptance, Wish, kind_of_match
+from forerun.engine.acceptance import Acceptance, Chance, Wish, kind_of_match
+from forerun.engine.depth import DEEPEST
 from forerun.engine.engine import Engine
 from forerun.engine.policy import Place
 from forerun.engine.request import Request
@@ -108,9 +109,10 @@ class Copies(Proposer):
     copies = True
 
     def __init__(self, text: Sequence[int], match: int, name: str = "copies") -> None:
-        self.name, self.text, self.match = name, text, match
+        self.name, self.text, self.match, self.deepest = name, text, match, 0
 
     def propose(self, rows: Sequence[Row]) -> list[Draft]:
+        self.deepest = max([self.deepest, *(row.depth for row in rows)])
         return [
             Draft.chain(row.tokens[-1], list(self.text[len(row.tokens) :][: row.depth]), self.name, self.match)
             for row in rows
@@ -185,14 +187,16 @@ def test_the_best_copy_of_all_is_verified_and_the_others_are_scored() -> None:
         assert wrong.no > 1 and not wrong.yes and not right.no
 
 
-def test_a_copy_is_as_long_as_pays_whatever_others_of_its_proposer_were_worth() -> None:
-    """Behind short matches all was wrong, behind long ones it is right."""
+def test_a_copy_is_looked_at_to_its_end_and_counts_for_who_copied_as_far_as_it_was_verified() -> None:
+    """Half of what its proposer said stood before: a few tokens would be asked for by that. What is not worth verifying
+    is nothing that was there."""
     text = said(engine_of(Sometimes("second", 1)), "off").tokens
-    copies = Copies(text, 40)
+    copies = Copies([token ^ 1 for token in text], 2)
     engine = cheap(copies)
-    said(engine, "copies")
-    before = said(engine, "copies").stats.steps
-    copies.match, copies.text = 2, [token ^ 1 for token in text]
-    assert said(engine, "copies").tokens == text
-    copies.match, copies.text = 40, text
-    assert said(engine, "copies").stats.steps <= before
+    request = engine.add(build.prompts()[1], build.params(1, 0.0, 40), draft="copies", depth="auto")
+    request.acceptance["copies"].kept = Chance(50, 50)
+    request.acceptance[kind_of_match("copies", 2)].kept = Chance(0, 1000)
+    build.finish(engine)
+    assert request.tokens == text and copies.deepest == DEEPEST
+    assert request.acceptance[kind_of_match("copies", 2)].kept.no > 1
+    assert request.acceptance["copies"].offered.no > 1 and not request.acceptance["copies"].offered.yes
