@@ -120,7 +120,7 @@ def main() -> None:
     parser.add_argument("--drafts", default="auto", help="as --draft in forerun")
     parser.add_argument("--prompts", type=Path, help="a file of tasks; none are forerun's own")
     parser.add_argument("--loads", type=loads_of, default="chat:1:0.8", help="KIND:REQUESTS:TEMPERATURE,...")
-    parser.add_argument("--fixed", default="suffix@4", help="DRAFT@DEPTH,... beside auto")
+    parser.add_argument("--fixed", default="suffix@4", help="DRAFT@DEPTH,... beside auto (or DRAFT@auto)")
     parser.add_argument("--tokens", type=int, default=96, help="of a request")
     parser.add_argument("--seconds", type=float, default=8.0, help="of a load")
     parser.add_argument("--rounds", type=int, default=3)
@@ -129,7 +129,10 @@ def main() -> None:
     options = parser.parse_args()
     llm = LLM(options.model, draft=options.drafts, dtype=options.dtype, max_rows=max(x.requests for x in options.loads))
     tasks = read_tasks(options.prompts) if options.prompts else builtin()
-    fixed = [Arm(draft, int(depth)) for draft, depth in (arm.rsplit("@", 1) for arm in options.fixed.split(","))]
+    fixed = [
+        Arm(draft, depth if depth == "auto" else int(depth))
+        for draft, depth in (x.rsplit("@", 1) for x in options.fixed.split(","))
+    ]
     arms = [Arm(OFF, 0), *fixed, Arm(llm.draft, "auto")]
     engines = {arm: Engine(llm.engine.target, llm.engine.proposers, policy=Auto()) for arm in arms}
     found: dict[tuple[Arm, Load], list[Played]] = {(arm, load): [] for arm in arms for load in options.loads}

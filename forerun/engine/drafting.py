@@ -140,15 +140,14 @@ class Drafting:
         start = self.clock()  # to choose a depth is a part of what drafting costs
         groups: dict[Proposer, list[Plan]] = defaultdict(list)
         for plan, depth in zip(plans, self._depths(plans, place), strict=True):
-            request, proposer = plan.work.request, plan.asked
-            if depth:
-                depth = max(depth, min(self._limit(plan.work), _reach(request, proposer)))
-            # room for the largest draft there could be: what is verified must not depend on what was drawn
-            if depth and self.target.cache.pages.grow(request.slot, len(request.tokens) + plan.whole.most(depth)):
-                plan.depth, request.allowed = depth, max(depth, request.allowed)
+            request, proposer, limit = plan.work.request, plan.asked, self._limit(plan.work)
+            wanted = (max(depth, min(limit, _reach(request, proposer))), depth) if depth else ()
+            plan.depth = next((each for each in wanted if self._has_room(plan, each)), 0)
+            if plan.depth:
+                request.allowed = max(plan.depth, request.allowed)
                 groups[proposer].append(plan)
             else:
-                plan.give(None, NO_ROOM if depth else UNPAID if self._limit(plan.work) else EDGE)
+                plan.give(None, NO_ROOM if depth else UNPAID if limit else EDGE)
         for proposer, asking in groups.items():
             name, requests = proposer.name, [plan.work.request for plan in asking]
             rows = [self._row(plan.work.request, proposer, plan.depth, place) for plan in asking]
@@ -164,6 +163,11 @@ class Drafting:
                     if draft is not None and offer is None:
                         self.policy.record_verdict(name, request.acceptance[name], 0, 0)
                     plan.give(offer)
+
+    def _has_room(self, plan: Plan, depth: int) -> bool:
+        """Whether the largest draft that there could be fits: what is verified must not depend on what was drawn."""
+        request = plan.work.request
+        return self.target.cache.pages.grow(request.slot, len(request.tokens) + plan.whole.most(depth))
 
     def _proposed(self, proposer: Proposer, rows: Sequence[Row], requests: Sequence[Request]) -> Sequence[Draft | None]:
         return together(lambda chosen: proposer.propose([rows[i] for i in chosen]), range(len(rows)), requests)

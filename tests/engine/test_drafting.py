@@ -13,6 +13,7 @@ from forerun.engine.depth import DEEPEST
 from forerun.engine.engine import Engine
 from forerun.engine.policy import Place
 from forerun.engine.request import Request
+from forerun.engine.stats import NO_ROOM
 from forerun.errors import ForerunError
 from forerun.runner import Runner
 from forerun.types import Draft
@@ -200,3 +201,16 @@ def test_a_copy_is_looked_at_to_its_end_and_counts_for_who_copied_as_far_as_it_w
     assert request.tokens == text and copies.deepest == DEEPEST
     assert request.acceptance[kind_of_match("copies", 2)].kept.no > 1
     assert request.acceptance["copies"].offered.no > 1 and not request.acceptance["copies"].offered.yes
+
+
+def test_where_there_is_no_room_for_a_whole_copy_a_shorter_one_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages are scarce under load, and what is looked at is more than what is verified."""
+    text = said(engine_of(Sometimes("second", 1)), "off").tokens
+    copies = Copies(text, 2)
+    monkeypatch.setattr(copies, "most", lambda depth: depth if depth < DEEPEST else 1 << 20)
+    engine = cheap(copies)
+    engine.decide_by(build.Eager())
+    request = engine.add(build.prompts()[1], build.params(1, 0.0, 40), draft="copies", depth="auto")
+    build.finish(engine)
+    assert request.tokens == text
+    assert request.stats.by_source["copies"].accepted > 5 and not request.stats.reasons[NO_ROOM]
