@@ -27,6 +27,7 @@ TICK = 1e-9  # seconds that anything takes, whatever the clock says
 LONGEST = 1e4  # seconds that anything takes
 FURTHER, STRIDE = 1.25, 8  # times the largest size that was measured, or so many tokens more, that are tried next
 MOSTLY, KEEP = 0.5, 0.9  # share of a draft's time that reading is taken out of; of what was measured of reading
+MOST_TOKENS = 1e9  # that anything has read
 PACE_GAIN = 0.1  # of one measurement in the machine's pace
 
 
@@ -212,7 +213,8 @@ class Costs:
         """What is believed, for `recall` of another process: plain data, seconds at the pace of now."""
         drafts = {f"{octave} {source}": curve.state(self.pace) for (source, octave), curve in self._drafts.items()}
         passes, reads = self._passes.state(self.pace), self._reads.state(self.pace)
-        return {"passes": passes, "reads": reads, "drafts": drafts}
+        lags = {source: (seconds * self.pace, count) for source, (seconds, count) in self._lags.items()}
+        return {"passes": passes, "reads": reads, "drafts": drafts, "lags": lags}
 
     def recall(self, state: Mapping[str, Any]) -> None:
         """Begin with what another process believed. Raises ValueError, TypeError, KeyError or AttributeError for what
@@ -222,6 +224,10 @@ class Costs:
         for name, sizes in state["drafts"].items():
             octave, _, source = name.partition(" ")
             self._drafts[source, int(octave)].recall(sizes)
+        for source, (seconds, count) in state["lags"].items():
+            if not (0 < seconds < LONGEST and 0 < count < MOST_TOKENS):
+                raise ValueError(f"{seconds} s for {count}")
+            self._lags[source] = float(seconds), float(count)
 
     def seconds(self) -> tuple[dict[int, float], dict[str, dict[int, float]]]:
         """What is believed of the sizes that were measured, at the pace of now: of passes, and of drafts by proposer

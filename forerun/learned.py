@@ -21,7 +21,7 @@ from forerun.machine import processor
 from forerun.models.packed_cache import cache_folder, model_digest
 from forerun.whole import write_whole
 
-VERSION = "learned 2"  # of what a file holds
+VERSION = "learned 3"  # of what a file holds
 SMALLEST = 32 << 20  # bytes of weights: what is smaller is measured as fast as it is read
 PASSES, SECONDS = 16, 10.0  # that lie between two writes at least
 

@@ -8,8 +8,8 @@
 A load is KIND:REQUESTS:TEMPERATURE: a category of tasks, all of them, or random tokens. All ways to decode play it in
 turn, each in an engine whose policy goes through all loads and rounds as that of a server would; without --learn it has
 learned nothing before. Counted is from where
-the first requests have all begun to speak. `recovers` is when `auto` first says nine tenths as much within a second as
-it does in the mean of the second half.
+the first requests have all begun to speak. `recovers` is when a way first says nine tenths as much within a second as
+it does in the mean of the second half; what is copied differs from text to text, so that fixed ones take a while too.
 """
 
 from __future__ import annotations
@@ -158,9 +158,9 @@ def main() -> None:
             ratios = [a.speed / b for a, b in zip(found[arm, load], plain, strict=True)]
             spread = f" ({min(ratios):.2f} to {max(ratios):.2f})" if len(ratios) > 1 else ""
             cells.append(f"{median(ratios):.2f}{spread}")
-        recovered = max(played.recovered for played in found[arms[-1], load])
+        recovered = ", ".join(f"{max(played.recovered for played in found[arm, load]):.1f}" for arm in arms[1:])
         name = f"{load.kind}, {load.requests} at once, {load.temperature:g}"
-        print(f"| {name} | {median(plain):.0f} | " + " | ".join(cells) + f" | {recovered:.1f} |")
+        print(f"| {name} | {median(plain):.0f} | " + " | ".join(cells) + f" | {recovered} |")
     whole = {arm: sum(p.speed for load in options.loads for p in found[arm, load]) for arm in arms}
     print("| all, tokens | 1 | " + " | ".join(f"{whole[arm] / whole[arms[0]]:.3f}" for arm in arms[1:]) + " | |")
 

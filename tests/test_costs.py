@@ -1,5 +1,6 @@
 """What is learned of costs from measurements that cannot be trusted one by one."""
 
+import json
 import math
 import random
 
@@ -136,6 +137,15 @@ def test_what_is_read_before_a_draft_is_no_cost_of_drafting() -> None:
     for _ in range(10):
         costs.add_draft("model", 2, 0.25, lag=5)
     assert costs.of_draft("model", 2) == pytest.approx(0.2, rel=0.01) and costs.of_lag("suffix", 50) == 0.0
+    other = Costs()
+    other.recall(json.loads(json.dumps(costs.state())))
+    assert other.of_lag("model", 50) == pytest.approx(costs.of_lag("model", 50) * costs.pace)
+
+
+@pytest.mark.parametrize("lag", [(0.0, 5), (1.0, 0), (1e9, 5), (1.0, 1e12), (float("nan"), 5), ("a", 5), (1.0,), 3])
+def test_what_was_never_written_of_lags_is_refused(lag: object) -> None:
+    with pytest.raises((ValueError, TypeError)):
+        Costs().recall(Costs().state() | {"lags": {"model": lag}})
 
 
 def test_as_many_tokens_are_read_as_there_is_time_for() -> None:
