@@ -124,7 +124,7 @@ class Drafting:
             if draft is not None:
                 with blaming(request):
                     self._check(draft, PROBE_DEPTH, rival)
-                    request.offered.insert(0, Offered(rival.name, "", draft))  # who drafts stands last
+                    request.offered.append(Offered(rival.name, "", draft))
 
     def _goes_on(self, plan: Plan) -> bool:
         """Whether there is somebody to ask, who does not rest."""

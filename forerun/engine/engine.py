@@ -21,7 +21,7 @@ from forerun.engine.blame import blaming
 from forerun.engine.depth import Auto
 from forerun.engine.drafting import Drafting
 from forerun.engine.guard import Guard, Part
-from forerun.engine.observe import Rows, kept, logprobs_of, quick, round_of
+from forerun.engine.observe import Rows, drafter_of, kept, logprobs_of, quick, round_of
 from forerun.engine.policy import DepthPolicy
 from forerun.engine.request import OFF, Request
 from forerun.engine.scheduler import Scheduler, Work
@@ -309,7 +309,7 @@ class Engine:
     ) -> Round | None:
         if not request.trace:
             return None
-        name = request.offered[-1].name if request.offered else request.draft
+        name = drafter_of(request, draft)
         rate = self.policy.rate(name, request.acceptance[name])
         return round_of(request, draft, verdict, rows.taken, rate, seconds)
 

@@ -43,6 +43,12 @@ def kept(states: States, first: int, path: Sequence[int]) -> States:
     return states[[first + i for i in path]]
 
 
+def drafter_of(request: Request, draft: Draft) -> str:
+    """The proposer whose draft was verified, by the name it is judged by; who was asked last, where none was."""
+    names, source = [offer.name for offer in request.offered] or [request.draft], draft.sources[min(1, len(draft) - 1)]
+    return source if source in names else names[-1]
+
+
 def round_of(
     request: Request, draft: Draft, verdict: Verdict, logits: Tensor, rate: float, seconds: tuple[float, float]
 ) -> Round:

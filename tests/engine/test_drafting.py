@@ -188,6 +188,24 @@ def test_the_best_copy_of_all_is_verified_and_the_others_are_scored() -> None:
         assert wrong.no > 1 and not wrong.yes and not right.no
 
 
+def test_a_trace_tells_the_acceptance_of_who_drafted() -> None:
+    """Of all who copied, the one whose copy was verified, wherever it stands."""
+    text = said(engine_of(Sometimes("second", 1)), "off").tokens
+    short, long = Copies([token ^ 1 for token in text], 2, "short"), Copies(text, 40, "long")
+    rates = {"short": 0.25, "long": 0.75}
+    for parts in ((short, long), (long, short)):
+        best = Best(parts)
+        engine = cheap(best)
+        said(engine, best.name)
+        engine.policy.rate = lambda name, _: rates.get(name, 0.5)  # type: ignore[method-assign]
+        engine.add(build.prompts()[1], build.params(1, 0.0, 40), draft=best.name, depth="auto", trace=True)
+        rounds = []
+        while engine.busy:
+            rounds += [event.round for event in engine.step_or_raise() if event.round]
+        drafted = [round for round in rounds if len(round.draft) > 1]
+        assert drafted and all(round.rate == rates[round.draft.sources[1]] for round in drafted)
+
+
 def test_a_copy_is_looked_at_to_its_end_and_counts_for_who_copied_as_far_as_it_was_verified() -> None:
     """Half of what its proposer said stood before: a few tokens would be asked for by that. What is not worth verifying
     is nothing that was there."""
