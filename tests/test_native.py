@@ -330,9 +330,9 @@ def test_speculative_text_equals_plain_text(family: str, form: str, temperature:
     """Eight requests, small chunks, preemption: equal without any tolerance in every precision."""
     outputs = {}
     for draft in ("off", "suffix", "tree"):
-        small = Runner(decoder(family, "int8", draft=True), tokens=112, page=4, slots=8)
+        small = Runner(decoder(family, "int8", draft=True), tokens=build.SMALL, page=4, slots=8)
         proposers = {"suffix": Suffix(shortest=1), "tree": DraftModel(small, tiny.VOCAB, width=3)}
-        target = Runner(decoder(family, form), tokens=1024 if draft == "off" else 112, page=4, slots=8)
+        target = Runner(decoder(family, form), tokens=1024 if draft == "off" else build.SMALL, page=4, slots=8)
         engine = Engine(target, proposers, chunk=64 if draft == "off" else 5)
         outputs[draft] = [list(r.output) for r in build.run(engine, draft, temperature)]
     assert outputs["suffix"] == outputs["off"]

@@ -234,7 +234,7 @@ def test_batches_with_preemption_say_what_they_say_without(
     plain = [list(r.output) for r in build.run(build.engine("llama", []), "off", temperature)]
     generator = random.Random(1)
     texts = [[t if generator.random() < 0.9 else generator.randrange(tiny.VOCAB) for t in text] for text in plain]
-    engine = build.engine("llama", [], rule=rule, chunk=3, tokens=112)
+    engine = build.engine("llama", [], rule=rule, chunk=3, tokens=build.SMALL)
     with adding(tmp_path, tokenizer, tiny.VOCAB) as writer:
         writer.add(File("said", 1, 2), texts)
     engine.proposers["retrieval"] = Retrieval({"texts": Index(tmp_path)})  # type: ignore[index]

@@ -36,6 +36,8 @@ from forerun.sampling.params import SamplingParams
 from forerun.types import Draft
 from tests import tiny
 
+REQUESTS, MANY = 5, 8  # of a run, of each kind of prompt and temperature; where drafts are seldom right
+SMALL = 80  # tokens of a pool that holds about two of them at once
 WINDOWS = {
     "layer_types": ["sliding_attention", "full_attention"], "use_sliding_window": True, "sliding_window": 5,
 }  # fmt: skip
@@ -195,11 +197,18 @@ def check_idle(engine: Engine) -> None:
 
 
 def run(
-    engine: Engine, draft: str, temperature: float | None, *, arrivals: int = 1, depth: int | str = 4, length: int = 20
+    engine: Engine,
+    draft: str,
+    temperature: float | None,
+    *,
+    arrivals: int = 1,
+    depth: int | str = 4,
+    length: int = 20,
+    count: int = REQUESTS,
 ) -> list[Request]:
-    """Eight requests, `arrivals` steps between one and the next."""
+    """`count` requests, `arrivals` steps between one and the next."""
     requests = []
-    for i, prompt in enumerate(prompts()):
+    for i, prompt in enumerate(prompts(count)):
         requests.append(engine.add(prompt, params(i, temperature, length), draft=draft, depth=depth))
         for _ in range(arrivals):
             engine.step_or_raise()

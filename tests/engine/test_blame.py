@@ -63,7 +63,7 @@ def engine() -> Engine:
 
 
 def params(i: int, **options: Any) -> SamplingParams:
-    return SamplingParams(**({"temperature": 0.8, "seed": 7 + i, "max_tokens": 16, "ignore_eos": True} | options))
+    return SamplingParams(**({"temperature": 0.8, "seed": 7 + i, "max_tokens": 10, "ignore_eos": True} | options))
 
 
 def play(engine: Engine, draft: str, arm: Callable[[list[Request]], None], **options: Any) -> list[list[Event]]:

@@ -26,15 +26,12 @@ FILES = [pytest.param(name, marks=without) for name in GGUF]
 
 
 @functools.cache
-def plain(family: str, temperature: float | None) -> list[list[int]]:
-    """What each request says alone, without speculation."""
-    outputs = []
-    for i, prompt in enumerate(build.prompts()):
-        engine = build.engine(family, [])
-        request = engine.add(prompt, build.params(i, temperature), draft="off")
-        build.finish(engine)
-        outputs.append(list(request.output))
-    return outputs
+def plain(family: str, temperature: float | None, i: int) -> list[int]:
+    """What request i says alone, without speculation."""
+    engine = build.engine(family, [])
+    request = engine.add(build.prompts()[i], build.params(i, temperature), draft="off")
+    build.finish(engine)
+    return list(request.output)
 
 
 def length(draft: str) -> int:
@@ -42,14 +39,16 @@ def length(draft: str) -> int:
     return 20 if draft in ("ngram", "suffix", "recycle", "both", "cascade", "off") else 16
 
 
-def run(engine: Engine, draft: str, temperature: float | None, depth: int | str = 4) -> list[Request]:
-    return build.run(engine, draft, temperature, depth=depth, length=length(draft))
+def run(
+    engine: Engine, draft: str, temperature: float | None, depth: int | str = 4, count: int = build.REQUESTS
+) -> list[Request]:
+    return build.run(engine, draft, temperature, depth=depth, length=length(draft), count=count)
 
 
 def same_as_plain(requests: Sequence[Request], family: str, temperature: float | None) -> None:
     """As many tokens as were asked for, and those of plain decoding."""
-    for request, alone in zip(requests, plain(family, temperature), strict=True):
-        assert list(request.output) == alone[: request.params.max_tokens]
+    for i, request in enumerate(requests):
+        assert list(request.output) == plain(family, temperature, i)[: request.params.max_tokens]
 
 
 @pytest.mark.parametrize("draft", build.PROPOSERS)
@@ -59,14 +58,14 @@ def test_alone(family: str, draft: str) -> None:
     for i in (1, 4):  # greedily, and drawn
         request = engine.add(build.prompts()[i], build.params(i, BOTH, length(draft)), draft=draft, depth=4)
         build.finish(engine)
-        assert list(request.output) == plain(family, BOTH)[i][: request.params.max_tokens]
+        assert list(request.output) == plain(family, BOTH, i)[: request.params.max_tokens]
 
 
 @pytest.mark.parametrize("draft", build.PROPOSERS)
 @pytest.mark.parametrize("family", [*tiny.FAMILIES, *FILES])
 def test_staggered_small_chunks_small_pool(family: str, draft: str) -> None:
     """Chunks of 3 tokens in pages of 4, and room for about two requests: preemption is certain."""
-    engine = build.engine(family, [draft], chunk=3, tokens=112)
+    engine = build.engine(family, [draft], chunk=3, tokens=build.SMALL)
     requests = run(engine, draft, BOTH)
     same_as_plain(requests, family, BOTH)
     assert sum(r.stats.preemptions for r in requests) > 0
@@ -78,7 +77,7 @@ def test_staggered_small_chunks_small_pool(family: str, draft: str) -> None:
 def test_chains_in_one_native_call(family: str, draft: str) -> None:
     """The same of heads that draft chains, whose rounds are calls into the kernels; `auto` lets them end early."""
     for depth in (4, "auto"):
-        engine = build.engine(family, [draft], width=1, chunk=3, tokens=112)
+        engine = build.engine(family, [draft], width=1, chunk=3, tokens=build.SMALL)
         requests = run(engine, draft, BOTH, depth=depth)
         same_as_plain(requests, family, BOTH)
         assert sum(r.stats.preemptions for r in requests) > 0 and sum(r.stats.drafted for r in requests) > 0
@@ -91,7 +90,7 @@ def test_every_kind_of_block(family: str, draft: str, width: int) -> None:
     """Chains and trees, in torch and natively, with small chunks and preemption; `auto` may let them end early."""
     for depth in (4, "auto"):
         engine = build.engine(family, [draft], width=width, chunk=3, tokens=112)
-        requests = run(engine, draft, BOTH, depth=depth)
+        requests = run(engine, draft, BOTH, depth, build.MANY)
         same_as_plain(requests, family, BOTH)
         assert sum(r.stats.preemptions for r in requests) > 0
         assert sum(r.stats.accepted if depth == 4 else r.stats.drafted for r in requests) > 0
@@ -177,7 +176,7 @@ def test_sampling_parameters(draft: str) -> None:
 def test_drafts_are_worth_something(family: str) -> None:
     """Guards the tests above: were nothing ever accepted, they would prove nothing."""
     for draft in build.PROPOSERS:
-        requests = build.run(build.engine(family, [draft]), draft, 0.0)
+        requests = build.run(build.engine(family, [draft]), draft, 0.0, count=build.MANY)
         stats = [r.stats for r in requests]
         assert 0 < sum(s.accepted for s in stats) < sum(s.drafted for s in stats)
 
@@ -209,7 +208,7 @@ def test_a_prefix_from_the_cache_changes_nothing() -> None:
         request = engine.add(prompt, build.params(7, 0.8), draft="model", depth=3)
         build.finish(engine)
         outputs.append(list(request.output))
-    assert outputs == [plain("llama", 0.8)[7]] * 3
+    assert outputs == [plain("llama", 0.8, 7)] * 3
     assert request.stats.cached_tokens > 0
 
 
@@ -228,4 +227,4 @@ def test_on_cuda(family: str, draft: str) -> None:
 def test_runs_in_other_precisions(dtype: torch.dtype) -> None:
     """Near ties may differ there with plain torch kernels; lengths, bookkeeping and pages may not."""
     requests = run(build.engine("llama", ["tree"], dtype=dtype), "tree", 0.8)
-    assert [r.stats.completion_tokens for r in requests] == [length("tree") + i % 3 for i in range(8)]
+    assert [r.stats.completion_tokens for r in requests] == [length("tree") + i % 3 for i in range(build.REQUESTS)]
