@@ -25,6 +25,7 @@ HOPELESS = 0.02  # chance of acceptance below which a token is not worth conside
 OFFERED = 0.9  # how often a proposer nothing is known of has something to offer
 PLAIN = 2  # passes without a draft that are measured before anything is compared with them
 AHEAD = 16  # tokens, at most, over which what it takes to begin drafting is to pay
+HEAVY = 0.1  # of a pass: to read what takes longer waits until no prompts are read
 IDLE = 8  # steps after which a rival of who drafts is tried again
 REST = 16  # steps without drafting before it is tried again, at least
 NEAR = 0.7  # of the chance of the least likely token that is drafted: who is below that rests
@@ -233,6 +234,11 @@ class Auto:
 
     def rests(self, acceptance: Acceptance) -> bool:
         return acceptance.rest is not None and self.steps < acceptance.rest
+
+    def waits(self, wish: Wish, place: Place) -> bool:
+        """While prompts are read there are more requests with each step: what pays now may not pay any more when those
+        that wait for their first token have it."""
+        return self.learned.of_lag(wish.source, wish.lag) > HEAVY * self.learned.of_pass(place.said)
 
     def _with_probes(self, wishes: Sequence[Wish], depths: list[int], place: Place) -> list[int]:
         """Now and then draft where it does not seem to pay, or nothing would ever be learned again: after a rest, and

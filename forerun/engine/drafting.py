@@ -65,7 +65,7 @@ class Drafting:
             if len(drafts[request.id]) == 1 and not request.error and self._is_open(request, lets):
                 plans.append(Plan(work, self.proposers[request.draft], functools.partial(self._ranked, request, place)))
         known, asking = place.tokens + sum(len(d) - 1 for d in drafts.values()), plans
-        while asking := [plan for plan in asking if self._goes_on(plan)]:
+        while asking := [plan for plan in asking if self._goes_on(plan, place)]:
             tokens = known + sum(len(plan.draft) - 1 for plan in plans if plan.draft)
             self._ask(asking, place._replace(tokens=tokens, asked=len(asking)))
         self._try(plans, place)
@@ -126,11 +126,13 @@ class Drafting:
                     self._check(draft, PROBE_DEPTH, rival)
                     request.offered.append(Offered(rival.name, "", draft))
 
-    def _goes_on(self, plan: Plan) -> bool:
-        """Whether there is somebody to ask, who does not rest."""
-        request = plan.work.request
+    def _goes_on(self, plan: Plan, place: Place) -> bool:
+        """Whether there is somebody to ask, who does not rest or wait."""
+        request, policy = plan.work.request, self.policy
         while plan.wanted and not request.error:
-            if request.depth != "auto" or not self.policy.rests(request.acceptance[plan.wanted.name]):
+            rests = policy.rests(request.acceptance[plan.wanted.name])
+            waits = place.prompts > 0 and policy.waits(self._wish(request, plan.wanted), place)
+            if request.depth != "auto" or not (rests or waits):
                 return True
             plan.give(None, UNPAID)
         return False

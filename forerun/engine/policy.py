@@ -58,6 +58,9 @@ class DepthPolicy(Protocol):
     def rests(self, acceptance: Acceptance) -> bool:
         """Whether nothing is to be drafted this step, so that nobody need be asked."""
 
+    def waits(self, wish: Wish, place: Place) -> bool:
+        """Whether what its proposer has missed, beside prompts that are read, had better be read in a step without."""
+
     def rate(self, source: str, acceptance: Acceptance) -> float:
         """The acceptance it expects of the next drafted token."""
 

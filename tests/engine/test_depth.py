@@ -344,3 +344,16 @@ def test_where_nothing_pays_nobody_is_thought_of_in_each_step() -> None:
     for _ in range(2 * REST):
         policy.end_step()
     assert not policy.rests(acceptance) and policy.choose(wishes, ONE) != [0]
+
+
+def test_much_is_not_read_beside_prompts() -> None:
+    """What takes a tenth of a pass is: a few tokens that were missed, or the prompt of one who copies."""
+    policy = Auto()
+    for _ in range(20):
+        policy.record_pass(1, 1.0)
+        policy.record_draft("model", 1, 0.1)
+        policy.record_draft("model", 1, 0.1 + 1.0, 1, 500)
+    place = Place(200, 1, 1, 199)
+    assert policy.waits(Wish("model", 9, Acceptance(), 1, 100), place)
+    assert not policy.waits(Wish("model", 9, Acceptance(), 1, 20), place)
+    assert not policy.waits(Wish("suffix", 9, Acceptance(), 1, 100), place)

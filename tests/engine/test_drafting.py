@@ -232,3 +232,24 @@ def test_where_there_is_no_room_for_a_whole_copy_a_shorter_one_is_asked_for(monk
     build.finish(engine)
     assert request.tokens == text
     assert request.stats.by_source["copies"].accepted > 5 and not request.stats.reasons[NO_ROOM]
+
+
+def test_who_has_much_to_read_waits_while_prompts_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that came later has a long prompt, read in many steps; nobody is asked in those."""
+    drafter = Sometimes("second", 1)
+    engine = engine_of(drafter)
+    engine.scheduler.chunk = 3
+    engine.decide_by(build.Eager())
+    waiting: list[int] = []
+    monkeypatch.setattr(engine.policy, "waits", lambda wish, place: waiting.append(place.prompts) or True)
+    first = engine.add(build.prompts()[0], build.params(1, 0.0, 40), draft="both", depth="auto")
+    while first.produced < 4:
+        engine.step_or_raise()
+    asked = len(drafter.asked)
+    assert asked and not waiting
+    second = engine.add(build.prompts()[6], build.params(1, 0.0, 4), draft="off")
+    while second.produced == 0:
+        engine.step_or_raise()
+    assert len(waiting) > 10 and min(waiting) > 0 and len(drafter.asked) <= asked + 1  # the last has none left
+    build.finish(engine)
+    assert len(drafter.asked) > asked
