@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from forerun.errors import CapacityError, RequestError, brief
 from forerun.runner import Runner
 from forerun.sampling.params import SamplingParams
+
+
+def check_ids(ids: Collection[int], vocab: int) -> None:
+    """Raise RequestError for one that is no token's."""
+    if ids and not 0 <= min(ids) <= max(ids) < vocab:
+        outside = next(token for token in ids if not 0 <= token < vocab)
+        raise RequestError(f"token id {brief(outside)} is not in the vocabulary of {vocab}")
 
 
 def output_limit(target: Runner, tokens: Sequence[int], params: SamplingParams) -> int:
@@ -15,9 +22,7 @@ def output_limit(target: Runner, tokens: Sequence[int], params: SamplingParams) 
     if not tokens:
         raise RequestError("the prompt is empty: give at least one token")
     for ids in (tokens, params.logit_bias, params.stop_token_ids):
-        if ids and not 0 <= min(ids) <= max(ids) < vocab:
-            outside = next(token for token in ids if not 0 <= token < vocab)
-            raise RequestError(f"token id {brief(outside)} is not in the vocabulary of {vocab}")
+        check_ids(ids, vocab)
     room = context - len(tokens)
     if room < 1:
         raise RequestError(f"the prompt has {len(tokens)} tokens, the context only {context}: shorten the prompt")

@@ -12,6 +12,7 @@ from anyio import CapacityLimiter, to_thread
 from fastapi import Response
 from fastapi.responses import JSONResponse
 
+from forerun.engine.admission import check_ids
 from forerun.errors import RequestError, brief
 from forerun.server import bounds
 from forerun.server.errors import ApiError
@@ -84,6 +85,7 @@ class Kitchen:
             self.check_characters(len(prompt))
         else:
             self.check_prompt(prompt)
+            check_ids(prompt, self.service.llm.decoder.config.vocab)
         tokens = self.service.llm.tokens(prompt)
         self.check_prompt(tokens)
         return tokens

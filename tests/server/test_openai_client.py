@@ -93,6 +93,14 @@ def test_echo_puts_the_prompt_before_each_choice(client: openai.OpenAI) -> None:
     assert [c.text for c in echoed.choices] == [p + c.text for p, c in zip(prompts, plain.choices, strict=True)]
 
 
+@pytest.mark.parametrize("echo", [False, True])
+@pytest.mark.parametrize("prompt", [[-1], [[5], [7, -(10**18)]], [1 << 40], [[10**30]]])
+def test_what_is_no_token_s_id_is_bad_input(client: openai.OpenAI, prompt: list[object], echo: bool) -> None:
+    """Said before anything is done with it, echoed for instance."""
+    with pytest.raises(openai.BadRequestError, match=r"is not in the vocabulary of"):
+        client.completions.create(prompt=prompt, echo=echo, **SHORT)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_logprobs_of_completions(client: openai.OpenAI, llm: LLM, stream: bool) -> None:
     asked = {"prompt": CODE, "temperature": 0, "logprobs": 3, "extra_body": {"return_token_ids": True}, **SHORT}
