@@ -29,14 +29,26 @@ from typing import NamedTuple
 from forerun import LLM, SamplingParams
 from forerun.bench.decode.sweep import batches
 from forerun.draft.registry import with_references
+from forerun.engine.acceptance import Wish
 from forerun.engine.depth import Auto
 from forerun.engine.engine import Engine
+from forerun.engine.policy import Place
 from forerun.engine.request import OFF
 from forerun.measure.run import Arm, Work
 from forerun.measure.workloads import Task, builtin, read_tasks
 
-ALL, RANDOM = "all", "random"
+ALL, RANDOM, NEVER = "all", "random", "never"
 SHIFT = 7  # tasks by which a round begins later than the one before
+
+
+class Never(Auto):
+    """Drafts nothing, at what all of it costs that surrounds drafts."""
+
+    def choose(self, wishes: Sequence[Wish], place: Place) -> list[int]:
+        return [0] * len(wishes)
+
+    def tried(self, rivals: Sequence[Wish], speed: float, place: Place) -> int | None:
+        return None
 
 
 class Load(NamedTuple):
@@ -92,7 +104,8 @@ def play(
             mine = replace(params, seed=next(count))
             if not begun:  # they end one by one, as they would after a while
                 mine = replace(mine, max_tokens=max(params.max_tokens * (len(running) + 1) // load.requests, 1))
-            request = engine.add(work.prompt, mine, draft=draft, depth=arm.depth, references=work.references)
+            depth = "auto" if arm.depth == NEVER else arm.depth
+            request = engine.add(work.prompt, mine, draft=draft, depth=depth, references=work.references)
             running.add(request.id)
             if not begun:
                 silent.add(request.id)
@@ -120,7 +133,7 @@ def main() -> None:
     parser.add_argument("--drafts", default="auto", help="as --draft in forerun")
     parser.add_argument("--prompts", type=Path, help="a file of tasks; none are forerun's own")
     parser.add_argument("--loads", type=loads_of, default="chat:1:0.8", help="KIND:REQUESTS:TEMPERATURE,...")
-    parser.add_argument("--fixed", default="suffix@4", help="DRAFT@DEPTH,... beside auto (or DRAFT@auto)")
+    parser.add_argument("--fixed", default="suffix@4", help="DRAFT@DEPTH,... beside auto; a depth, auto or never")
     parser.add_argument("--tokens", type=int, default=96, help="of a request")
     parser.add_argument("--seconds", type=float, default=8.0, help="of a load")
     parser.add_argument("--rounds", type=int, default=3)
@@ -130,11 +143,14 @@ def main() -> None:
     llm = LLM(options.model, draft=options.drafts, dtype=options.dtype, max_rows=max(x.requests for x in options.loads))
     tasks = read_tasks(options.prompts) if options.prompts else builtin()
     fixed = [
-        Arm(draft, depth if depth == "auto" else int(depth))
+        Arm(draft, depth if depth in ("auto", NEVER) else int(depth))
         for draft, depth in (x.rsplit("@", 1) for x in options.fixed.split(","))
     ]
     arms = [Arm(OFF, 0), *fixed, Arm(llm.draft, "auto")]
-    engines = {arm: Engine(llm.engine.target, llm.engine.proposers, policy=Auto()) for arm in arms}
+    engines = {
+        arm: Engine(llm.engine.target, llm.engine.proposers, policy=Never() if arm.depth == NEVER else Auto())
+        for arm in arms
+    }
     found: dict[tuple[Arm, Load], list[Played]] = {(arm, load): [] for arm in arms for load in options.loads}
     for i, load in itertools.product(range(options.learn + options.rounds), options.loads):
         for j in range(len(arms)):
