@@ -2,7 +2,6 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-WORKERS ?= auto
 
 .PHONY: demo cluster-demo test test-cluster lint docs sanitize races clean
 
@@ -15,7 +14,7 @@ cluster-demo: $(VENV)/.cluster  ## two replicas on this machine, behind one addr
 # tests are compiled once, and not in each run by each worker, wherever byte code is not kept otherwise
 test: export PYTHONDONTWRITEBYTECODE =
 test: $(STAMP) lint  ## lint, type-check and run the tests
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+	$(BIN)/python -m pytest -n auto --dist worksteal
 
 test-cluster: $(VENV)/.cluster  ## whatever knows a server by its address alone, against two replicas behind a door on Ray
 	$(BIN)/python -m pytest tests/server tests/cluster/test_ray.py -k "door or test_ray"

@@ -124,15 +124,15 @@ class Drafting:
             if draft is not None:
                 with blaming(request):
                     self._check(draft, PROBE_DEPTH, rival)
-                    request.offered.append(Offered(rival.name, "", draft))
+                    request.offered.insert(0, Offered(rival.name, "", draft))  # who was asked to draft stands last
 
     def _goes_on(self, plan: Plan, place: Place) -> bool:
         """Whether there is somebody to ask, who does not rest or wait."""
         request, policy = plan.work.request, self.policy
         while plan.wanted and not request.error:
             rests = policy.rests(request.acceptance[plan.wanted.name])
-            waits = place.prompts > 0 and policy.waits(self._wish(request, plan.wanted), place)
-            if request.depth != "auto" or not (rests or waits):
+            pauses = rests or (place.prompts and policy.waits(self._wish(request, plan.wanted), place))
+            if request.depth != "auto" or not pauses:
                 return True
             plan.give(None, UNPAID)
         return False

@@ -239,6 +239,7 @@ def test_batches_with_preemption_say_what_they_say_without(
         writer.add(File("said", 1, 2), texts)
     engine.proposers["retrieval"] = Retrieval({"texts": Index(tmp_path)})  # type: ignore[index]
     requests = build.run(engine, "retrieval", temperature)
+    assert sum(r.stats.preemptions for r in requests) > 0
     if rule == "match" or not temperature:
         assert [list(r.output) for r in requests] == plain
         counts = [r.stats.by_source["retrieval"] for r in requests]

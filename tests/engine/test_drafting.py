@@ -206,6 +206,23 @@ def test_a_trace_tells_the_acceptance_of_who_drafted() -> None:
         assert drafted and all(round.rate == rates[round.draft.sources[1]] for round in drafted)
 
 
+def test_a_trace_takes_no_rival_for_who_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where tokens are called otherwise than who drafted them: those of a cascade name all that had a part in them."""
+    first, rival = Sometimes("first", 1), Sometimes("rival", 1)
+    monkeypatch.setattr(first, "propose", lambda rows: [Draft.chain(row.tokens[-1], [0], "x&first") for row in rows])
+    best = Best((first, rival))
+    engine = cheap(best)
+    engine.decide_by(build.Eager())
+    monkeypatch.setattr(engine.policy, "ranked", lambda groups, place: list(range(len(groups))))
+    monkeypatch.setattr(engine.policy, "tried", lambda *_: 0)
+    monkeypatch.setattr(engine.policy, "rate", lambda name, _: {"first": 0.25, "rival": 0.75}.get(name, 0.5))
+    engine.add(build.prompts()[1], build.params(1, 0.0, 40), draft=best.name, depth="auto", trace=True)
+    rates = []
+    while engine.busy:
+        rates += [e.round.rate for e in engine.step_or_raise() if e.round and len(e.round.draft) > 1]
+    assert len(rates) > 5 and set(rates) == {0.25} and len(rival.asked) > 5
+
+
 def test_a_copy_is_looked_at_to_its_end_and_counts_for_who_copied_as_far_as_it_was_verified() -> None:
     """Half of what its proposer said stood before: a few tokens would be asked for by that. What is not worth verifying
     is nothing that was there."""

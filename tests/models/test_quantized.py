@@ -533,6 +533,8 @@ def test_speculative_text_equals_plain_text(layout: str, temperature: float, tmp
         drafter = DraftModel(Runner(small, tokens=build.SMALL, page=4, slots=8), tiny.VOCAB, width=3)
         pool = Runner(target, tokens=1024 if draft == "off" else build.SMALL, page=4, slots=8)
         engine = Engine(pool, {"suffix": Suffix(shortest=1), "tree": drafter}, chunk=64 if draft == "off" else 5)
-        outputs[draft] = [list(r.output) for r in build.run(engine, draft, temperature)]
+        requests = build.run(engine, draft, temperature)
+        outputs[draft] = [list(r.output) for r in requests]
+        assert draft == "off" or sum(r.stats.preemptions for r in requests) > 0
     assert outputs["suffix"] == outputs["off"]
     assert outputs["tree"] == outputs["off"]

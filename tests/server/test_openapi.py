@@ -19,7 +19,7 @@ GET = (
     *("/api/tags", "/api/ps", "/api/version"),
 )
 OPERATIONS = [*(("POST", path) for path in POST), *(("GET", path) for path in GET)]
-EXAMPLES = int(os.environ.get("FORERUN_FUZZ", "15"))  # of each operation, allowed and not allowed
+EXAMPLES = int(os.environ.get("FORERUN_FUZZ", "25"))  # of each operation, allowed and not allowed
 LIMIT = {
     "/v1/completions": "max_tokens",
     "/v1/chat/completions": "max_completion_tokens",
