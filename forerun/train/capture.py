@@ -8,11 +8,10 @@ that is taken up again sees the same texts.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -36,9 +35,6 @@ from forerun.train.data import Example
 from forerun.train.losses import Law, at_temperature, law_of, said_of
 from forerun.train.recorder import RECORDED, Heard, Recorder
 from forerun.train.settings import Training
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 PAGE = 16
 AT_ONCE = 16  # texts continued together
@@ -75,17 +71,6 @@ class Batch:
     def positions(self) -> int:
         """How many positions count."""
         return int(self.mask.sum())
-
-
-def _in_its_own_precision(method: Callable[Concatenate[Target, P], R]) -> Callable[Concatenate[Target, P], R]:
-    """A target says the same, whatever precision a drafter is trained or judged in around it."""
-
-    @functools.wraps(method)
-    def run(self: Target, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        with torch.autocast(self.device.type, enabled=False):
-            return method(self, *args, **kwargs)
-
-    return run
 
 
 class Target:
@@ -151,18 +136,22 @@ class Target:
         """Of what is captured of its texts, with laws over the first `vocab` tokens."""
         return Shape.of(vocab, len(self.boundaries), self.llm.decoder.config.hidden, self.top)
 
-    @_in_its_own_precision
     def say(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], listen: int = 0) -> list[Request]:
         """What the target says behind each prompt, `AT_ONCE` at a time; with `listen`, `recorder` then has what was
         shown of these texts, with laws over the first so many tokens (`heard`)."""
-        self.llm.forget()  # speculation then depends on these prompts alone
-        if listen:
-            self.recorder.begin(self.boundaries, listen, self.top)
         engine, draft = self.llm.engine, RECORDED if listen else "suffix"
-        requests = [engine.add(list(prompt), how, draft=draft) for prompt, how in zip(prompts, params, strict=True)]
-        while engine.busy:
-            engine.step_or_raise()
+        with self._own_precision():
+            self.llm.forget()  # speculation then depends on these prompts alone
+            if listen:
+                self.recorder.begin(self.boundaries, listen, self.top)
+            requests = [engine.add(list(prompt), how, draft=draft) for prompt, how in zip(prompts, params, strict=True)]
+            while engine.busy:
+                engine.step_or_raise()
         return requests
+
+    def _own_precision(self) -> torch.autocast:
+        """It says the same, whatever precision a drafter is trained or judged in around it."""
+        return torch.autocast(self.device.type, enabled=False)
 
     def continued(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], temperature: float) -> list[Example]:
         """What the target says behind each prompt, up to the end of the text or `tokens` tokens in all."""
@@ -204,45 +193,40 @@ class Target:
     def _read(self, example: Example, boundaries: tuple[int, ...], vocab: int) -> Captured:
         return apart(self.batch([example], vocab=vocab), [example], boundaries)[0]
 
-    @_in_its_own_precision
     @torch.no_grad()
     def batch(self, examples: Sequence[Example], temperature: float = 1.0, vocab: int | None = None) -> Batch:
         """The laws along texts, over the first `vocab` tokens (models of one vocabulary may pad it differently)."""
-        width = max(len(example.tokens) for example in examples)
-        tokens = torch.zeros((len(examples), width), dtype=torch.int64)
-        mask = torch.zeros((len(examples), width - 1), dtype=torch.bool)
-        for i, example in enumerate(examples):
-            tokens[i, : len(example.tokens)] = torch.tensor(example.tokens)
-            mask[i, example.given - 1 : len(example.tokens) - 1] = True
-        tokens, mask, vocab = tokens.to(self.device), mask.to(self.device), vocab or self.vocab
-        following = tokens[:, 1:][mask]
-        laws: list[Law] = []
-        said: list[Tensor] = []
-        states: dict[int, list[Tensor]] = {boundary: [] for boundary in self.boundaries}
-        read = torch.zeros_like(mask)
-        for i, example in enumerate(examples):
-            read[i, : len(example.tokens) - 1] = True
-        for logits, features in self._passes(examples):  # one after the other: all of them may be too many
-            for boundary, parts in states.items():
-                parts.append(features[boundary].float())
-            logits = at_temperature(logits[:, :vocab], temperature)
-            start = sum(len(part) for part in said)
-            tokens_said = following[start : start + len(logits)]
-            laws.append(law_of(logits, self.top))
-            said.append(said_of(laws[-1], logits, tokens_said))
-        likeliest = [law.tokens for law in laws if law.tokens is not None]
-        return Batch(
-            tokens,
-            mask,
-            Law(_spread(likeliest, mask) if likeliest else None, _spread([law.logs for law in laws], mask)),
-            _spread(said, mask),
-            temperature,
-            vocab,
-            {boundary: _spread(parts, read) for boundary, parts in states.items()},
-            self.view,
-        )
+        vocab = vocab or self.vocab
+        texts: list[Captured] = []
+        with self._own_precision():
+            for text, logits, states in self._passes(examples):  # one after the other: all of them may be too many
+                logits = at_temperature(logits[:, :vocab], temperature)
+                law = law_of(logits, self.top)
+                said = said_of(law, logits, torch.tensor(text.tokens[text.given :], device=self.device))
+                texts.append(Captured(text, law.tokens, law.logs, said, states))
+        return self.together(texts, temperature, vocab)
 
-    @_in_its_own_precision
+    def together(self, texts: Sequence[Captured], temperature: float, vocab: int) -> Batch:
+        """Texts with what it thinks of them, rounded or not, in one batch."""
+        width, first = max(len(text.example.tokens) for text in texts), texts[0]
+        tokens = torch.zeros((len(texts), width), dtype=torch.int64, device=self.device)
+        mask = torch.zeros((len(texts), width - 1), dtype=torch.bool, device=self.device)
+        likeliest = None if first.likeliest is None else tokens.new_zeros((*mask.shape, first.likeliest.shape[1]))
+        logs = torch.zeros((*mask.shape, first.logs.shape[1]), device=self.device)
+        said = torch.zeros(mask.shape, device=self.device)
+        states = torch.zeros((len(first.states), *mask.shape, first.states.shape[2]), device=self.device)
+        for i, text in enumerate(texts):
+            count = len(text.example.tokens)
+            counts = slice(text.example.given - 1, count - 1)
+            tokens[i, :count] = torch.tensor(text.example.tokens)
+            mask[i, counts] = True
+            logs[i, counts], said[i, counts] = text.logs, text.said
+            states[:, i, : count - 1] = text.states
+            if likeliest is not None and text.likeliest is not None:
+                likeliest[i, counts] = text.likeliest
+        held = dict(zip(self.boundaries, states, strict=True))
+        return Batch(tokens, mask, Law(likeliest, logs), said, temperature, vocab, held, self.view)
+
     @torch.no_grad()
     def states(self, examples: Sequence[Example], boundaries: Sequence[int]) -> list[dict[int, Tensor]]:
         """The hidden states along texts, their last tokens left out: {boundary: [n - 1, H]} of each."""
@@ -253,18 +237,23 @@ class Target:
             found.append({boundary: features[boundary] for boundary in boundaries})
         return found
 
-    def _passes(self, examples: Sequence[Example]) -> Iterator[tuple[Tensor, dict[int, Tensor]]]:
-        """The target's logits [M, V] at every position that counts, and hidden states {boundary: [T, H]} of all that is
-        read, example by example, some examples a pass."""
+    def _passes(self, examples: Sequence[Example]) -> Iterator[tuple[Example, Tensor, Tensor]]:
+        """Of each text the target's logits [m, V] at every position that counts, and the hidden states [boundaries,
+        n - 1, H] of all that is read; some texts a pass."""
         longest = max(len(example.tokens) for example in examples)
         at_once = min(max(LOGITS // (longest * self.vocab), 1), len(examples))
         runner = self.runner(at_once, longest)
         for at in range(0, len(examples), at_once):
-            segments = []
-            for slot, example in enumerate(examples[at : at + at_once]):
-                segments.append(_reading(runner, slot, example, range(example.given - 1, len(example.tokens) - 1)))
+            group = examples[at : at + at_once]
+            segments = [
+                _reading(runner, slot, example, range(example.given - 1, len(example.tokens) - 1))
+                for slot, example in enumerate(group)
+            ]
             forward = runner.forward(segments, self.boundaries)
-            yield forward.logits, forward.features
+            wanted, read = [len(segment.want) for segment in segments], [len(segment.tokens) for segment in segments]
+            held = [forward.features[boundary].float() for boundary in self.boundaries]
+            states = torch.stack(held) if held else forward.logits.new_zeros(0, sum(read), 0)
+            yield from zip(group, torch.split(forward.logits, wanted), torch.split(states, read, 1), strict=True)
             for segment in segments:
                 runner.cache.close(segment.slot)
 
@@ -280,14 +269,6 @@ def _reading(runner: Runner, slot: int, example: Example, want: Sequence[int]) -
     runner.cache.open(slot, [])
     runner.cache.pages.grow(slot, len(read))
     return Segment(slot, read, list(range(-1, len(read) - 1)), list(want))
-
-
-def _spread(parts: Sequence[Tensor], mask: Tensor) -> Tensor:
-    """Values of the positions that count, in order, put where they belong; zeros elsewhere. [M, ...] -> [B, N, ...]"""
-    values = torch.cat(list(parts))
-    spread = values.new_zeros((*mask.shape, *values.shape[1:]))
-    spread[mask] = values
-    return spread
 
 
 def apart(batch: Batch, examples: Sequence[Example], boundaries: Sequence[int]) -> list[Captured]:

@@ -24,7 +24,8 @@ HEAD = struct.Struct("<IIqii")  # checksum of all behind it, bytes behind the he
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """A text of n tokens with what the target thought of it, where m = n - given of them are learnt.
+    """A text of n tokens with what the target thought of it, where m = n - given of them are learnt: in these dtypes
+    where it is kept, more precise where it has just been read.
 
     Attributes:
         likeliest: int32 [m, k], or None where `logs` are over the whole vocabulary.

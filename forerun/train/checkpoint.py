@@ -19,11 +19,6 @@ def checkpoint_path(out: Path) -> Path:
     return out.with_name(f"{out.name}.training")
 
 
-def written_path(path: Path) -> Path:
-    """Where a run keeps what was captured while the target wrote its data, beside its checkpoint."""
-    return path.with_suffix(".written")
-
-
 def write_checkpoint(path: Path, state: dict[str, Any]) -> None:
     """Replace the file. Raises ForerunError, and leaves the one before as it is, where that cannot be done."""
     work = path.with_name(f".{path.name}.{os.getpid()}")

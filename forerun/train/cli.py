@@ -10,6 +10,8 @@ import typer
 
 from forerun.errors import ConfigError, Interrupted
 from forerun.flags import Group, with_flags
+from forerun.measure.tables import print_json, print_table
+from forerun.progress import progress
 from forerun.train.options import (
     OPTIONS,
     AheadOptions,
@@ -107,8 +109,6 @@ def train(
     Training(**training)  # what is wrong is cheaper to find before torch is imported
     if recipe or not go_on:  # a run that goes on has its own
         options_of(recipe or recipes_with(chosen)[0], chosen)
-    from forerun.measure.tables import print_json
-    from forerun.progress import progress
     from forerun.train import run
     from forerun.train.checkpoint import checkpoint_path
 
@@ -135,8 +135,6 @@ def train(
 
 def _make_table(target: str | None, data: Sequence[str], training: Training, out: Path, as_json: bool) -> None:
     """What the target thinks while it writes, for `recycle`."""
-    from forerun.measure.tables import print_json
-    from forerun.progress import progress
     from forerun.train.table import make_table
 
     with progress(as_json) as tell:
@@ -155,8 +153,6 @@ def _make_shortlist(
 ) -> None:
     """The tokens that a draft model scores."""
     EagleOptions(draft_vocab=size)  # what is wrong is cheaper to find before torch is imported
-    from forerun.measure.tables import print_json
-    from forerun.progress import progress
     from forerun.train.shortlist import make_shortlist
 
     with progress(as_json) as tell:
@@ -178,8 +174,6 @@ def _evaluate(drafter: str, given: dict[str, Any], as_json: bool, trains: bool) 
             "--eval trains nothing: leave out --out, --resume, --save-data, --recipe and the recipe's options"
         )
     training = Training(**given.get("training", {}))
-    from forerun.measure.tables import print_json
-    from forerun.progress import progress
     from forerun.train.run import measure
 
     with progress(as_json, measuring=True) as tell:
@@ -204,8 +198,6 @@ def _print(findings: Findings) -> None:
 
 def _print_lengths(measured: Sequence[Measured]) -> None:
     """Accepted lengths, measured and analytic, and by where in the output a draft began."""
-    from forerun.measure.tables import print_table
-
     spans = sorted({at for entry in measured for at in entry.by_position})
     print_table(
         ("task", "temperature", "depth", "accepted length", "analytic", "passes", *(f"from {at}" for at in spans)),
@@ -222,8 +214,6 @@ def _print_lengths(measured: Sequence[Measured]) -> None:
 
 def _print_speed(speed: Speed) -> None:
     """Each way to decode beside plain decoding."""
-    from forerun.measure.tables import print_table
-
     print_table(
         ("depth", "tokens/s", "times plain (95 %)", "accepted length", "text"),
         [

@@ -134,7 +134,8 @@ class Corpus:
     def counts(self, vocab: int) -> Tensor:
         """How often each token stands where it is learnt, or in prompts if there is nothing else. int64 [vocab]"""
         texts = [example.tokens[example.given :] for example in self.examples] or self.prompts
-        return torch.bincount(_flat(texts), minlength=vocab)[:vocab]
+        tokens = torch.tensor([token for text in texts for token in text], dtype=torch.int64)
+        return torch.bincount(tokens, minlength=vocab)[:vocab]
 
     def frequent(self, vocab: int, count: int, ends: Sequence[int]) -> Tensor:
         """The `count` tokens of `vocab` that stand there most often, ascending, and before all others those that end a
@@ -198,11 +199,6 @@ class Order:
         return int(self._shuffled[at])
 
 
-def _flat(texts: Sequence[Sequence[int]]) -> Tensor:
-    """All tokens of some texts, int64 [T]."""
-    return torch.tensor([token for text in texts for token in text], dtype=torch.int64)
-
-
 def _documents(name: str) -> Iterator[Document | None]:
     """The documents of one path; None for a file of a directory that cannot be read or is empty."""
     if name == LIBRARY:
@@ -256,10 +252,11 @@ def read_line(line: str, where: str) -> Document:
     """A line of a .jsonl file. Raises RequestError that names the place."""
     try:
         value = json.loads(line)
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:  # JSON can spell what is no character
+        raise RequestError(f"{where}: it has half of a character (a lone surrogate): no tokenizer reads that") from None
     except (ValueError, RecursionError) as error:
         raise RequestError(f"{where}: this is not JSON ({error}); each line is one object") from None
-    if not _is_unicode(json.dumps(value, ensure_ascii=False)):
-        raise RequestError(f"{where}: it has half of a character (a lone surrogate): no tokenizer reads that")
     kinds = [key for key in ("prompt", "text", "messages") if key in value] if isinstance(value, dict) else []
     if len(kinds) != 1:
         raise RequestError(f"{where}: give an object with one of prompt, text and messages on each line")
@@ -269,15 +266,6 @@ def read_line(line: str, where: str) -> Document:
     if not isinstance(said, str) or not said.strip():
         raise RequestError(f"{where}: {kinds[0]} must be a text that says something")
     return _document(where, (Passage(said, "") if kinds[0] == "prompt" else Passage("", said),))
-
-
-def _is_unicode(text: str) -> bool:
-    """JSON can spell what is no character."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _turns(messages: Any, where: str) -> tuple[Passage, ...]:

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from forerun.engine.engine import Engine
 from forerun.engine.request import Request
@@ -24,7 +23,7 @@ from forerun.errors import RequestError
 from forerun.measure.tally import bucket_of
 from forerun.progress import Tell, nothing
 from forerun.sampling.params import SamplingParams
-from forerun.train.capture import AT_ONCE, Batch, Target
+from forerun.train.capture import AT_ONCE, Batch, Target, example_of
 from forerun.train.data import Corpus, Example
 from forerun.train.deadline import Deadline, TimeIsOver
 from forerun.train.lengths import Stretch, accepted_length, from_any
@@ -79,10 +78,6 @@ class Measured:
     analytic: float
     passes: int
     by_position: dict[int, float]
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values."""
-        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,22 +138,23 @@ class Judge:
         """Along the held-out texts."""
         assert self.corpus is not None
         module.eval()
-        texts = self.texts
-        vocab = self.recipe.vocab(module, self.target)
+        texts, vocab = self.texts, self.recipe.vocab(module, self.target)
         if self._batches is None:  # what the target says of them is the same at every evaluation
             own = self.corpus.examples[: self.settings.evaluate_rows] or texts
             self._batches = self._read(own, 1.0, vocab), self._read(texts, self.settings.temperature, vocab)
         theirs, said_by_it = self._batches
-        logs = [self.recipe.analytic(module, batch, 1).said[batch.mask].double() for batch in theirs]
+        said = torch.cat([self.recipe.analytic(module, batch, 1).said[batch.mask].double() for batch in theirs])
         stretches = [Stretch(text.given, len(text.tokens) - 1, self.settings.tokens - 1) for text in texts]
-        along = self._along(module, said_by_it, self.settings.depth)
-        said = torch.cat(logs)
+        outlooks = [self.recipe.analytic(module, batch, self.settings.depth) for batch in said_by_it]
+        overlap = _joined([outlook.overlap for outlook in outlooks])
+        chances = _joined([outlook.chances for outlook in outlooks])
+        mask = _joined([batch.mask for batch in said_by_it])
         return Evaluation(
             step,
             perplexity=float(said[said > -torch.inf].mean().neg().exp()),
-            overlap=float(along.overlap[..., 0][along.mask].double().mean()),
-            from_any=from_any(along.overlap, along.mask),
-            accepted_length=accepted_length(along.chances, stretches),
+            overlap=float(overlap[..., 0][mask].double().mean()),
+            from_any=from_any(overlap, mask),
+            accepted_length=accepted_length(chances, stretches),
         )
 
     @torch.no_grad()
@@ -187,9 +183,9 @@ class Judge:
         """One task at one temperature and depth. Raises TimeIsOver."""
         prompts, temperature, depth = case.prompts, case.temperature, case.depth
         requests = self._run(engine, prompts.openings, temperature, depth, deadline)
-        texts = [Example(tuple(request.tokens), request.prompt_length) for request in requests]
+        texts = [example_of(request) for request in requests]
         batches = self._read(texts, temperature, self.recipe.vocab(module, self.target), deadline)
-        chances = self._along(module, batches, depth).chances
+        chances = _joined([self.recipe.analytic(module, batch, depth).chances for batch in batches])
         stretches = [
             Stretch(len(opening.tokens) + _opened(request) - 1, len(request.tokens) - 1, opening.limit - 1)
             for opening, request in zip(prompts.openings, requests, strict=True)
@@ -211,26 +207,11 @@ class Judge:
     ) -> list[Batch]:
         """What the target says along some texts, some of them at once."""
         batches = []
-        for rows in _chunks(texts):
+        for at in range(0, len(texts), ROWS):
             if deadline:
                 deadline.check()
-            batches.append(self.target.batch(rows, temperature, vocab))
+            batches.append(self.target.batch(texts[at : at + ROWS], temperature, vocab))
         return batches
-
-    def _along(self, module: nn.Module, batches: Sequence[Batch], depth: int) -> _Along:
-        """The outlook along some texts, all in one. [B, tokens of the longest - 1, depth]"""
-        parts, longest = [], max(batch.mask.shape[1] for batch in batches)
-        for batch in batches:
-            outlook = self.recipe.analytic(module, batch, depth)
-            missing = longest - batch.mask.shape[1]
-            parts.append(
-                _Along(
-                    F.pad(outlook.overlap, (0, 0, 0, missing)),
-                    F.pad(outlook.chances, (0, 0, 0, missing)),
-                    F.pad(batch.mask, (0, missing)),
-                )
-            )
-        return _Along(*(torch.cat([getattr(part, name) for part in parts]) for name in _Along.__slots__))
 
     def _engine(self, directory: Path, sets: Sequence[Prompts]) -> Engine:
         """An engine on the target's weights that drafts with what is in `directory`, as `--draft` does."""
@@ -256,13 +237,9 @@ class Judge:
         return requests
 
 
-@dataclass(slots=True)
-class _Along:
-    """Parts of an outlook, and the positions that count."""
-
-    overlap: Tensor
-    chances: Tensor
-    mask: Tensor
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """Texts of several batches in one, shorter ones filled up with zeros. [B, N, ...] each -> [B of all, N, ...]"""
+    return pad_sequence([text for part in parts for text in part], batch_first=True)
 
 
 def _opened(request: Request) -> int:
@@ -281,7 +258,3 @@ def _rounds(requests: Sequence[Request]) -> dict[int, list[int]]:
             rounds[bucket_of(at)].append(emitted)
             at += emitted
     return dict(rounds)
-
-
-def _chunks(texts: Sequence[Example]) -> list[Sequence[Example]]:
-    return [texts[at : at + ROWS] for at in range(0, len(texts), ROWS)]

@@ -17,14 +17,11 @@ from torch import nn
 from forerun.errors import ConfigError, ForerunError
 from forerun.models.gguf.export import write_tokenizer
 from forerun.progress import Tell
-from forerun.train.capture import Target
-from forerun.train.card import card
 from forerun.train.deadline import Deadline
 from forerun.train.evaluate import FIGURE, Judge
 from forerun.train.findings import find
 from forerun.train.loop import Record
-from forerun.train.recipes import Recipe
-from forerun.train.report import Facts, Report
+from forerun.train.report import Facts, Report, card
 from forerun.whole import whole_directory
 
 TOKENIZER = (
@@ -47,17 +44,16 @@ def check_out(out: Path) -> None:
 
 
 def export(
-    out: Path, recipe: Recipe, module: nn.Module, target: Target, judge: Judge, facts: Facts, record: Record,
-    deadline: Deadline, tell: Tell,
-) -> Report:  # fmt: skip
+    out: Path, module: nn.Module, judge: Judge, facts: Facts, record: Record, deadline: Deadline, tell: Tell
+) -> Report:
     """Write the drafter, measure what was written as far as there is time, give it its name. Raises ForerunError if it
     cannot be written."""
     try:
         with whole_directory(out) as work:
-            recipe.export(module, target, work)
-            _add_tokenizer(target.path, work)
+            judge.recipe.export(module, judge.target, work)
+            _add_tokenizer(judge.target.path, work)
             findings = find(judge, module, work, deadline, tell, FIGURE * record.slowest)
-            report = Report(facts, record, sum(p.numel() for p in module.parameters()), findings, recipe.draft)
+            report = Report(facts, record, sum(p.numel() for p in module.parameters()), findings, judge.recipe.draft)
             (work / "training.json").write_text(json.dumps(report.as_dict(), indent=1))
             (work / "README.md").write_text(card(report), encoding="utf-8")
             for path in work.glob("*.safetensors"):

@@ -7,7 +7,7 @@ was chosen, the speed, all tasks at that depth, and then the other depths.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +37,7 @@ class Findings:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values."""
-        return {
-            "measured": [entry.as_dict() for entry in self.measured],
-            "left_out": self.left_out,
-            "speed": None if self.speed is None else self.speed.as_dict(),
-            "no_time": list(self.no_time),
-        }
+        return asdict(self) | {"speed": None if self.speed is None else self.speed.as_dict()}
 
 
 def find(

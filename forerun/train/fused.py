@@ -47,12 +47,10 @@ class _Fused(torch.autograd.Function):
             for i, gradient in enumerate(others):
                 if gradient is not None:
                     found[i] = gradient if found[i] is None else found[i].add_(gradient)  # type: ignore[union-attr]
-        ctx.save_for_backward(above, *(gradient for gradient in found if gradient is not None))
-        ctx.used = [gradient is not None for gradient in found]
+        ctx.save_for_backward(above, *found)
         return total
 
     @staticmethod
     def backward(ctx: Any, by: Tensor) -> tuple[Tensor | None, ...]:
         above, *found = ctx.saved_tensors
-        gradients = iter(found)
-        return (None, above * by, *(next(gradients) * by if used else None for used in ctx.used))
+        return (None, above * by, *(None if gradient is None else gradient * by for gradient in found))

@@ -13,7 +13,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +28,11 @@ from forerun.train.capture import Target
 from forerun.train.checkpoint import write_checkpoint
 from forerun.train.deadline import Deadline
 from forerun.train.evaluate import FIGURE, Evaluation, Judge
-from forerun.train.harvest import Harvest
 from forerun.train.optimizers import make_optimizers
 from forerun.train.options import LossOptions
 from forerun.train.recipes import Recipe
 from forerun.train.settings import Training
-from forerun.train.stream import Stream
+from forerun.train.stream import Harvest, Stream
 
 RATE = LossOptions.rate  # where the settings say nothing
 FLOOR = 0.1  # of the learning rate, at the end of the cosine
@@ -115,9 +114,8 @@ class Trainer:
         if state["random_cuda"] is not None and self.target.device.type == "cuda":
             torch.cuda.set_rng_state(state["random_cuda"], self.target.device)
         self.best = state["best"]
-        evaluations = [Evaluation(**values) for values in state["evaluations"]]
-        spent = (state["seconds"], state["began"], state["slowest"])
-        self.record = Record(state["step"], *spent, list(state["losses"]), evaluations)
+        self.record = Record(**{part.name: state[part.name] for part in fields(Record)})
+        self.record.evaluations = [Evaluation(**values) for values in state["evaluations"]]
         self.deadline.resume(self.record.seconds)
 
     def run(self) -> Record:
@@ -197,12 +195,7 @@ class Trainer:
             self.path,
             {
                 "identity": self.identity,
-                "step": self.record.step,
-                "seconds": self.record.seconds,
-                "began": self.record.began,
-                "slowest": self.record.slowest,
-                "losses": self.record.losses,
-                "evaluations": [asdict(evaluation) for evaluation in self.record.evaluations],
+                **asdict(self.record),
                 "module": self.module.state_dict(),
                 "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
                 "best": self.best,

@@ -29,10 +29,6 @@ class Law:
     tokens: Tensor | None
     logs: Tensor
 
-    def behind(self, first: int) -> Law:
-        """The laws from position `first` on. [B, N] -> [B, N - first]"""
-        return Law(None if self.tokens is None else self.tokens[:, first:], self.logs[:, first:])
-
     def at(self, where: Tensor | slice | tuple[Tensor | slice, Tensor | slice]) -> Law:
         """The laws of some positions: a mask, indices, or a part of a flat list of them. [...] -> [M]"""
         return Law(None if self.tokens is None else self.tokens[where], self.logs[where])

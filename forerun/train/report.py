@@ -1,7 +1,13 @@
-"""A run of training that has ended: what it was, what came of it. In plain values it is training.json."""
+"""A run of training that has ended: what it was, what came of it.
+
+In plain values it is training.json. In words it is the README.md of the drafter, its card: what it is for, what was
+measured and by which command, how it was made.
+"""
 
 from __future__ import annotations
 
+import json
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -9,9 +15,18 @@ from typing import Any
 from forerun import __version__
 from forerun.models.hub import DEFAULT
 from forerun.train.data import Source
+from forerun.train.evaluate import Evaluation, Measured
 from forerun.train.findings import Findings
 from forerun.train.loop import Record
-from forerun.train.settings import Training
+from forerun.train.settings import Training, depths_up_to
+from forerun.train.speed import Speed
+
+# Settings that change what is measured of a drafter that is there.
+MEASURING = (
+    "tokens", "prompt_tokens", "temperature", "held_out", "evaluate_rows", "tasks", "speed_rounds", "depth", "device",
+    "threads",
+)  # fmt: skip
+UNKEPT = ", what it says of held-out texts beside it: the target wrote them, and they were not kept (--save-data does)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,3 +85,111 @@ class Report:
             "best": None if best is None else asdict(best),
             **self.findings.as_dict(),
         }
+
+
+def card(report: Report) -> str:
+    """The text of the card."""
+    facts, best, first = report.facts, report.record.best, report.record.evaluations[0]
+    settings = facts.settings
+    lines = [
+        f"# Drafter for {facts.target or DEFAULT}",
+        "",
+        f"{report.parameters:,} parameters, made by `forerun train --recipe {facts.recipe['name']}` (forerun"
+        f" {__version__}). Use it with `forerun generate --draft {report.draft}:DIRECTORY`: it changes how soon the"
+        " target's tokens come, never which.",
+        "",
+        f"What follows was measured by `{command(facts)}`{'' if facts.kept else UNKEPT}.",
+        "",
+        "## Accepted length",
+        "",
+        "Tokens a target pass, the target's own included, on held-out prompts and on forerun's own tasks, continued by"
+        " the target and verified by rule token: what the engine counted and, in brackets, what is expected along the"
+        " same texts when token x is accepted with the chance min(1, q(x) / p(x)) and rounds begin where the one before"
+        " has ended. Passes are those at the greatest depth.",
+        "",
+        *by_task(report.findings.measured, depths_up_to(settings.depth)),
+        *(
+            f"\n{task}: {count} prompts were too long and are left out."
+            for task, count in report.findings.left_out.items()
+        ),
+        *([f"\nNot measured, for want of time: {', '.join(missing)}."] if (missing := report.findings.no_time) else []),
+        *([] if report.findings.speed is None else speed_table(report.findings.speed)),
+        "",
+        "## Training",
+        "",
+        f"By steps, at depth {settings.depth} and temperature {settings.temperature:g} (*from any*: the mean over all"
+        " tokens of 1 + sum over k of prod over j <= k of (1 - TV), as if a draft began at each):",
+        "",
+        "| steps | accepted length | from any | overlap (1 - TV) | perplexity |",
+        "|---|---|---|---|---|",
+        *(_row(evaluation) for evaluation in dict.fromkeys((first, best)) if evaluation is not None),
+        "",
+        f"- Recipe: {json.dumps(facts.recipe)}",
+        f"- Training: {json.dumps(asdict(settings))}; {report.record.step} steps were done.",
+        f"- Data: {facts.documents[0]} documents to train on, {facts.documents[1]} held out by the hash of their text,"
+        f" SHA-256 {facts.digest}",
+        *(
+            f"  - {source.name}: {source.documents} documents, {source.repeated} repeated, {source.unreadable} left out"
+            for source in facts.sources
+        ),
+        f"- Of the texts, a share of {settings.on_policy:g} was continued by the target itself, at temperature"
+        f" {settings.temperature:g}.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def command(facts: Facts) -> str:
+    """What measures the same again, with DIRECTORY for the drafter's."""
+    words = ["forerun", "train", "--eval", "DIRECTORY", *(["--target", facts.target] if facts.target else [])]
+    words += [word for path in facts.data for word in ("--data", path)]
+    given, default = asdict(facts.settings), asdict(Training())
+    differing = [name for name in MEASURING if given[name] != default[name]]
+    return shlex.join([*words, *(f"--{name.replace('_', '-')}={given[name]}" for name in differing)])
+
+
+def by_task(measured: Sequence[Measured], depths: Sequence[int]) -> list[str]:
+    """A row for each task and temperature, a column for each depth."""
+    rows: dict[tuple[str, float], dict[int, Measured]] = {}
+    for entry in measured:
+        rows.setdefault((entry.task, entry.temperature), {})[entry.depth] = entry
+    return [
+        f"| task | temperature |{''.join(f' depth {depth} |' for depth in depths)} passes |",
+        "|---|---|" + "---|" * len(depths) + "---|",
+        *(
+            f"| {task} | {temperature:g} |"
+            + "".join(f" {_length(entries.get(depth))} |" for depth in depths)
+            + f" {entries[depths[-1]].passes} |"
+            for (task, temperature), entries in rows.items()
+        ),
+    ]
+
+
+def _length(entry: Measured | None) -> str:
+    """As the engine counted and, in brackets, as expected; nothing where the time was too short."""
+    return "" if entry is None else f"{entry.accepted_length:.3f} ({entry.analytic:.3f})"
+
+
+def speed_table(speed: Speed) -> list[str]:
+    """The section about speed."""
+    where = ", ".join(f"{name} {value}" for name, value in speed.machine.items())
+    return [
+        "",
+        "## Speed",
+        "",
+        f"Plain decoding and every depth in turn, on {speed.prompts} held-out prompts one at a time, {speed.tokens}"
+        f" tokens behind each at temperature 0, reading prompts not counted: medians of {speed.rounds} rounds. The best"
+        f" fixed depth is {speed.best_depth}. Measured on: {where}.",
+        "",
+        "| | tokens/s | times plain (95 %) | accepted length | text |",
+        "|---|---|---|---|---|",
+        *(
+            f"| {f'depth {pace.depth}' if pace.depth else 'plain decoding'} | {pace.tokens_per_second:.1f} |"
+            f" {pace.ratio} | {pace.accepted_length:.2f} |"
+            f" {'same' if pace.same else 'DIFFERENT'} |"
+            for pace in speed.paces
+        ),
+    ]
+
+
+def _row(e: Evaluation) -> str:
+    return f"| {e.step} | {e.accepted_length:.3f} | {e.from_any:.3f} | {e.overlap:.3f} | {e.perplexity:.2f} |"

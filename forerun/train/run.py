@@ -21,7 +21,7 @@ from forerun.models.hub import find_model
 from forerun.progress import Tell
 from forerun.train.capture import Target
 from forerun.train.captured import Kept
-from forerun.train.checkpoint import checkpoint_path, read_checkpoint, written_path
+from forerun.train.checkpoint import checkpoint_path, read_checkpoint
 from forerun.train.data import Corpus, Document, digest_of, read_data, split
 from forerun.train.deadline import Deadline
 from forerun.train.evaluate import Judge
@@ -29,7 +29,7 @@ from forerun.train.export import check_out, export
 from forerun.train.findings import Findings, find
 from forerun.train.loop import Trainer
 from forerun.train.options import LossOptions, options_of, recipes_with
-from forerun.train.recipes import RECIPES, Recipe, recipe_of
+from forerun.train.recipes import RECIPES, recipe_of
 from forerun.train.report import Facts, Report
 from forerun.train.settings import Training
 from forerun.train.stream import Stream
@@ -67,10 +67,9 @@ class Plan:
         name = values.get("recipe") or _recipe_of(given)
         options = options_of(name, given)
         training = Training(**values.get("training", {}))
-        if training.learning_rate is None:
-            training = replace(training, learning_rate=options.rate)
         data = tuple(values.get("data", ()))
-        training = replace(training, write=training.texts(bool(data)))
+        rate = options.rate if training.learning_rate is None else training.learning_rate
+        training = replace(training, learning_rate=rate, write=training.texts(bool(data)))
         return cls(values.get("target"), data, name, options, training, values.get("save_data"))
 
 
@@ -88,30 +87,33 @@ def train(values: Mapping[str, Any], out: Path, tell: Tell) -> Report:
         check_place(plan.save_data, plan.training)
     if path.exists():
         raise ConfigError(f"there is a checkpoint {path} of a run that has not ended: use --resume, or remove it")
-    return _to_the_end(plan, tell, None, out, path, deadline)
+    with ExitStack() as ending:
+        return _Run(plan, out, None, ending, tell).to_the_end(deadline)
 
 
 def resume(given: Mapping[str, Any], out: Path, tell: Tell) -> Report:
     """Go on from the checkpoint of `out`. What is given beside it must be what it was, but for `MAY_DIFFER`."""
-    path = checkpoint_path(out)
     check_out(out)
-    state = read_checkpoint(path)
-    held = state["identity"]
-    for part, values in given.items():
-        pairs = values.items() if isinstance(values, Mapping) else [(part, values)]
-        for name, value in pairs:
-            if name in MAY_DIFFER:
-                continue
-            if isinstance(values, Mapping) and name not in held[part]:
-                raise ConfigError(f"the run was begun with recipe {held['recipe']}, which has no {name}: leave it out")
-            before = held[part][name] if isinstance(values, Mapping) else held[part]
-            if value != before:
-                raise ConfigError(f"the run was begun with {name}={before!r}, not {value!r}: leave it out")
-    plan = Plan.of(held)
-    changed = {name: value for name, value in given.get("training", {}).items() if name in MAY_DIFFER}
+    state = read_checkpoint(checkpoint_path(out))
+    identity, asked = state["identity"], _flat(given)
+    held = _flat(identity)
+    for name, value in asked.items():
+        if name not in held:
+            raise ConfigError(f"the run was begun with recipe {identity['recipe']}, which has no {name}: leave it out")
+        if name not in MAY_DIFFER and value != held[name]:
+            raise ConfigError(f"the run was begun with {name}={held[name]!r}, not {value!r}: leave it out")
+    plan = Plan.of(identity)
+    changed = {name: asked[name] for name in MAY_DIFFER if name in asked}
     plan = replace(plan, training=replace(plan.training, **changed))
     deadline = Deadline(plan.training.max_minutes)
-    return _to_the_end(plan, tell, state, out, path, deadline)
+    with ExitStack() as ending:
+        return _Run(plan, out, state, ending, tell).to_the_end(deadline)
+
+
+def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What `Plan.of` takes, with the options of the recipe and the settings of the run beside all else."""
+    others = {name: value for name, value in values.items() if name not in ("options", "training")}
+    return {**others, **values.get("options", {}), **values.get("training", {})}
 
 
 def measure(target: str | None, drafter: str, data: tuple[str, ...], training: Training, tell: Tell) -> Findings:
@@ -147,27 +149,22 @@ def _kind_and_directory(drafter: str) -> tuple[str, Path]:
     return kind_of(directory), directory
 
 
-def _to_the_end(
-    plan: Plan, tell: Tell, state: dict[str, Any] | None, out: Path, path: Path, deadline: Deadline
-) -> Report:
-    with ExitStack() as ending:
-        return _Run(plan, tell, state, path, ending).to_the_end(out, path, state, deadline)
-
-
 class _Run:
     """A plan with its data read, or written, and its models loaded."""
 
-    def __init__(self, plan: Plan, tell: Tell, state: dict[str, Any] | None, path: Path, ending: ExitStack) -> None:
-        """`path` is the checkpoint's; `ending` closes what is open when the run ends."""
-        self.plan, self.tell, settings, tasks = plan, tell, plan.training, chosen_tasks(plan.training.tasks)
+    def __init__(self, plan: Plan, out: Path, state: dict[str, Any] | None, ending: ExitStack, tell: Tell) -> None:
+        """`state` is what the checkpoint of `out` holds, if there is one; `ending` closes what is open when the run
+        ends."""
+        self.plan, self.out, self.state, self.tell, self.path = plan, out, state, tell, checkpoint_path(out)
+        settings, tasks = plan.training, chosen_tasks(plan.training.tasks)
         documents, self.sources = read_data(plan.data) if plan.data else ([], [])
         tell("loading the target")
         self.target = Target(plan.target, settings)
-        self.recipe: Recipe = RECIPES[plan.recipe](plan.options)
+        self.recipe = RECIPES[plan.recipe](plan.options)
         self.written: Written | None = None
         kept: Kept | None = None
         if settings.write:
-            kept = self._kept(path, ending, resumed=state is not None)
+            kept = self._kept(ending)
             self.written = self._write(kept) if state is None else Written(**state["identity"]["written"])
             more, sources = self.written.read()
             known = {document.digest for document in documents}
@@ -187,13 +184,13 @@ class _Run:
         prompts = task_prompts(tasks, self.target, reach_of(self.module, self.target), settings)
         self.judge = Judge(self.target, self.recipe, held_out, settings, prompts)
 
-    def _kept(self, path: Path, ending: ExitStack, resumed: bool) -> Kept:
+    def _kept(self, ending: ExitStack) -> Kept:
         """For what is captured while the target writes; it is there for as long as there is a checkpoint."""
-        target, settings = self.target, self.plan.training
+        target, settings, path = self.target, self.plan.training, self.path.with_suffix(".written")
         target.boundaries = self.recipe.reads(target)
-        kept = Kept(written_path(path), target.shape(target.vocab), settings.tokens, settings.keep_gb / 2, self.tell)
-        ending.callback(lambda: kept.close(remove=not path.exists()))
-        kept.open(keep=resumed)
+        kept = Kept(path, target.shape(target.vocab), settings.tokens, settings.keep_gb / 2, self.tell)
+        ending.callback(lambda: kept.close(remove=not self.path.exists()))
+        kept.open(keep=self.state is not None)
         return kept
 
     def _write(self, kept: Kept) -> Written:
@@ -202,16 +199,16 @@ class _Run:
             write_whole(Path(self.plan.save_data).expanduser(), "".join(f"{line}\n" for line in written.lines))
         return written
 
-    def to_the_end(self, out: Path, path: Path, state: dict[str, Any] | None, deadline: Deadline) -> Report:
-        """Train, from `state` if there is one, write the drafter, and remove the checkpoint; all before `deadline`."""
-        plan = self.plan
+    def to_the_end(self, deadline: Deadline) -> Report:
+        """Train, write the drafter, and remove the checkpoint; all before `deadline`."""
+        plan, state = self.plan, self.state
         identity = {
             "target": plan.target, "data": list(plan.data), "recipe": plan.recipe, "options": asdict(plan.options),
             "training": asdict(plan.training), "digest": self.digest, "save_data": plan.save_data,
             "written": None if self.written is None else asdict(self.written),
         }  # fmt: skip
         trainer = Trainer(
-            self.recipe, self.module, self.target, self.stream, self.judge, plan.training, path, identity,
+            self.recipe, self.module, self.target, self.stream, self.judge, plan.training, self.path, identity,
             self.tell, deadline,
         )  # fmt: skip
         if state is not None:
@@ -222,7 +219,7 @@ class _Run:
         record = trainer.run()
         facts = Facts(
             plan.target,
-            (*plan.data, *((plan.save_data,) if plan.save_data else ())),
+            plan.data if plan.save_data is None else (*plan.data, plan.save_data),
             {"name": plan.recipe, **asdict(plan.options)},
             plan.training,
             self.sources,
@@ -230,8 +227,8 @@ class _Run:
             self.digest,
             kept=self.written is None or plan.save_data is not None,
         )
-        report = export(out, self.recipe, self.module, self.target, self.judge, facts, record, deadline, self.tell)
-        path.unlink(missing_ok=True)
+        report = export(self.out, self.module, self.judge, facts, record, deadline, self.tell)
+        self.path.unlink(missing_ok=True)
         return report
 
 

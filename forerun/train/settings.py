@@ -85,15 +85,8 @@ class Training:
     threads: int = 0
 
     def __post_init__(self) -> None:
-        lowest = {
-            "rows": 1,
-            "accumulate": 1,
-            "tokens": FEWEST_TOKENS,
-            "prompt_tokens": 1,
-            "evaluate_rows": 1,
-            "reuse": 1,
-        }
-        check_numbers(self, lowest | {"depth": 1, "top": 1})
+        lowest = dict.fromkeys(("rows", "accumulate", "prompt_tokens", "evaluate_rows", "reuse", "depth", "top"), 1)
+        check_numbers(self, lowest | {"tokens": FEWEST_TOKENS})
         for name in ("on_policy", "warmup", "held_out"):
             if getattr(self, name) > 1:
                 raise ConfigError(f"{name}={getattr(self, name)} is out of range: give a share from 0 to 1")

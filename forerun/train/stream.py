@@ -1,15 +1,23 @@
-"""Which texts a step learns from: a function of the settings and its number, so that any step can be repeated.
+"""Which texts a step learns from, and what the target says and thinks of them.
 
-Texts come back: after the first `POOL`, one in `reuse` is new and the others are drawn from those before it.
+The texts of a step are a function of the settings and its number, so that any step can be repeated. To write a text
+takes the target longer than the drafter takes to learn from it. So texts come back: after the first `POOL`, one in
+`reuse` is new and the others are drawn from those before it. What was captured of a text, while the target wrote it or
+by reading it once, lies in a file beside the checkpoint. Values are rounded to two bytes whether they come from there
+or not.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+
 from numpy.random import default_rng
 
 from forerun.errors import RequestError
-from forerun.train.capture import AT_ONCE, Target
-from forerun.train.captured import Captured, Kept
+from forerun.progress import Tell
+from forerun.train.capture import AT_ONCE, Batch, Target, apart
+from forerun.train.captured import Captured, Kept, Records
 from forerun.train.data import Corpus, Example, Order
 from forerun.train.settings import Training
 
@@ -93,6 +101,42 @@ class Stream:
             self._said = self.target.written(prompts, seeds, self.settings.temperature, self.vocab)
             self._group = group
         return self._said[at]
+
+
+class Harvest:
+    """Batches for the steps of a run."""
+
+    def __init__(self, target: Target, stream: Stream, vocab: int, settings: Training, path: Path, tell: Tell) -> None:
+        """Laws are over the first `vocab` tokens. `path` is the file's."""
+        self.target, self.stream, self.vocab = target, stream, vocab
+        gigabytes = settings.keep_gb / (2 if stream.kept else 1)  # what was written has the other half
+        self.records = Records(path, target.shape(vocab), settings.tokens, gigabytes, tell)
+        self._keeps = settings.reuse > 1  # else nothing comes back
+        stream.window, stream.vocab = self.records.places, vocab
+
+    def open(self, keep: bool) -> None:
+        """Begin; with `keep`, what is in the file is of this run."""
+        if self._keeps:
+            self.records.open(keep)
+
+    def close(self, remove: bool) -> None:
+        """End; with `remove`, nothing is left."""
+        self.records.close(remove)
+
+    def batch(self, numbers: Sequence[int]) -> Batch:
+        """The texts of these numbers, with what the target thought of them."""
+        found = {number: self.records.read(number) for number in dict.fromkeys(numbers)}
+        new = {number: self.stream.captured(number) for number, captured in found.items() if captured is None}
+        missing = [number for number, captured in new.items() if captured is None]
+        if missing:
+            examples = [self.stream.text(number) for number in missing]
+            taken = apart(self.target.batch(examples, vocab=self.vocab), examples, self.target.boundaries)
+            new.update(zip(missing, taken, strict=True))
+        for number, captured in new.items():
+            assert captured is not None
+            self.records.write(number, captured)
+        texts = [captured for number in numbers if (captured := (found | new)[number])]
+        return self.target.together(texts, 1.0, self.vocab)
 
 
 def seed_of(seed: int, n: int) -> int:

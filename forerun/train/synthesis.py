@@ -15,7 +15,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from forerun.engine.request import Request
 from forerun.errors import ConfigError, ForerunError, RequestError
@@ -58,35 +58,15 @@ class Written:
         return documents, [Source(AUTHOR, len(documents), self.repeated, self.left_out)]
 
 
-class Author(Protocol):
-    """How texts are begun and gone on with. `limit` is the most tokens of a beginning, `ends` what ends it beside the
-    target's own end of text; `whole` says whether it has to come to its end, or must not."""
-
-    limit: int
-    ends: dict[str, Any]
-    whole: bool
-
-    def opening(self, number: int) -> list[int]:
-        """What beginning `number` is written behind."""
-        ...
-
-    def text(self, beginning: Request) -> str:
-        """What of a beginning is judged."""
-        ...
-
-    def prompt(self, beginning: Request) -> list[int]:
-        """What the rest is written behind."""
-        ...
-
-    def line(self, beginning: Request, rest: Request) -> tuple[str, dict[str, Any]]:
-        """(what of the rest is judged, what is kept)"""
-        ...
-
-
 class ChatAuthor:
     """Questions in the user's place of the target's template, and answers to them.
 
     Every other one is begun behind a system prompt, which the answer does not know of; the others by first words.
+
+    Attributes:
+        limit: most tokens of a beginning.
+        ends: what ends it, as sampling parameters, beside the target's own end of text.
+        whole: whether it has to come to its end, or must not.
     """
 
     whole = True
@@ -129,23 +109,27 @@ class ChatAuthor:
         return {}
 
     def opening(self, number: int) -> list[int]:
+        """What beginning `number` is written behind."""
         openings = self._openings[number % 2]
         return openings[number // 2 % len(openings)]
 
     def text(self, beginning: Request) -> str:
+        """What of a beginning is judged."""
         begun = self._begun.get(tuple(beginning.tokens[: beginning.prompt_length]), "")
         return (begun + _text(beginning)).strip()
 
     def prompt(self, beginning: Request) -> list[int]:
+        """What the rest is written behind."""
         return self.tokenizer.chat([_said("user", self.text(beginning))])
 
     def line(self, beginning: Request, rest: Request) -> tuple[str, dict[str, Any]]:
+        """(what of the rest is judged, what is kept)"""
         answer = _text(rest)
         return answer, {"messages": [_said("user", self.text(beginning)), _said("assistant", answer)]}
 
 
 class BaseAuthor:
-    """Texts from nothing and from first words, gone on with at the run's temperature."""
+    """The same of texts from nothing and from first words, gone on with at the run's temperature."""
 
     whole = False
     ends: dict[str, Any] = {}  # noqa: RUF012
@@ -178,7 +162,7 @@ class Writing:
         """What is captured of the texts goes into `kept`."""
         self.target, self.settings, self.sieve, self.kept = target, settings, Sieve(limits), kept
         chats = target.tokenizer.has_chat_template
-        self.author: Author = ChatAuthor(target) if chats else BaseAuthor(target, settings)
+        self.author: ChatAuthor | BaseAuthor = ChatAuthor(target) if chats else BaseAuthor(target, settings)
         self.lines: list[str] = []
         self.faults = Counter[str]()
         self.begun = 0

@@ -14,7 +14,6 @@ from forerun.draft.block import Block as Proposer
 from forerun.draft.block_format import save_block
 from forerun.draft.block_head import BlockHead
 from forerun.draft.tree import Tree
-from forerun.train.blocks import blocks
 from forerun.train.capture import Batch, Target
 from forerun.train.data import Corpus, Example
 from forerun.train.evaluate import Judge
@@ -22,7 +21,7 @@ from forerun.train.loop import Trainer
 from forerun.train.options import BlockOptions
 from forerun.train.recipes import Block
 from forerun.train.recipes import block as recipe_module
-from forerun.train.recipes.block import mask_token, spread
+from forerun.train.recipes.block import blocks, mask_token, spread
 from forerun.train.settings import Training
 from forerun.train.stream import Stream
 from forerun.verify import Noise

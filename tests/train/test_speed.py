@@ -9,14 +9,13 @@ from forerun import __version__
 from forerun.measure import rounds
 from forerun.measure.run import PLAIN, Arm
 from forerun.train.capture import Target
-from forerun.train.card import by_task, card, command, speed_table
 from forerun.train.data import Corpus, Source
 from forerun.train.evaluate import Evaluation, Measured
 from forerun.train.findings import Findings
 from forerun.train.loop import Record
 from forerun.train.options import SmallLMOptions
 from forerun.train.recipes import SmallLM
-from forerun.train.report import Facts, Report
+from forerun.train.report import Facts, Report, by_task, card, command, speed_table
 from forerun.train.settings import Training
 from forerun.train.speed import Pace, Speed, measure_speed
 from forerun.train.tasks import Opening, Prompts, held_out_prompts

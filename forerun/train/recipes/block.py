@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,21 +20,20 @@ from forerun.draft.layers import layer_like
 from forerun.draft.view import view_of
 from forerun.errors import ConfigError, LoadError
 from forerun.models.config import ModelConfig, make_config
+from forerun.models.rope import rope_tables
 from forerun.runner import Runner
-from forerun.train.blocks import blocks
 from forerun.train.capture import Batch, Target
 from forerun.train.data import Corpus
 from forerun.train.fused import fused_sum
-from forerun.train.lengths import chances_of
-from forerun.train.losses import Mixture, at_temperature, nothing_learnt, numbered, tv
+from forerun.train.losses import Mixture, nothing_learnt, numbered, tv
 from forerun.train.options import BlockOptions
-from forerun.train.recipes.base import Outlook, begin_listed
+from forerun.train.recipes.base import Outlook, Recipe, begin_listed, outlook_of
 
 ANCHORS = 32  # of each text in one pass of an evaluation, where all of its tokens are anchors
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class Block(Recipe):
     """Blocks whose slot k, behind an anchor at position i, says token i + 1 + k; its law is the target's at i + k.
 
     The Markov head and the laws are taught with the text's own tokens. Embedding and head are the target's, but for a
@@ -44,8 +42,8 @@ class Block:
     """
 
     options: BlockOptions
-    name: str = "block"
-    draft: str = "block"
+    name = "block"
+    draft = "block"
 
     def boundaries(self, module: nn.Module, target: Target) -> tuple[int, ...]:
         assert isinstance(module, BlockHead)
@@ -88,9 +86,6 @@ class Block:
         head.attach(target.view)
         return head
 
-    def vocab(self, module: nn.Module, target: Target) -> int:
-        return target.vocab
-
     def loss(self, module: nn.Module, batch: Batch) -> Tensor:
         assert isinstance(module, BlockHead)
         anchors, chosen = self.anchors(batch)
@@ -99,7 +94,8 @@ class Block:
         numbers, sayable = numbered(batch.tokens, ids, batch.vocab)
         at = anchors[..., None] + torch.arange(made.shape[2], device=anchors.device)
         inside = at < batch.mask.shape[1]
-        counts = chosen[..., None] & inside & _of_rows(batch.mask & sayable[:, 1:], at.where(inside, 0))
+        learnt = (batch.mask & sayable[:, 1:]).gather(1, at.where(inside, 0).flatten(1)).view(at.shape)
+        counts = chosen[..., None] & inside & learnt
         row, anchor, slot = counts.nonzero(as_tuple=True)
         if not len(row):
             return nothing_learnt(module)  # no text has a token that could be an anchor
@@ -135,22 +131,7 @@ class Block:
 
     def analytic(self, module: nn.Module, batch: Batch, depth: int) -> Outlook:
         assert isinstance(module, BlockHead)
-        overlap = torch.zeros((*batch.mask.shape, depth), device=batch.tokens.device)
-        chances, said = torch.zeros_like(overlap), torch.full_like(batch.said, -math.log(batch.vocab))
-        for k, roots, logits in self._laws(module, batch, depth):
-            at = slice(roots.start + k, roots.stop + k)
-            logits, counts, law = (
-                at_temperature(logits, batch.temperature),
-                batch.mask[:, at],
-                batch.law.at((slice(None), at)),
-            )
-            tokens = batch.tokens[:, at.start + 1 : at.stop + 1, None]
-            guessed = logits.log_softmax(-1).gather(-1, tokens)[..., 0]
-            overlap[:, roots, k] = torch.where(counts, 1 - tv(law.logs, law.of(logits)), 0.0)
-            chances[:, roots, k] = torch.where(counts, chances_of(batch.said[:, at], guessed), 0.0)
-            if k == 0:
-                said[:, roots] = guessed
-        return Outlook(said, overlap, chances)
+        return outlook_of(self._guesses(module, batch, depth), batch, depth)
 
     def export(self, module: nn.Module, target: Target, directory: Path) -> None:
         assert isinstance(module, BlockHead)
@@ -161,7 +142,7 @@ class Block:
         room = {"tokens": cache.pages.count * cache.pages.size, "page": cache.pages.size, "slots": len(cache.length)}
         return BlockProposer(load_block(directory, view), view, **room)
 
-    def _laws(self, head: BlockHead, batch: Batch, depth: int) -> Iterator[tuple[int, slice, Tensor]]:
+    def _guesses(self, head: BlockHead, batch: Batch, depth: int) -> Iterator[tuple[int, slice, Tensor]]:
         """(k, roots, logits [B, roots, V]): what slot k says behind consecutive roots, every token that has context."""
         rows, positions = batch.mask.shape
         for first in range(1, positions, ANCHORS):
@@ -205,6 +186,53 @@ def mask_token(target: Target, corpus: Corpus, asked: int | None) -> int:
     return int(corpus.counts(c.vocab).argmin())
 
 
-def _of_rows(values: Tensor, at: Tensor) -> Tensor:
-    """Of each text, the values at its own positions. [B, N], [B, ...] -> [B, ...]"""
-    return values.gather(1, at.flatten(1)).view(at.shape)
+def blocks(head: BlockHead, batch: Batch, anchors: Tensor) -> Tensor:
+    """What the head makes of the slots that say something behind each anchor, of many anchors at once.
+
+    Each anchor has a block of its own, whose slots see context before the anchor and one another, as they do while
+    drafting: windows and causal blocks included. Context is never changed by what is drafted, so all blocks of a text
+    share it.
+
+    Args:
+        anchors: [B, A] int64 positions of tokens, from 1 on: behind the very first there is no context.
+
+    Returns:
+        [B, A, K, Hd]: slot k says token anchor + 1 + k, before the Markov head.
+    """
+    c = head.config
+    context = head.fuse(torch.cat([batch.states[boundary] for boundary in c.boundaries], -1))
+    tables = rope_tables(c.layer, c.layer.ropes[0], context.shape[1] + c.block, torch.float32)
+    cosine, sine = (table.to(anchors.device) for table in tables)
+    ids = torch.full((*anchors.shape, c.block), c.mask_token, device=anchors.device)
+    ids[..., 0] = batch.tokens.gather(1, anchors)
+    positions = anchors[..., None] + torch.arange(c.block, device=anchors.device)
+    attend = _Attend(head, context, (cosine[: context.shape[1]], sine[: context.shape[1]]), anchors)
+    made: Tensor = head(head.embed(ids), (cosine[positions], sine[positions]), attend)
+    return made[:, :, c.first :]
+
+
+class _Attend:
+    """Attention of blocks over the context before their anchors and over themselves."""
+
+    def __init__(self, head: BlockHead, context: Tensor, rotation: tuple[Tensor, Tensor], anchors: Tensor) -> None:
+        self.head, self.context, self.rotation = head, context, rotation
+        # how far each token of context lies before each anchor, [B, 1, 1, A, 1, N]
+        distance = anchors[..., None] - torch.arange(context.shape[1], device=anchors.device)
+        self.before = distance[:, None, None, :, None]
+        self.later = torch.ones(head.config.block, head.config.block, dtype=torch.bool, device=anchors.device).triu(1)
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [B, A, S, heads, D], k and v [B, A, S, Hkv, D] of the blocks -> [B, A, S, heads, D]"""
+        keys, values = self.head.remember(layer, self.context, self.rotation)
+        q = q.view(*q.shape[:3], k.shape[3], -1, q.shape[4])
+        c, window = self.head.config, self.head.config.layer.windows[layer]
+        unseen = (self.before < 1) | (self.before > window) if window else self.before < 1
+        before = torch.einsum("bashgd,bnhd->bhgasn", q, keys).masked_fill(unseen, -torch.inf)
+        own = torch.einsum("bashgd,bathd->bhgast", q, k)
+        if c.is_causal(layer):
+            own = own.masked_fill(self.later, -torch.inf)
+        scores = torch.cat((before, own), -1).float() * c.layer.attention_scale
+        weights, count = scores.softmax(-1).to(v.dtype), keys.shape[1]
+        out = torch.einsum("bhgasn,bnhd->bashgd", weights[..., :count], values)
+        out = out + torch.einsum("bhgast,bathd->bashgd", weights[..., count:], v)
+        return out.flatten(3, 4)

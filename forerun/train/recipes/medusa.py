@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,14 +17,13 @@ from forerun.models.shortlist import spread
 from forerun.runner import Runner
 from forerun.train.capture import Batch, Target
 from forerun.train.data import Corpus
-from forerun.train.lengths import chances_of
-from forerun.train.losses import Mixture, at_temperature, masked_mean, nothing_learnt, tv
+from forerun.train.losses import Mixture, masked_mean, nothing_learnt
 from forerun.train.options import MedusaOptions
-from forerun.train.recipes.base import Outlook
+from forerun.train.recipes.base import Outlook, Recipe, outlook_of
 
 
 @dataclass(frozen=True, slots=True)
-class Medusa:
+class Medusa(Recipe):
     """Heads on the target's last hidden state (2401.10774); they begin as its own head.
 
     The head k says token j + 2 + k from the state with which the target read token j. So what it drafts behind a root i
@@ -33,11 +31,8 @@ class Medusa:
     """
 
     options: MedusaOptions
-    name: str = "medusa"
-    draft: str = "medusa"
-
-    def boundaries(self, module: nn.Module, target: Target) -> tuple[int, ...]:
-        return self.reads(target)
+    name = "medusa"
+    draft = "medusa"
 
     def reads(self, target: Target) -> tuple[int, ...]:
         return (target.llm.decoder.config.layers,)
@@ -51,30 +46,20 @@ class Medusa:
     def load(self, directory: Path, target: Target) -> nn.Module:
         return load_heads(directory).requires_grad_(True)
 
-    def vocab(self, module: nn.Module, target: Target) -> int:
-        return target.vocab
-
     def loss(self, module: nn.Module, batch: Batch) -> Tensor:
         mixture = Mixture(self.options.kl, self.options.tv, self.options.ce)
         total, weight = torch.zeros((), device=batch.tokens.device), 0.0
         for k, logits in enumerate(self._logits(module, batch)):
-            losses = mixture(batch.law.behind(k + 1), logits, batch.tokens[:, k + 2 :])
+            law = batch.law.at((slice(None), slice(k + 1, None)))
+            losses = mixture(law, logits, batch.tokens[:, k + 2 :])
             total = total + self.options.decay**k * masked_mean(losses, batch.mask[:, k + 1 :])
             weight += self.options.decay**k
         return total / weight if weight else nothing_learnt(module)
 
     def analytic(self, module: nn.Module, batch: Batch, depth: int) -> Outlook:
-        overlap = torch.zeros((*batch.mask.shape, depth), device=batch.tokens.device)
-        chances, said = torch.zeros_like(overlap), torch.full_like(batch.said, -math.log(batch.vocab))
-        for k, logits in enumerate(self._logits(module, batch)[:depth]):
-            logits, counts = at_temperature(logits, batch.temperature), batch.mask[:, k + 1 :]
-            guessed = logits.log_softmax(-1).gather(-1, batch.tokens[:, k + 2 :, None])[..., 0]
-            law, roots = batch.law.behind(k + 1), slice(1, batch.mask.shape[1] - k)
-            overlap[:, roots, k] = torch.where(counts, 1 - tv(law.logs, law.of(logits)), 0.0)
-            chances[:, roots, k] = torch.where(counts, chances_of(batch.said[:, k + 1 :], guessed), 0.0)
-            if k == 0:
-                said[:, 1:] = guessed
-        return Outlook(said, overlap, chances)
+        positions = batch.mask.shape[1]
+        logits = self._logits(module, batch)[:depth]
+        return outlook_of(((k, slice(1, positions - k), said) for k, said in enumerate(logits)), batch, depth)
 
     def export(self, module: nn.Module, target: Target, directory: Path) -> None:
         assert isinstance(module, MedusaHeads)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,10 +24,9 @@ from forerun.runner import Runner
 from forerun.train.capture import PAGE, Batch, Target
 from forerun.train.data import Corpus
 from forerun.train.fused import fused_sum
-from forerun.train.lengths import chances_of
-from forerun.train.losses import Law, Mixture, at_temperature, nothing_learnt, numbered, places, tv
+from forerun.train.losses import Law, Mixture, nothing_learnt, numbered
 from forerun.train.options import EagleOptions, PairOptions
-from forerun.train.recipes.base import Outlook, begin_listed
+from forerun.train.recipes.base import Outlook, Recipe, begin_listed, outlook_of
 from forerun.train.unroll import unroll
 from forerun.train.warm import begin_as_target
 
@@ -37,7 +35,7 @@ OWN_SCORE = 10.0  # of a pair with itself where an EAGLE-3 head begins; those of
 
 
 @dataclass(frozen=True, slots=True)
-class PairRecipe:
+class PairRecipe(Recipe):
     """What is the same for all heads on pairs: what they learn, how they are judged, how they draft.
 
     Row t of step s says token t + 2 + s: it is the (s + 1)th token drafted behind the root t + 1, and its law is the
@@ -45,8 +43,6 @@ class PairRecipe:
     """
 
     options: PairOptions
-    name: str = ""
-    draft: str = ""
 
     def boundaries(self, module: nn.Module, target: Target) -> tuple[int, ...]:
         assert isinstance(module, PairHead)
@@ -56,9 +52,6 @@ class PairRecipe:
         if self.options.init is not None:
             return self._read(find_model(self.options.init, pickled=True), target).boundaries
         return self._depths(target.llm.decoder.config.layers)
-
-    def vocab(self, module: nn.Module, target: Target) -> int:
-        return target.vocab
 
     def loss(self, module: nn.Module, batch: Batch) -> Tensor:
         assert isinstance(module, PairHead)
@@ -80,19 +73,9 @@ class PairRecipe:
 
     def analytic(self, module: nn.Module, batch: Batch, depth: int) -> Outlook:
         assert isinstance(module, PairHead)
-        overlap = torch.zeros((*batch.mask.shape, depth), device=batch.tokens.device)
-        chances, said = torch.zeros_like(overlap), torch.full_like(batch.said, -math.log(batch.vocab))
-        law, numbers = batch.law.over(module.tokens()), _numbers(module.tokens(), batch)
-        for step, (_, made) in enumerate(unroll(module, batch, depth)):
-            logits, counts = at_temperature(module.logits(made), batch.temperature), batch.mask[:, step + 1 :]
-            logs = nn.functional.pad(logits.log_softmax(-1), (0, 1), value=-torch.inf)
-            guessed = logs.gather(-1, numbers[:, step + 2 :, None])[..., 0]
-            at, roots = law.behind(step + 1), slice(1, batch.mask.shape[1] - step)
-            overlap[:, roots, step] = torch.where(counts, 1 - tv(at.logs, at.of(logits)), 0.0)
-            chances[:, roots, step] = torch.where(counts, chances_of(batch.said[:, step + 1 :], guessed), 0.0)
-            if step == 0:
-                said[:, 1:] = guessed
-        return Outlook(said, overlap, chances)
+        steps, positions = unroll(module, batch, depth), batch.mask.shape[1]
+        guesses = ((k, slice(1, positions - k), module.logits(made)) for k, (_, made) in enumerate(steps))
+        return outlook_of(guesses, batch, depth, module.tokens())
 
     def proposer(self, directory: Path, target: Target, runner: Runner) -> Proposer:
         view, slots = view_of(runner.decoder), len(runner.cache.length)
@@ -134,8 +117,8 @@ class Eagle3(PairRecipe):
     """
 
     options: EagleOptions
-    name: str = "eagle3"
-    draft: str = "eagle3"
+    name = "eagle3"
+    draft = "eagle3"
 
     def _new(self, target: Target, corpus: Corpus) -> nn.Module:
         c = target.llm.decoder.config
@@ -181,8 +164,8 @@ class Mtp(PairRecipe):
     """A multi-token module, unrolled as in FastMTP (2509.18362). Embedding and head are the target's, but for a module
     that says part of the vocabulary, whose head begins as the target's rows."""
 
-    name: str = "mtp"
-    draft: str = "mtp"
+    name = "mtp"
+    draft = "mtp"
 
     def _new(self, target: Target, corpus: Corpus) -> nn.Module:
         c = target.llm.decoder.config
@@ -251,8 +234,3 @@ def see_own(head: EagleHead) -> None:
         attention.k_proj.weight[group, : c.hidden] += look[kv_head]
         attention.v_proj.weight[group, : c.hidden] += carry[kv_head]
         attention.o_proj.weight[:, first] += carry[kv_head].T
-
-
-def _numbers(ids: Tensor | None, batch: Batch) -> Tensor:
-    """The texts' tokens as numbers among those a head says, `ids`; one past the last for what it cannot say."""
-    return batch.tokens if ids is None else places(ids, batch.vocab)[batch.tokens]

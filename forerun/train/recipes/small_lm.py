@@ -22,25 +22,22 @@ from forerun.models.shortlist import Shortlist, read_shortlist, shortlist_beside
 from forerun.runner import Runner
 from forerun.train.capture import Batch, Target
 from forerun.train.data import Corpus
-from forerun.train.lengths import chances_of, unfolded
-from forerun.train.losses import Mixture, at_temperature, masked_mean, numbered, tv
+from forerun.train.lengths import unfolded
+from forerun.train.losses import Mixture, masked_mean, numbered
 from forerun.train.options import SmallLMOptions
 from forerun.train.prune import load_module, prune
-from forerun.train.recipes.base import Outlook
+from forerun.train.recipes.base import Outlook, Recipe, outlook_of
 
 LAYERS = 2  # where neither layers nor init are given
 
 
 @dataclass(frozen=True, slots=True)
-class SmallLM:
+class SmallLM(Recipe):
     """A small language model of the target's vocabulary, built on transformers' own classes."""
 
     options: SmallLMOptions
-    name: str = "small-lm"
-    draft: str = "model"
-
-    def boundaries(self, module: nn.Module, target: Target) -> tuple[int, ...]:
-        return ()
+    name = "small-lm"
+    draft = "model"
 
     def reads(self, target: Target) -> tuple[int, ...]:
         return ()
@@ -83,11 +80,9 @@ class SmallLM:
         return masked_mean(mixture(law.whole(), self._logits(module, batch), said), batch.mask & sayable)
 
     def analytic(self, module: nn.Module, batch: Batch, depth: int) -> Outlook:
-        logits = at_temperature(spread(self._logits(module, batch), scored(module), batch.vocab), batch.temperature)
-        said = logits.log_softmax(-1).gather(-1, batch.tokens[:, 1:, None])[..., 0]
-        overlap = torch.where(batch.mask, 1 - tv(batch.law.logs, batch.law.of(logits)), 0.0)
-        chances = torch.where(batch.mask, chances_of(batch.said, said), 0.0)
-        return Outlook(said, unfolded(overlap, depth), unfolded(chances, depth))
+        logits = spread(self._logits(module, batch), scored(module), batch.vocab)
+        first = outlook_of([(0, slice(0, batch.mask.shape[1]), logits)], batch, 1)
+        return Outlook(first.said, unfolded(first.overlap[..., 0], depth), unfolded(first.chances[..., 0], depth))
 
     def export(self, module: nn.Module, target: Target, directory: Path) -> None:
         raw = target.llm.decoder.config.raw

@@ -9,18 +9,17 @@ import numpy as np
 import pytest
 import torch
 
-from forerun.progress import Silent
+from forerun.progress import Tell
 from forerun.train import captured, stream
 from forerun.train.capture import Batch, Target, apart
 from forerun.train.captured import Kept
 from forerun.train.data import Corpus
-from forerun.train.harvest import Harvest
 from forerun.train.settings import Training
-from forerun.train.stream import Stream
+from forerun.train.stream import Harvest, Stream
 from tests.train.conftest import SMALL
 
 
-class Noting(Silent):
+class Noting(Tell):
     """Keeps what it is told."""
 
     def __init__(self) -> None:
@@ -47,9 +46,9 @@ def counted(target: Target, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return calls
 
 
-def made(target: Target, corpus: Corpus, path: Path, tell: Silent | None = None, **settings: object) -> Harvest:
+def made(target: Target, corpus: Corpus, path: Path, tell: Tell | None = None, **settings: object) -> Harvest:
     training = Training(**(SMALL | {"on_policy": 0.0} | settings))
-    return Harvest(target, Stream(corpus, target, training), target.vocab, training, path, tell or Silent())
+    return Harvest(target, Stream(corpus, target, training), target.vocab, training, path, tell or Tell())
 
 
 def equal(a: Batch, b: Batch) -> bool:
@@ -111,7 +110,7 @@ def test_what_the_target_writes_is_not_read_again(
 def test_what_was_captured_before_the_run_is_not_read_again(
     target: Target, corpus: Corpus, counted: list[int], tmp_path: Path
 ) -> None:
-    kept = Kept(tmp_path / "kept", target.shape(target.vocab), SMALL["tokens"], 1.0, Silent())
+    kept = Kept(tmp_path / "kept", target.shape(target.vocab), SMALL["tokens"], 1.0, Tell())
     kept.open(keep=False)
     own = corpus.examples[:-1]
     for one in apart(target.batch(own, vocab=target.vocab), own, target.boundaries):
@@ -119,7 +118,7 @@ def test_what_was_captured_before_the_run_is_not_read_again(
         kept.add(one)
     counted.clear()
     training = Training(**(SMALL | {"on_policy": 0.0}))
-    mine = Harvest(target, Stream(corpus, target, training, kept), target.vocab, training, tmp_path / "x", Silent())
+    mine = Harvest(target, Stream(corpus, target, training, kept), target.vocab, training, tmp_path / "x", Tell())
     assert mine.records.places < made(target, corpus, tmp_path / "y").records.places, "both share the room"
     first = mine.batch(range(len(corpus.examples)))
     assert counted == [1], "the one that was not"
@@ -129,8 +128,8 @@ def test_what_was_captured_before_the_run_is_not_read_again(
 def test_as_many_are_kept_as_there_is_room_for(target: Target, corpus: Corpus, tmp_path: Path) -> None:
     shape, texts = target.shape(target.vocab), corpus.examples[:3]
     taken = apart(target.batch(texts), texts, target.boundaries)
-    slot = Kept(tmp_path / "kept", shape, SMALL["tokens"], 0.0, Silent()).slot
-    kept = Kept(tmp_path / "kept", shape, SMALL["tokens"], 2.5 * slot / 1e9, Silent())
+    slot = Kept(tmp_path / "kept", shape, SMALL["tokens"], 0.0, Tell()).slot
+    kept = Kept(tmp_path / "kept", shape, SMALL["tokens"], 2.5 * slot / 1e9, Tell())
     for keep in (False, True):
         kept.open(keep)
         for one in taken:
