@@ -14,8 +14,8 @@ from forerun.catalogue import far
 from forerun.catalogue.family import Json, Kind, Look, recognise
 from forerun.errors import LoadError, one_line
 from forerun.models.files import read_object, read_text, weight_files
+from forerun.models.gguf.kinds import skim, token_digest
 from forerun.models.hub import PICKLED, is_pickled
-from forerun.models.skim import skim, token_digest
 from forerun.models.survey import tokenizer_digest
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")

@@ -135,8 +135,7 @@ def _model(facts: Facts) -> str:
 
 
 def _gguf(facts: Facts) -> str:
-    from forerun.models.gguf.kinds import why_not
-    from forerun.models.skim import skim
+    from forerun.models.gguf.kinds import skim, why_not
 
     try:
         return why_not(skim(facts.path)) if facts.path else ""

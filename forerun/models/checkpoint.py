@@ -9,6 +9,7 @@ from torch import Tensor
 
 from forerun.errors import LoadError, one_line
 from forerun.models.files import indexed, weight_files
+from forerun.models.names import listed
 from forerun.models.quantized import PARTS, Scheme, Stored
 from forerun.models.unpack import read_stored
 
@@ -20,9 +21,8 @@ class Checkpoint:
         self.directory = directory
         self.taken: set[str] = set()
         try:
-            files = {path: safe_open(path, framework="pt") for path in self._paths()}
-            self.where = {name: file for file in files.values() for name in file.keys()}  # type: ignore[no-untyped-call]  # noqa: SIM118
-            self.paths = {name: path for path, file in files.items() for name in file.keys()}  # type: ignore[no-untyped-call]  # noqa: SIM118
+            files = [(path, safe_open(path, framework="pt")) for path in self._paths()]
+            self.where = {name: (path, file) for path, file in files for name in file.keys()}  # type: ignore[no-untyped-call]  # noqa: SIM118
         except (SafetensorError, OSError, ValueError, KeyError) as error:
             raise LoadError(f"the weights in {directory} cannot be read: {one_line(str(error))}") from None
 
@@ -45,7 +45,7 @@ class Checkpoint:
         """Count a tensor as used, without reading it. Raises LoadError if it is absent or of another shape."""
         if name not in self.where:
             raise LoadError(f"{self.directory}: the checkpoint lacks the tensor {name}; it is incomplete")
-        held = self.where[name].get_slice(name).get_shape()  # type: ignore[no-untyped-call]
+        held = self.where[name][1].get_slice(name).get_shape()  # type: ignore[no-untyped-call]
         if shape is not None and tuple(held) != shape:
             raise LoadError(f"{self.directory}: tensor {name} is {held}, but config.json asks for {list(shape)}")
         self.taken.add(name)
@@ -53,7 +53,7 @@ class Checkpoint:
     def read(self, name: str) -> Tensor:
         """A tensor as it is stored."""
         try:  # a mapping of its own, which goes with the tensor: what was read does not stay in memory
-            with safe_open(self.paths[name], framework="pt") as file:
+            with safe_open(self.where[name][0], framework="pt") as file:
                 tensor: Tensor = file.get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise LoadError(f"{self.directory}: tensor {name} cannot be read: {one_line(str(error))}") from None
@@ -87,5 +87,5 @@ class Checkpoint:
         left = sorted(n for n in self.where if n not in self.taken and not n.endswith(ignored))
         left = [name for name in left if others is None or not name.startswith(others)]
         if left:
-            names = ", ".join(map(one_line, left[:4])) + (f" and {len(left) - 4} more" if len(left) > 4 else "")
+            names = listed(map(one_line, left), 4)
             raise LoadError(f"{self.directory}: {len(left)} tensors fit no part of this model: {names}")

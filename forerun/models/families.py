@@ -103,14 +103,13 @@ def _qwen3(c: Json) -> Json:
 
 
 def _smollm3(c: Json) -> Json:
-    fields = _llama({"rope_theta": 2e6} | c)
+    fields = _llama({"rope_theta": 2e6, "tie_word_embeddings": True} | c)
     layers, interval = fields["layers"], c.get("no_rope_layer_interval", 4)
     # 1 means that the layer does rotate, whatever the name says
     rotates = c.get("no_rope_layers") or [int((i + 1) % interval != 0) for i in range(layers)]
     return fields | dict(
         rope_of=tuple(0 if r else None for r in rotates),
         windows=_layered_windows(c, layers),
-        tied=c.get("tie_word_embeddings", True),
     )
 
 

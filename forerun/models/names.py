@@ -86,8 +86,8 @@ def tag_of(file: str, files: Iterable[str]) -> str | None:
     return labels[-1] if labels and choose(files, labels[-1]) == file else None
 
 
-def listed(names: Iterable[str]) -> str:
-    """Names in an error message: some, and how many more there are."""
+def listed(names: Iterable[str], most: int = MOST_NAMED) -> str:
+    """Names in an error message: at most so many, and how many more there are."""
     names = list(names)
-    rest = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-    return ", ".join(names[:MOST_NAMED]) + rest
+    rest = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + rest

@@ -56,14 +56,11 @@ class Kept:
     def fill(self, *arrays: Array) -> None:
         """Read weights and scales into memory of their size. Raises Broken."""
         try:
-            with self.path.open("rb", buffering=0) as file:
+            with self.path.open("rb") as file:
                 for (offset, size, checksum), array in zip(self.parts, arrays, strict=True):
                     view = array.data.cast("B")
                     file.seek(offset)
-                    done = 0
-                    while done < len(view) == size and (count := file.readinto(view[done:])):
-                        done += count
-                    if done != size or zlib.crc32(view) != checksum:
+                    if len(view) != size or file.readinto(view) != size or zlib.crc32(view) != checksum:
                         raise Broken
         except (OSError, ValueError):
             raise Broken from None

@@ -88,43 +88,33 @@ class Rows:
 
 
 class _Cut:
-    """Takes a process's part out of each matrix as it is read."""
+    """Takes a process's part out of each matrix as it is read: some of its rows, or of its columns."""
 
     def __init__(self, config: ModelConfig, part: Part) -> None:
-        self.config, self.part = config, part
-        self.keys, self.inner, self.said = map(part.share, (config.kv_heads, config.intermediate, config.vocab))
-        self.rows: Rows | None = None
+        self.config, self.part, c = config, part, config
+        keys, inner, self.said = map(part.share, (c.kv_heads, c.intermediate, c.vocab))
+        heads = [  # rows of the queries, keys and values of its key-value heads, as a layer stacks them
+            slice((at + n * keys.start) * c.head_dim, (at + n * keys.stop) * c.head_dim)
+            for at, n in ((0, c.heads // c.kv_heads), (c.heads, 1), (c.heads + c.kv_heads, 1))
+        ]
+        # of the gate, where there is one, and of what it lets through
+        channels = [slice(at + inner.start, at + inner.stop) for at in ((0, c.intermediate) if c.gated else (0,))]
+        self.rows = {"qkv": heads, "up": channels, "head": [self.said]}
+        self.columns = {"out": heads[0], "down": inner}
+        self.embedding: Rows | None = None
 
     def table(self, source: Source) -> Rows:
-        self.rows = Rows(source.weight()[self.said].clone(), self.said.start, self.part)
-        return self.rows
+        self.embedding = Rows(source.weight()[self.said].clone(), self.said.start, self.part)
+        return self.embedding
 
     def linear(self, name: str, source: Source, bias: Tensor | None) -> Linear:
-        c = self.config
-        if name == "head":
-            shared = self.rows if c.tied else None
-            return Linear(shared.weight if shared else source.weight()[self.said].clone())
+        if name == "head" and self.config.tied and self.embedding is not None:
+            return Linear(self.embedding.weight)
         whole = source.weight()
-        if name in ("out", "down"):
-            columns = self._heads(self.keys)[0] if name == "out" else self.inner
-            return Summed(whole[:, columns].clone(), bias if self.part.rank == 0 else None)
-        rows = self._heads(self.keys) if name == "qkv" else self._channels()
-        own = [t if t is None else torch.cat([t[r] for r in rows]) for t in (whole, bias)]
+        if name in self.columns:
+            return Summed(whole[:, self.columns[name]].clone(), bias if self.part.rank == 0 else None)
+        own = [t if t is None else torch.cat([t[rows] for rows in self.rows[name]]) for t in (whole, bias)]
         return Linear(*own)  # type: ignore[arg-type]
-
-    def _heads(self, keys: slice) -> list[slice]:
-        """Rows of the queries, keys and values of some key-value heads, as a layer stacks them."""
-        c = self.config
-        group, starts = c.heads // c.kv_heads, (0, c.heads, c.heads + c.kv_heads)
-        return [
-            slice((at + n * keys.start) * c.head_dim, (at + n * keys.stop) * c.head_dim)
-            for at, n in zip(starts, (group, 1, 1), strict=True)
-        ]
-
-    def _channels(self) -> list[slice]:
-        """Rows of its channels: of the gate, where there is one, and of what it lets through."""
-        starts = (0, self.config.intermediate) if self.config.gated else (0,)
-        return [slice(at + self.inner.start, at + self.inner.stop) for at in starts]
 
 
 class PartDecoder(Decoder):

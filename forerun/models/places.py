@@ -28,10 +28,11 @@ class Found:
 
 def everything(directories: Iterable[Path] = ()) -> tuple[list[Found], list[str]]:
     """All models, those of `directories` first, and a line for each place that could not be read."""
-    given, (of_ollama, locked) = list(directories), _of_ollama()
+    given, default, (of_ollama, locked) = list(directories), default_model(), _of_ollama()
     locked += [f"{folder} is no directory that can be read: give another" for folder in given if not _readable(folder)]
     found = [model for folder in given for model in _below(folder)]
-    found += [*_default(), *of_ollama, *_of_lmstudio(), *_of_hub(), *_of_llama_cpp()]
+    found += [Found(DEFAULT, default, "default")] if default else []
+    found += [*of_ollama, *_of_lmstudio(), *_of_hub(), *_of_llama_cpp()]
     return list({model.name: model for model in reversed(found)}.values())[::-1], locked
 
 
@@ -47,12 +48,6 @@ def _readable(folder: Path) -> bool:
     with suppress(OSError):
         return bool(os.listdir(folder)) or True
     return False
-
-
-def _default() -> Iterator[Found]:
-    path = default_model()
-    if path is not None:
-        yield Found(DEFAULT, path, "default")
 
 
 def _of_ollama() -> tuple[list[Found], list[str]]:
@@ -98,10 +93,9 @@ def _below(folder: Path) -> Iterator[Found]:
         here = Path(place)
         deep = len(here.relative_to(folder).parts) >= DEEPEST
         folders[:] = [] if deep else sorted(name for name in folders if not name.startswith("."))
-        models = models_of(files)
         if "config.json" in files and any(file.endswith(".safetensors") for file in files):
             yield Found(str(here), here, "directory")
-        for file in models:
+        for file in models_of(files):
             yield _whole(str(here / file), here / file, "directory")
 
 

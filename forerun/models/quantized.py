@@ -141,8 +141,7 @@ def is_quantised(raw: dict[str, Any]) -> bool:
 
 def scheme_of(raw: dict[str, Any], where: str) -> Scheme | None:
     """What config.json says of quantisation; None where it says nothing. Raises LoadError for what is not supported."""
-    found = raw.get("quantization_config")
-    found = raw.get("compression_config") if found is None else found
+    found = next((raw[key] for key in SAYS_SO if raw.get(key) is not None), None)
     if found is None:
         return None
     try:

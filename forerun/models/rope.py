@@ -4,7 +4,6 @@ Being a function of the position is what makes a chunk, a tree and a one-token p
 depend on the length of the text instead, and are pinned down here: `dynamic` uses, for position t, the base that a
 text of t + 1 tokens would have (what one-token steps in transformers do); `longrope` uses its long factors for all
 texts when the engine's context exceeds the length the model was first trained on, and its short ones otherwise.
-The others are in `rope_scalings`.
 """
 
 from __future__ import annotations
@@ -16,8 +15,7 @@ from torch import Tensor
 
 from forerun.errors import LoadError, one_line, shown
 from forerun.models.config import ModelConfig
-from forerun.models.families import Rope
-from forerun.models.rope_scalings import SCALINGS, inverse_frequencies
+from forerun.models.families import Json, Rope
 
 
 def rope_tables(config: ModelConfig, rope: Rope, context: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -43,12 +41,11 @@ def _frequencies(config: ModelConfig, rope: Rope, context: int, positions: Tenso
     """Inverse frequencies, [dim / 2] or [context, dim / 2], and a factor on cos and sin."""
     kind, theta = rope.parameters["rope_type"], rope.parameters["rope_theta"]
     if kind == "default":
-        return inverse_frequencies(theta, rope.dim), 1.0
+        return _inverse(theta, rope.dim), 1.0
     if kind == "linear":
-        return inverse_frequencies(theta, rope.dim) / rope.parameters["factor"], 1.0
+        return _inverse(theta, rope.dim) / rope.parameters["factor"], 1.0
     if kind == "divided":  # as GGUF files have it: what a scaling makes of each frequency
-        divisors = torch.tensor(rope.parameters["divisors"], dtype=torch.float32)
-        return inverse_frequencies(theta, rope.dim) / divisors, 1.0
+        return _inverse(theta, rope.dim) / torch.tensor(rope.parameters["divisors"], dtype=torch.float32), 1.0
     if kind == "dynamic":
         return _dynamic(config, rope, positions), 1.0
     if kind not in SCALINGS:
@@ -58,6 +55,12 @@ def _frequencies(config: ModelConfig, rope: Rope, context: int, positions: Tenso
     return SCALINGS[kind](rope.parameters, config.raw, rope.dim, context)
 
 
+def _inverse(theta: float, dim: int) -> Tensor:
+    """Inverse frequencies as a rotary embedding was trained, rounded to float32 as checkpoints have them. [dim / 2]"""
+    frequencies: Tensor = theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    return 1.0 / frequencies
+
+
 def _dynamic(config: ModelConfig, rope: Rope, positions: Tensor) -> Tensor:
     """NTK-aware base that grows with the length of the text. [context, dim / 2]"""
     length = (positions + 1).clamp(min=config.context)
@@ -65,3 +68,65 @@ def _dynamic(config: ModelConfig, rope: Rope, positions: Tensor) -> Tensor:
     theta = rope.parameters["rope_theta"] * growth ** (rope.dim / (rope.dim - 2))
     frequencies: Tensor = theta[:, None] ** (torch.arange(0, rope.dim, 2, dtype=torch.float64) / rope.dim)
     return 1.0 / frequencies
+
+
+def _llama3(p: Json, raw: Json, dim: int, _context: int) -> tuple[Tensor, float]:
+    """Llama 3.1: long waves are stretched, short ones stay, those between get a share of both."""
+    inverse, trained = _inverse(p["rope_theta"], dim), _trained(p, raw)
+    low, high, factor = p["low_freq_factor"], p["high_freq_factor"], p["factor"]
+    turns = trained * inverse / (2 * math.pi)  # of each wave over a text of the length trained on
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return (1 - kept) * inverse / factor + kept * inverse, 1.0
+
+
+def _yarn(p: Json, raw: Json, dim: int, _context: int) -> tuple[Tensor, float]:
+    """YaRN (2309.00071): channels that turn often over a text stay, those that turn seldom are stretched."""
+    trained, theta = _trained(p, raw), p["rope_theta"]
+    factor = p["factor"] if p["factor"] is not None else raw["max_position_embeddings"] / trained
+
+    def channel(turns: float) -> float:
+        """Where a wave makes so many turns over the length trained on."""
+        return dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    first, last = channel(p.get("beta_fast") or 32), channel(p.get("beta_slow") or 1)
+    if p.get("truncate", True):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, dim - 1)
+    ramp = (torch.arange(dim // 2, dtype=torch.float32) - first) / ((last - first) or 0.001)
+    stretched, inverse = ramp.clamp(0, 1), _inverse(theta, dim)
+    return inverse / factor * stretched + inverse * (1 - stretched), _yarn_attention(p, factor)
+
+
+def _yarn_attention(p: Json, factor: float) -> float:
+    """The factor on cos and sin, which sharpens attention over longer texts."""
+    if p.get("attention_factor") is not None:
+        return float(p["attention_factor"])
+
+    def scale(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    one, all_ = p.get("mscale"), p.get("mscale_all_dim")
+    return scale(one) / scale(all_) if one and all_ else scale(1.0)
+
+
+def _longrope(p: Json, raw: Json, dim: int, context: int) -> tuple[Tensor, float]:
+    """LongRoPE (2402.13753): a factor for each channel, one list for texts as long as those trained on, one beyond."""
+    trained = _trained(p, raw)
+    factors = torch.tensor(p["long_factor" if context > trained else "short_factor"], dtype=torch.float32)
+    factor = p.get("factor") or raw["max_position_embeddings"] / trained
+    attention = p.get("attention_factor")
+    if attention is None:
+        attention = math.sqrt(1 + math.log(factor) / math.log(trained)) if factor > 1 else 1.0
+    return _inverse(p["rope_theta"], dim) / factors, float(attention)
+
+
+def _trained(p: Json, raw: Json) -> int:
+    """Tokens of the texts that the model was first trained on."""
+    found = raw.get("original_max_position_embeddings", p.get("original_max_position_embeddings"))
+    length = int(raw["max_position_embeddings"] if found is None else found)
+    if length < 1:
+        raise ValueError(f"original_max_position_embeddings is {length}")
+    return length
+
+
+SCALINGS = {"llama3": _llama3, "yarn": _yarn, "longrope": _longrope}  # by the names that config.json has for them

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import struct
 from collections import Counter
 from collections.abc import Collection, Sequence
@@ -16,9 +17,8 @@ from forerun.memory import free_ram
 from forerun.models.config import load_config
 from forerun.models.families import FAMILIES
 from forerun.models.files import indexed, read_object, weight_files
-from forerun.models.gguf.kinds import why_not
+from forerun.models.gguf.kinds import skim, token_digest, why_not
 from forerun.models.places import Found
-from forerun.models.skim import skim, token_digest
 
 # What llama.cpp writes as general.file_type: a label of the mix, which the tensors need not follow.
 FILE_TYPES = {
@@ -39,10 +39,8 @@ FOR_A_TARGET = (  # what only the configurations of drafters say
     "speculators_model_type", "medusa_num_heads", "hydra_num_heads", "draft_vocab_size", "dflash_config",
 )  # fmt: skip
 DRAFTERS = ("medusa", "eagle", "mlp_speculator")  # model types that are none
-JOINED = {
-    "fc.weight",
-    "model.fc.weight",
-}  # a target's state and a token, of EAGLE heads, whose layer is said as a Llama
+# a target's state and a token, of EAGLE heads, whose layer is said as a Llama
+JOINED = {"fc.weight", "model.fc.weight"}
 DRAFT_SHARE = 0.5  # a drafter with more of its target's parameters than this cannot pay
 
 
@@ -106,27 +104,17 @@ def _of_gguf(path: Path, row: Survey) -> Survey:
     for tensor in file.tensors.values():
         counts[tensor.kind] += tensor.size
     context = file.metadata.get(f"{file.architecture}.context_length")
+    label = file.metadata.get("general.file_type")
     return replace(
         row,
         bytes=sum(part.stat().st_size for part in file.parts),
-        format=_format(FILE_TYPES.get(_whole(file.metadata.get("general.file_type")), ""), counts),
+        format=_format(FILE_TYPES.get(label, "") if isinstance(label, int) else "", counts),
         family=file.architecture,
-        parameters=sum(_product(tensor.shape) for tensor in file.tensors.values()),
+        parameters=sum(math.prod(tensor.shape) for tensor in file.tensors.values()),
         context=context if isinstance(context, int) else None,
         reason=why_not(file),
         vocabulary=token_digest(file.metadata),
     )
-
-
-def _whole(value: object) -> int:
-    return value if isinstance(value, int) else -1
-
-
-def _product(shape: Sequence[int]) -> int:
-    total = 1
-    for n in shape:
-        total *= n
-    return total
 
 
 def _format(label: str, counts: Counter[str]) -> str:
@@ -145,7 +133,7 @@ def _of_directory(path: Path, row: Survey) -> Survey:
     counts: Counter[str] = Counter()
     tensors = {name: tensor for file in files for name, tensor in _tensors(file).items()}
     for tensor in tensors.values():
-        counts[tensor["dtype"]] += _product(tensor["shape"])
+        counts[tensor["dtype"]] += math.prod(tensor["shape"])
     quantised = raw.get("quantization_config") or raw.get("quantization")
     kind = max(counts, key=lambda dtype: counts[dtype] * DTYPES.get(dtype, ("", 8))[1], default="")
     return replace(

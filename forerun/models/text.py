@@ -61,11 +61,9 @@ class Tokenizer:
             if self._plain:
                 return tokenizers.Tokenizer.from_file(str(self.path / "tokenizer.json"))
             backend: tokenizers.Tokenizer | None = getattr(self._slow, "backend_tokenizer", None)
-        except LoadError:
+        except (LoadError, KeyboardInterrupt):
             raise
         except BaseException as error:  # the tokenizers library raises bare Exception, and panics
-            if isinstance(error, KeyboardInterrupt):
-                raise
             raise LoadError(f"the tokenizer in {self.path} cannot be read: {_line(error)}") from None
         if backend is None:
             raise LoadError(f"the tokenizer in {self.path} has no tokenizer.json form, which forerun needs")
@@ -176,14 +174,6 @@ class Tokenizer:
         """What decodes one token at a time, going on from `prompt`."""
         return Decoding(self, list(prompt)[-8:])
 
-    def step(self, stream: Decoding, token: int) -> str:
-        """The text that `token` completes; "" while a character is unfinished."""
-        return stream.append(token)
-
-    def flush(self, stream: Decoding) -> str:
-        """What is left of an unfinished character at the end of an output."""
-        return stream.flush()
-
     def chat(self, messages: Sequence[Message], tools: Sequence[Message] = (), **options: Any) -> list[int]:
         """Token ids of a conversation, ready for the assistant's answer; a plain layout where the model has none.
 
@@ -192,10 +182,9 @@ class Tokenizer:
         for message in messages:
             if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
                 raise RequestError(f"a chat message needs a role and a content, not {message!r}")
-        if not self.has_chat_template:
+        if self._template is None:
             return self.encode(plain_layout(messages, tools))
         try:
-            assert self._template is not None
             render = self._template.render_confined if self._confined else self._template.render
             text = render(messages, tools, options)
         except BusyError:
@@ -288,7 +277,6 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str]) -> None:
-        self.tokenizer = tokenizer
         self.stream = tokenizer.stream(prompt)
         self.stops = StopMatcher(automaton_of(tuple(stops))) if stops else None
         self.stopped = False
@@ -303,7 +291,7 @@ class TextStream:
     def append(self, token: int) -> None:
         """Add one token; `stopped` says whether it completed a stop string, which is then cut off."""
         before = len(self._held)
-        piece = self.tokenizer.step(self.stream, token)
+        piece = self.stream.append(token)
         self._held += piece
         at = self.stops.feed(piece) if self.stops else None
         if at is not None:
@@ -312,7 +300,7 @@ class TextStream:
     def take(self, finished: bool) -> str:
         """The text that can be shown now and was not before."""
         if finished and not self.stopped:
-            self._held += self.tokenizer.flush(self.stream)
+            self._held += self.stream.flush()
         keep = self.stops.begun if self.stops and not finished else 0
         end = max(0, len(self._held) - keep)
         new, self._held = self._held[:end], self._held[end:]

@@ -174,11 +174,15 @@ class Builder:
         return list(zip(names, self.sizes[part] if len(names) > 1 else [rows], strict=True))
 
     def tensor(self, part: str, layer: int | None, suffix: str, shape: tuple[int, ...]) -> Tensor:
-        parts = [(f"{stem}.{suffix}", size) for stem, size in self.stems(part, layer, shape[0])]
-        for name, size in parts:
-            self.checkpoint.claim(name, (size, *shape[1:]))
-        tensors = [self.checkpoint.floats(name) for name, _ in parts]
-        return torch.cat(tensors) if len(tensors) > 1 else tensors[0]
+        """A norm, a bias, an embedding or learned positions, as floats."""
+        stems = self.stems(part, layer, shape[0])
+        found = [self.floats(f"{stem}.{suffix}", (size, *shape[1:])) for stem, size in stems]
+        return torch.cat(found) if len(found) > 1 else found[0]
+
+    def floats(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """A tensor of this shape, counted as used."""
+        self.checkpoint.claim(name, shape)
+        return self.checkpoint.floats(name)
 
     def matrix(self, stem: str, shape: tuple[int, int], bias: bool, transposed: bool) -> Callable[[], Matrix]:
         """A function that reads one linear layer's weight, whose tensors are claimed here."""

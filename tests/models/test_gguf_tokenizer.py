@@ -28,7 +28,6 @@ from forerun.models.gguf.pretokenizers import PRE_TOKENIZERS
 from forerun.models.gguf.spm import merges_by_score
 from forerun.models.gguf.tokenizer import (
     build_tokenizer,
-    chat_template,
     chat_templates,
     end_tokens,
     special_tokens,
@@ -243,8 +242,7 @@ def test_special_tokens_by_the_names_of_templates() -> None:
 def test_templates_by_name() -> None:
     keys = {"tokenizer.chat_template": "A", "tokenizer.chat_template.tool_use": "B"}
     assert chat_templates(keys) == {"default": "A", "tool_use": "B"}
-    assert chat_template(keys) == "A"
-    assert chat_template({"tokenizer.chat_templates": ["tool_use"]}) is None
+    assert chat_templates({"tokenizer.chat_templates": ["tool_use"]}) == {}
 
 
 def test_models_without_a_tokenizer() -> None:

@@ -12,10 +12,9 @@ import pytest
 
 from forerun.models import survey as surveys
 from forerun.models.gguf.config import ARCHITECTURES
-from forerun.models.gguf.kinds import READ
+from forerun.models.gguf.kinds import READ, skim, token_digest
 from forerun.models.hub import find_model
 from forerun.models.places import Found, everything, names
-from forerun.models.skim import skim, token_digest
 from forerun.models.survey import Survey, survey
 from tests.little_gguf import little
 from tests.models.homes import HOST, bare_home, hub_file, ollama_model

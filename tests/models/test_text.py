@@ -309,13 +309,13 @@ class Spelled:
     def __init__(self, pieces: Sequence[str]) -> None:
         self.pieces = pieces
 
-    def stream(self, prompt: Sequence[int]) -> None:
-        return None
+    def stream(self, prompt: Sequence[int]) -> Spelled:
+        return self
 
-    def step(self, stream: None, token: int) -> str:
+    def append(self, token: int) -> str:
         return self.pieces[token]
 
-    def flush(self, stream: None) -> str:
+    def flush(self) -> str:
         return ""
 
 

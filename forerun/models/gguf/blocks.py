@@ -6,7 +6,7 @@ repacking is tested against.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
@@ -89,32 +89,19 @@ class Blocks:
             first = max(first - len(piece), 0)
         return np.concatenate(found) if len(found) > 1 else found[0]
 
-    def parts(self) -> Iterator[tuple[int, Entry, Rows]]:
-        """(first output, tensor, rows as they are stored), a few megabytes at a time."""
-        first = 0
-        for piece in self.pieces:
-            step = max(PART // piece.entry.row_bytes, 1) if piece.order is None else len(piece)
-            for at in range(0, len(piece), step):
-                yield first + at, piece.entry, piece.read(at, min(step, len(piece) - at))
-            first += len(piece)
-
     def dequantise(self) -> Tensor:
-        """[out, in] float32. Raises LoadError."""
-        out = torch.empty(self.shape)
-        for first, entry, rows in self.parts():
-            values = floats(entry.kind, rows)
-            if entry.kind not in FLOATS and not values.isfinite().all():
-                raise no_numbers(entry)
-            out[first : first + len(rows)] = values
+        """[out, in] float32, of a few megabytes of the file at a time. Raises LoadError."""
+        out, first = torch.empty(self.shape), 0
+        for piece in self.pieces:
+            entry = piece.entry
+            step = max(PART // entry.row_bytes, 1) if piece.order is None else len(piece)
+            for at in range(0, len(piece), step):
+                values = floats(entry.kind, piece.read(at, min(step, len(piece) - at)))
+                if entry.kind not in FLOATS and not values.isfinite().all():
+                    raise no_numbers(entry)
+                out[first + at : first + at + len(values)] = values
+            first += len(piece)
         return out
-
-    def dense(self) -> Tensor:
-        """[out, in] in the type of the file where that is one of floats, else float32."""
-        kinds = {piece.entry.kind for piece in self.pieces}
-        if len(kinds) > 1 or self.kind not in FLOATS:
-            return self.dequantise()
-        parts = [torch.from_numpy(rows).view(FLOATS[entry.kind]) for _, entry, rows in self.parts()]
-        return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
 def stack_blocks(parts: Sequence[Blocks]) -> Blocks:
@@ -142,14 +129,12 @@ def floats(kind: str, rows: Rows) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(made, dtype=np.float32))
 
 
-def rotated(rows: int, heads: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+def rotated(rows: int, heads: int) -> Tensor:
     """The rows of a file whose queries or keys rotate neighbouring channels, in the order of the halves that rotate
-    together elsewhere. [rows]"""
-    half = rows // heads // 2
-    return np.arange(rows).reshape(heads, half, 2).swapaxes(1, 2).ravel()
+    together elsewhere. int64 [rows]"""
+    return torch.arange(rows).view(heads, -1, 2).transpose(1, 2).flatten()
 
 
 def permuted(blocks: Blocks, heads: int) -> Blocks:
     """The same matrix with the rows of each head in the order of `rotated`."""
-    (piece,) = blocks.pieces
-    return Blocks((replace(piece, order=rotated(len(piece), heads)),))
+    return blocks.chosen(rotated(blocks.shape[0], heads))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import numpy as np
 from forerun.errors import LoadError, nearest, one_line, shown
 from forerun.models.config import MOST_CONTEXT, ModelConfig, make_config
 from forerun.models.families import Json
-from forerun.models.gguf.blocks import FLOATS, Blocks, Piece
+from forerun.models.gguf.blocks import FLOATS, floats
 from forerun.models.gguf.container import Gguf, open_gguf
 from forerun.models.gguf.kinds import OTHER_KINDS, refused
 from forerun.models.gguf.tokenizer import end_tokens
@@ -84,22 +85,16 @@ class _Metadata:
     def get(self, key: str, default: Any = None) -> Any:
         return self.gguf.metadata.get(self.prefix + key, default)
 
-    def need(self, *keys: str) -> Any:
-        """The value of the first of these keys that is there. LookupError without any."""
-        found = [self.get(key) for key in keys if self.get(key) is not None]
-        if not found:
-            raise LookupError(self.prefix + keys[0])
-        return found[0]
-
-    def number(self, *keys: str, default: float | None = None) -> float:
+    def number(self, key: str, default: float) -> float:
         """A float as it was before it was rounded to 32 bits: 9.999999747378752e-06 was 1e-05."""
-        value = self.need(*keys) if default is None else self.get(keys[0], default)
         with np.errstate(over="ignore"):
-            return float(str(np.float32(value)))
+            return float(str(np.float32(self.get(key, default))))
 
     def same(self, *keys: str) -> int:
-        """A whole number, or an array that says the same of each layer."""
-        value = self.need(*keys)
+        """A whole number, or an array that says the same of each layer, by the first of these keys that is there."""
+        value = next((self.get(key) for key in keys if self.get(key) is not None), None)
+        if value is None:
+            raise LookupError(self.prefix + keys[0])
         if isinstance(value, np.ndarray):
             if not len(value) or (value != value[0]).any():
                 raise ValueError(f"{self.prefix}{keys[0]}, which differs between layers")
@@ -113,7 +108,7 @@ class _Metadata:
         entry = self.gguf.tensors[name]
         if entry.kind not in FLOATS or len(entry.shape) != 1:
             raise ValueError(f"the tensor {name}")
-        values = Blocks((Piece(replace(entry, shape=(1, *entry.shape))),)).dequantise()[0]
+        values = floats(entry.kind, entry.read())[0]
         if not ((values > 0) & values.isfinite()).all():
             raise ValueError(f"the tensor {name}, which is to hold positive numbers")
         return [float(v) for v in values]
@@ -142,7 +137,7 @@ class _Metadata:
 
     def rope(self, head_dim: int) -> Json:
         """rope_parameters: scalings are in keys, in a tensor of divisors (Llama 3), or in two tensors (longrope)."""
-        rope: Json = {"rope_type": "default", "rope_theta": self.number("rope.freq_base", default=10000.0)}
+        rope: Json = {"rope_type": "default", "rope_theta": self.number("rope.freq_base", 10000.0)}
         turns = int(self.get("rope.dimension_count") or head_dim)
         if turns != head_dim:
             rope["partial_rotary_factor"] = turns / head_dim
@@ -180,23 +175,15 @@ class _Metadata:
 
 
 def _rms(m: _Metadata) -> float:
-    return m.number("attention.layer_norm_rms_epsilon", default=1e-6)
+    return m.number("attention.layer_norm_rms_epsilon", 1e-6)
 
 
-def _llama(m: _Metadata, c: Json) -> Json:
-    return dict(model_type="llama", rms_norm_eps=_rms(m), rope_parameters=m.rope(c["head_dim"]))
-
-
-def _qwen2(m: _Metadata, c: Json) -> Json:
-    return _llama(m, c) | dict(model_type="qwen2")
-
-
-def _qwen3(m: _Metadata, c: Json) -> Json:
-    return _llama(m, c) | dict(model_type="qwen3")
+def _llama(m: _Metadata, c: Json, family: str = "llama") -> Json:
+    return dict(model_type=family, rms_norm_eps=_rms(m), rope_parameters=m.rope(c["head_dim"]))
 
 
 def _smollm3(m: _Metadata, c: Json) -> Json:
-    return _llama(m, c) | dict(model_type="smollm3", no_rope_layer_interval=4)
+    return _llama(m, c, "smollm3") | dict(no_rope_layer_interval=4)
 
 
 def _phi3(m: _Metadata, c: Json) -> Json:
@@ -215,8 +202,8 @@ def _gemma2(m: _Metadata, c: Json) -> Json:
     return dict(
         model_type="gemma2", rms_norm_eps=_rms(m), rope_parameters=m.rope(c["head_dim"]),
         query_pre_attn_scalar=c["hidden_size"] / c["num_attention_heads"] if wide else c["head_dim"],
-        attn_logit_softcapping=m.number("attn_logit_softcapping", default=50.0),
-        final_logit_softcapping=m.number("final_logit_softcapping", default=30.0),
+        attn_logit_softcapping=m.number("attn_logit_softcapping", 50.0),
+        final_logit_softcapping=m.number("final_logit_softcapping", 30.0),
         sliding_window=m.get("attention.sliding_window", 4096), layer_types=m.windowed(c["num_hidden_layers"], 2),
     )  # fmt: skip
 
@@ -224,8 +211,8 @@ def _gemma2(m: _Metadata, c: Json) -> Json:
 def _gemma3(m: _Metadata, c: Json) -> Json:
     wide = c["num_hidden_layers"] == 62  # 27B
     full = m.rope(c["head_dim"])
-    full["rope_theta"] = m.number("rope.global.freq_base", default=m.number("rope.freq_base", default=1e6))
-    local = m.number("rope.local.freq_base", default=m.number("rope.freq_base_swa", default=10000.0))
+    full["rope_theta"] = m.number("rope.global.freq_base", m.number("rope.freq_base", 1e6))
+    local = m.number("rope.local.freq_base", m.number("rope.freq_base_swa", 10000.0))
     return dict(
         model_type="gemma3_text", rms_norm_eps=_rms(m),
         query_pre_attn_scalar=c["hidden_size"] / c["num_attention_heads"] if wide else c["head_dim"],
@@ -240,11 +227,12 @@ def _gpt2(m: _Metadata, c: Json) -> Json:
     return dict(
         model_type="gpt2", n_embd=c["hidden_size"], n_head=c["num_attention_heads"], n_layer=c["num_hidden_layers"],
         n_positions=c["max_position_embeddings"], n_inner=c["intermediate_size"],
-        layer_norm_epsilon=m.number("attention.layer_norm_epsilon", default=1e-5),
+        layer_norm_epsilon=m.number("attention.layer_norm_epsilon", 1e-5),
     )  # fmt: skip
 
 
 ARCHITECTURES: Mapping[str, Callable[[_Metadata, Json], Json]] = {
-    "llama": _llama, "mistral3": _llama, "qwen2": _qwen2, "qwen3": _qwen3, "smollm3": _smollm3, "phi3": _phi3,
-    "gemma2": _gemma2, "gemma3": _gemma3, "gpt2": _gpt2,
+    "llama": _llama, "mistral3": _llama, "qwen2": partial(_llama, family="qwen2"),
+    "qwen3": partial(_llama, family="qwen3"), "smollm3": _smollm3, "phi3": _phi3, "gemma2": _gemma2,
+    "gemma3": _gemma3, "gpt2": _gpt2,
 }  # fmt: skip

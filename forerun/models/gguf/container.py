@@ -8,11 +8,11 @@ plain reads, a part at a time: a mapping would kill the process if the file shra
 from __future__ import annotations
 
 import array
+import math
 import mmap
 import os
-import re
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -23,6 +23,7 @@ import numpy as np
 
 from forerun.errors import LoadError, one_line
 from forerun.models.gguf.strings import Strings
+from forerun.models.names import parts_of
 
 MAGIC = b"GGUF"
 ALIGNMENT, MOST_ALIGNMENT = 32, 1 << 20
@@ -31,7 +32,6 @@ STRING, ARRAY = 8, 9
 NUMBERS = {
     0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "|b1", 10: "<u8", 11: "<i8", 12: "<f8",
 }  # fmt: skip
-SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
 # type id -> name, values of a block, bytes of a block
 TYPES: dict[int, tuple[str, int, int]] = {
@@ -69,15 +69,13 @@ class Entry:
         each = self.row_bytes
         rows = self.size // each - first if rows is None else rows
         data = np.empty((rows, each), np.uint8)
-        view, done = data.data.cast("B"), 0
         try:
-            with self.path.open("rb", buffering=0) as file:
+            with self.path.open("rb") as file:
                 file.seek(self.offset + first * each)
-                while done < len(view) and (count := file.readinto(view[done:])):
-                    done += count
+                done = file.readinto(data.data.cast("B"))
         except OSError as error:
             raise LoadError(f"{self.path}: tensor {self.name} cannot be read: {error}") from None
-        if done < len(view):
+        if done < data.nbytes:
             raise LoadError(f"{self.path}: tensor {self.name} ends past the end of the file; download it again")
         return data
 
@@ -138,12 +136,11 @@ def _open(path: Path, size: int, changed: int) -> Gguf:
 
 def _shards(path: Path, count: int) -> list[Path]:
     """All parts of a split model by the name of one. Raises LoadError for one that is missing."""
-    match = SHARD.fullmatch(path.name)
-    if match is None or int(match[3]) != count:
+    paths = [path.with_name(name) for name in parts_of(path.name)]
+    if len(paths) != count:
         raise LoadError(
             f"{path} is one of {count} parts, but not called so: parts are called NAME-00001-of-{count:05}.gguf"
         )
-    paths = [path.with_name(f"{match[1]}-{i + 1:05}-of-{count:05}.gguf") for i in range(count)]
     missing = [part.name for part in paths if not part.is_file()]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -261,18 +258,19 @@ class Reader:
             return np.frombuffer(self.data, np.uint8, count, start) != 0
         return np.frombuffer(self.data, dtype, count, start).copy()
 
-    def texts(self, count: int, key: str) -> Sequence[str]:
+    def texts(self, count: int, key: str) -> Strings:
         if count * 8 > self.size - self.at:
             self.fail(f"has {count} strings in {key}, more than fit in it")
-        data, start, size, length_at = self.data, self.at, self.size, struct.Struct("<Q").unpack_from
+        data, start, length_at = self.data, self.at, struct.Struct("<Q").unpack_from
         at, ends = start, array.array("q")
-        for _ in range(count):  # the one loop that takes time: hundreds of thousands of tokens
-            if at + 8 > size:
-                self.fail(f"ends within {key}")
-            at += 8 + length_at(data, at)[0]
-            if at > size:
-                self.fail(f"ends within {key}")
-            ends.append(at - start)
+        try:
+            for _ in range(count):  # the one loop that takes time: hundreds of thousands of tokens
+                at += 8 + length_at(data, at)[0]
+                ends.append(at - start)
+        except (struct.error, OverflowError):  # a length that leads out of the file
+            self.fail(f"ends within {key}")
+        if at > self.size:
+            self.fail(f"ends within {key}")
         self.at = at
         return Strings(data[start:at], np.array(ends, np.int64))
 
@@ -311,17 +309,11 @@ class Reader:
         if kind not in TYPES:
             if kind in REMOVED:
                 raise LoadError(f"{self.path}: tensor {name} has a type that GGUF has given up ({kind}); quantise anew")
-            raise LoadError(f"{self.path}: tensor {name} has the unknown type {kind}: read are {_known()}")
+            raise LoadError(f"{self.path}: tensor {name} has the unknown type {kind}: read are {', '.join(BLOCKS)}")
         label, values, size = TYPES[kind]
-        total = 1
-        for n in sizes:
-            total *= n
+        total = math.prod(sizes)
         if min(sizes) < 1 or total >= LARGEST or sizes[0] % values:
             self.fail(f"has the tensor {name} of the shape {sizes[::-1]}, which cannot be {label}")
         if offset % alignment:
             self.fail(f"has the tensor {name} at offset {offset}, off its alignment")
         return Entry(name, label, tuple(sizes[::-1]), self.path, offset, total // values * size)
-
-
-def _known() -> str:
-    return ", ".join(name for name, _, _ in TYPES.values())

@@ -26,7 +26,6 @@ from forerun.models.weights import NAMES, SANDWICH, Layer, Norm, Source, load_we
 Read = Callable[[], Tensor]
 Linear = tuple[Source, Tensor | None]  # what stands for a linear layer here: nothing is read yet
 PREFIXES = {"gpt2": "transformer."}  # of all names but the head's; "model." elsewhere
-SPLIT = {"qkv": "attention", "up": "mlp"}
 
 
 def to_directory(path: Path, folder: Path, dtype: torch.dtype = torch.float32) -> None:

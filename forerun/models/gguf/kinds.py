@@ -1,13 +1,26 @@
-"""Which GGUF files are models that forerun reads, told from their metadata alone. No torch here."""
+"""What a GGUF file is, told from its header alone: how large, of which kind, and whether it runs here. No torch here.
+
+Hundreds of thousands of tokens and merges are most of a header. Here they are stepped over, and the tokens become one
+digest, so that vocabularies can be compared.
+"""
 
 from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from forerun.errors import LoadError
-from forerun.models.gguf.container import Gguf
+from forerun.models.gguf.container import Gguf, Reader, mapped
 from forerun.models.gguf.pretokenizers import find_pretokenizer
+from forerun.models.gguf.strings import Strings
 from forerun.models.gguf.vocabulary import LACKING, PREFIX, model_of
+from forerun.models.names import parts_of
 
 READ = ("llama", "mistral3", "qwen2", "qwen3", "smollm3", "phi3", "gemma2", "gemma3", "gpt2")  # architectures
 OTHER_KINDS = {
@@ -21,6 +34,48 @@ REFUSED = {
     "logit_scale": "scaled logits", "residual_scale": "scaled residuals", "embedding_scale": "scaled embeddings",
     "shortconv.l_cache": "short convolutions", "router_logit_softcapping": "a mixture of experts",
 }  # fmt: skip
+TOKENS = f"{PREFIX}tokens"
+# tokens that only fill up the rows of an embedding, which differ between sizes of one family
+PADDING = re.compile(r"\[PAD[0-9]+\]")
+
+
+class _Skimmer(Reader):
+    """A reader whose arrays of strings are empty, but for the tokens: those are one string, their digest."""
+
+    def array(self, key: str) -> Any:
+        found = super().array(key)
+        if not isinstance(found, Strings):
+            return found
+        if key != TOKENS:
+            return []
+        count = len(found)
+        while count and PADDING.fullmatch(found[count - 1]):
+            count -= 1
+        return [hashlib.sha256(found.head(count)).hexdigest()]
+
+
+def skim(path: Path) -> Gguf:
+    """What a file and its further parts hold, without strings in arrays. Raises LoadError, also for a missing part."""
+    files = [_read(path.with_name(name)) for name in parts_of(path.name)]
+    tensors = {name: entry for file in files for name, entry in file.tensors.items()}
+    return replace(files[0], tensors=tensors, parts=tuple(file.path for file in files))
+
+
+def _read(path: Path) -> Gguf:
+    try:
+        with mapped(path) as data:
+            return _Skimmer(path, data).file()
+    except FileNotFoundError:
+        raise LoadError(f"{path} is not here: download it again") from None
+    except OSError as error:
+        raise LoadError(f"{path} cannot be read: {error.strerror or error}") from None
+
+
+def token_digest(metadata: Mapping[str, Any]) -> str:
+    """A name for the vocabulary of a skimmed file: the same for equal tokens of an equal kind; empty without one."""
+    tokens = metadata.get(TOKENS)
+    kind = metadata.get(f"{PREFIX}model", "")
+    return f"{kind} {tokens[0]}" if isinstance(tokens, list) and tokens else ""
 
 
 def refused(gguf: Gguf) -> list[tuple[str, str]]:

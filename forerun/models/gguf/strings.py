@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import overload
+from collections.abc import Iterator
 
 import numpy as np
 
 
-class Strings(Sequence[str]):
+class Strings:
     """Texts that are decoded when they are read: as Python strings they would take ten times the memory, for good.
 
     `data` are the bytes of all texts, each behind the eight that say its length; `ends` int64 [N] where each ends.
@@ -20,16 +19,8 @@ class Strings(Sequence[str]):
     def __len__(self) -> int:
         return len(self._ends)
 
-    @overload
-    def __getitem__(self, index: int) -> str: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[str]: ...
-    def __getitem__(self, index: int | slice) -> str | list[str]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        if not -len(self) <= index < len(self):
-            raise IndexError(index)
-        index %= len(self)
+    def __getitem__(self, index: int) -> str:
+        index = range(len(self))[index]
         start = int(self._ends[index - 1]) if index else 0
         return self._data[start + 8 : int(self._ends[index])].decode(errors="replace")
 
@@ -40,6 +31,10 @@ class Strings(Sequence[str]):
             start = end
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and list(self) == list(other)
+        return isinstance(other, list | Strings) and list(self) == list(other)
 
     __hash__ = None  # type: ignore[assignment]
+
+    def head(self, count: int) -> bytes:
+        """The bytes of the first `count` texts, lengths included."""
+        return self._data[: int(self._ends[count - 1]) if count else 0]

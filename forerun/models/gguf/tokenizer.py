@@ -34,42 +34,31 @@ TEMPLATE = "tokenizer.chat_template"
 
 
 def build_tokenizer(metadata: Mapping[str, Any], rows: int | None = None) -> Tokenizer | None:
-    """The tokenizer of a file; None where it says that its model has none.
+    """The tokenizer of a file, of more tokens than `rows` the first; None where it says that its model has none.
 
     Special tokens in a text are found (llama.cpp's parse_special); with the tokenizer's `encode_special_tokens` set,
-    they are text. What a file leaves open is decided as llama.cpp does.
-
-    Args:
-        metadata: the file's keys and values.
-        rows: rows of the embedding; tokens beyond them are left out.
-
-    Raises:
-        LoadError: the tokenizer is of a kind that forerun does not read, or broken.
+    they are text. What a file leaves open is decided as llama.cpp does. Raises LoadError for a tokenizer that is
+    broken, or of a kind that forerun does not read.
     """
     if model_of(metadata) in LACKING:
         return None
     try:
-        return _build(metadata, read_vocabulary(metadata, rows))
+        vocabulary = read_vocabulary(metadata, rows)
+        build = {"gpt2": _byte_level, "llama": _sentencepiece, "gemma4": _gemma4}[vocabulary.model]
+        tokenizer = build(metadata, vocabulary)
+        _add_tokens(tokenizer, metadata, vocabulary)
+        _add_ends(tokenizer, metadata, vocabulary)
     except LoadError:
         raise
     except Exception as error:  # the tokenizers library raises bare Exception
         why = one_line(str(error))
         raise LoadError(f"the file's tokens and merges do not fit together: {why}; use another file") from None
-
-
-def _build(metadata: Mapping[str, Any], vocabulary: Vocabulary) -> Tokenizer:
-    build = {"gpt2": _byte_level, "llama": _sentencepiece, "gemma4": _gemma4}[vocabulary.model]
-    tokenizer = build(metadata, vocabulary)
-    _add_tokens(tokenizer, metadata, vocabulary)
-    _add_ends(tokenizer, metadata, vocabulary)
     return tokenizer
 
 
 def end_tokens(metadata: Mapping[str, Any], rows: int | None = None) -> tuple[int, ...]:
     """All ids that end a generation, sorted: those that the file names, and those that llama.cpp knows by their text.
-
-    Raises LoadError as `build_tokenizer` does.
-    """
+    Raises LoadError as `build_tokenizer` does."""
     return () if model_of(metadata) in LACKING else read_vocabulary(metadata, rows).ends
 
 
@@ -88,11 +77,6 @@ def chat_templates(metadata: Mapping[str, Any]) -> dict[str, str]:
     if TEMPLATE in metadata:
         names["default"] = TEMPLATE
     return {name: str(metadata[key]) for name, key in names.items()}
-
-
-def chat_template(metadata: Mapping[str, Any]) -> str | None:
-    """The file's usual Jinja template of conversations."""
-    return chat_templates(metadata).get("default")
 
 
 def _byte_level(metadata: Mapping[str, Any], vocabulary: Vocabulary) -> Tokenizer:

@@ -70,8 +70,9 @@ class Vocabulary:
 def read_vocabulary(metadata: Mapping[str, Any], rows: int | None = None) -> Vocabulary:
     """The tokens of a file, of more than `rows` the first. Raises LoadError."""
     model = model_of(metadata)
-    texts, kinds = _texts(metadata, rows), _kinds(metadata)
-    whole = len(metadata[PREFIX + "tokens"])
+    texts, whole = _texts(metadata, rows), len(metadata[PREFIX + "tokens"])
+    kinds = metadata.get(PREFIX + "token_type")
+    kinds = None if kinds is None else np.asarray(kinds)
     if kinds is not None and len(kinds) != whole:
         raise LoadError(f"the file has {whole} tokens, but {len(kinds)} kinds of them; it is broken, use another one")
     kinds = np.full(len(texts), NORMAL) if kinds is None else kinds[: len(texts)].copy()
@@ -84,9 +85,8 @@ def read_vocabulary(metadata: Mapping[str, Any], rows: int | None = None) -> Voc
             kinds[ids[part]] = CONTROL
     for text in ENDS & named.keys():
         kinds[named[text]] = CONTROL
-    for text in SHOWN:
-        if text in named:
-            kinds[named[text]] = USER_DEFINED
+    for text in named.keys() & SHOWN:
+        kinds[named[text]] = USER_DEFINED
     return Vocabulary(model, metadata.get(PREFIX + "pre"), texts, kinds, ids, _ends(ids, named, kinds))
 
 
@@ -107,10 +107,8 @@ def _texts(metadata: Mapping[str, Any], rows: int | None) -> list[str]:
         raise LoadError("the file has no list of tokens (tokenizer.ggml.tokens); it is broken, use another one")
     if len(texts) > MOST_TOKENS:
         raise LoadError(f"the file has {len(texts)} tokens, more than the {MOST_TOKENS} that forerun takes")
-    texts = texts[:rows]
-    if len(set(texts)) < len(texts) or "" in texts:
-        texts = _apart(texts)
-    return texts
+    texts = list(texts)[:rows]
+    return _apart(texts) if len(set(texts)) < len(texts) or "" in texts else texts
 
 
 def _apart(texts: list[str]) -> list[str]:
@@ -128,11 +126,6 @@ def _apart(texts: list[str]) -> list[str]:
         seen[text] = i
         found.append(text)
     return found
-
-
-def _kinds(metadata: Mapping[str, Any]) -> Array | None:
-    kinds = metadata.get(PREFIX + "token_type")
-    return None if kinds is None else np.asarray(kinds)
 
 
 def _ids(metadata: Mapping[str, Any], model: str, count: int, whole: int) -> dict[str, int]:

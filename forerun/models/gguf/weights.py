@@ -7,13 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from forerun.errors import LoadError
-from forerun.models.gguf.blocks import Blocks, Piece, floats, permuted
+from forerun.models.gguf.blocks import Blocks, Piece, floats, permuted, rotated
 from forerun.models.gguf.config import ROTATED
 from forerun.models.gguf.container import Entry, open_gguf
+from forerun.models.names import listed
 from forerun.models.weights import Builder, Matrix, Names
 
 NAMES: Names = {
@@ -53,31 +53,21 @@ class GgufBuilder(Builder):
 
     def heads(self, name: str) -> int:
         """In how many heads the rows of a tensor are rotated pair by pair; 0 for all others."""
-        rotated = self.gguf.architecture in ROTATED
-        if rotated and ".attn_q." in name:
-            return self.config.heads
-        return self.config.kv_heads if rotated and ".attn_k." in name else 0
+        if self.gguf.architecture not in ROTATED:
+            return 0
+        return self.config.heads if ".attn_q." in name else self.config.kv_heads if ".attn_k." in name else 0
 
-    def blocks(self, name: str, shape: tuple[int, int]) -> Blocks:
-        """A matrix, its rows in the order of Hugging Face's."""
-        held, heads = Blocks((Piece(self.claim(name, shape)),)), self.heads(name)
-        return permuted(held, heads) if heads else held
-
-    def tensor(self, part: str, layer: int | None, suffix: str, shape: tuple[int, ...]) -> Tensor:
-        """A norm, a bias or learned positions, as floats."""
-        found = []
-        for stem, size in self.stems(part, layer, shape[0]):
-            name = f"{stem}.{suffix}"
-            entry, heads = self.claim(name, (size, *shape[1:])), self.heads(name)
-            rows = entry.read().reshape(size if len(shape) > 1 else 1, -1)
-            values = floats(entry.kind, rows).reshape(size, *shape[1:])
-            found.append(values.view(heads, -1, 2).transpose(1, 2).reshape(-1) if heads else values)
-        return torch.cat(found) if len(found) > 1 else found[0]
+    def floats(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        entry, heads = self.claim(name, shape), self.heads(name)
+        values = floats(entry.kind, entry.read()).reshape(shape)
+        return values[rotated(len(values), heads)] if heads else values
 
     def matrix(self, stem: str, shape: tuple[int, int], bias: bool, transposed: bool) -> Callable[[], Matrix]:
-        """A function that reads one linear layer's weight, which is claimed here."""
-        held = self.blocks(f"{stem}.weight", shape)
-        return lambda: held
+        """A function that reads one linear layer's weight, its rows in the order of Hugging Face's; claimed here."""
+        name = f"{stem}.weight"
+        held, heads = Blocks((Piece(self.claim(name, shape)),)), self.heads(name)
+        turned = permuted(held, heads) if heads else held
+        return lambda: turned
 
     def embedding(self) -> Callable[[], Matrix]:
         """A function that reads the embedding [V, H]."""
@@ -92,7 +82,7 @@ class GgufBuilder(Builder):
             if not IGNORED.fullmatch(name) and _block(name) not in blocks
         ]  # fmt: skip
         if left:
-            shown = ", ".join(sorted(left)[:4]) + (f" and {len(left) - 4} more" if len(left) > 4 else "")
+            shown = listed(sorted(left), 4)
             raise LoadError(f"{self.gguf.path}: {len(left)} tensors fit no part of this model: {shown}")
 
 

@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from forerun.models.rope_scalings import SCALINGS
+from forerun.models.rope import SCALINGS
 from tests import tiny
 
 HEADS = 4
