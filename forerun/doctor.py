@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from forerun.machine import cores, cpu_lines, processor
+from forerun.machine import cores, processor, told
 
 SETS = ("avx512", "avx512vnni", "avxvnni", "avx2", "portable")  # instruction sets of the native kernels, best first
 NEEDED = {
@@ -92,7 +92,7 @@ def _torch() -> Finding:
 def _processor() -> Finding:
     model = processor()
     known = {flag for flags in NEEDED.values() for flag in flags} | {"amx_tile", "amx_bf16", "amx_int8"}
-    flags = sorted(known & set(next(iter(cpu_lines("flags")), "").split()))
+    flags = sorted(known & set(told("cpuinfo", "flags").split()))
     count, all_cores = cores(), os.cpu_count() or 1
     allowed = f"{count} cores" if count == all_cores else f"{count} of {all_cores} cores"
     value = {"model": model, "cores": count, "cores_of_the_machine": all_cores, "flags": flags}
@@ -115,7 +115,7 @@ def _kernels() -> Finding:
         with suppress(ValueError):
             possible.append(native.start(instructions=name))
     active = native.start()
-    flags = set(next(iter(cpu_lines("flags")), "").split())
+    flags = set(told("cpuinfo", "flags").split())
     lacking = " ".join(flag for flag in NEEDED.get(SETS[0], ()) if flag not in flags)
     text, advice = f"{active}, of {', '.join(possible)}", ""
     if active != SETS[0]:

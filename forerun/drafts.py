@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from forerun.errors import ConfigError, brief, nearest, shown
 
@@ -28,6 +28,7 @@ NEXT = re.compile(rf"[+|?&>](?=\(*{NAME})")  # where an argument ends
 NEXT_OF_LOADED = re.compile(rf"[|?&>](?=\(*{NAME})")  # a directory may be called "a+suffix"
 LIST = re.compile(r"(?:^|[+|?&>(])(?:retrieval:|self:layers=)[^+|?&>]*$")  # whose argument may be several, by commas
 SIGNS = "+?&>"  # what holds drafts together, the loosest first
+READ = (("+", "|"), ("?",), ("&",), (">",))  # the same as they may be written
 DEEP, LONGEST = 8, 200  # parentheses within one another; characters of what is asked of an engine
 
 
@@ -92,23 +93,32 @@ Said = Leaf | Several | Ahead  # what an option says
 
 def read_draft(spec: str) -> Said:
     """A draft option. Raises ConfigError, which says where it stops making sense."""
-    found = _Reader(spec, _check).whole()
+    seen = Counter[str]()
+
+    def make(name: str, argument: str, place: str) -> Leaf:
+        _check(name, argument, place)
+        seen[name] += 1
+        return Leaf(name, argument, seen[name])
+
+    found = _Reader(spec, make).whole()
     kinds = [leaf.kind for leaf in found.leaves()]
     _check_once([kind for kind in kinds if kind not in (*LOADED, "self")], spec)
     for kind in kinds:
         if kind in ("off", "auto") and len(kinds) > 1:
             raise ConfigError(f"{kind!r} cannot go with others in {shown(spec)}: give it alone")
-    return _numbered(found, Counter())
+    return found
 
 
 def read_name(name: str, known: Collection[str]) -> Said:
     """What is asked of an engine, by names that it knows. Raises ConfigError."""
 
-    def check(leaf: str, argument: str, _place: str) -> None:
-        if leaf not in known or argument:
-            raise ConfigError(f"this engine has no draft {brief(name)}: {nearest(leaf, ['off', *known])}")
+    def make(said: str, argument: str, _place: str) -> Leaf:
+        if said not in known or argument:
+            raise ConfigError(f"this engine has no draft {brief(name)}: {nearest(said, ['off', *known])}")
+        kind, _, number = said.partition("#")
+        return Leaf(kind, number=int(number) if number.isdigit() else 1)
 
-    found = _Reader(name[:LONGEST], check).whole()
+    found = _Reader(name[:LONGEST], make).whole()
     _check_once([leaf.name for leaf in found.leaves()], name)
     return found
 
@@ -142,16 +152,6 @@ def kind_of_name(name: str) -> str:
     return name.partition("#")[0]
 
 
-def _numbered(said: Said, seen: Counter[str]) -> Said:
-    """The same, with drafts of one kind counted in order."""
-    if isinstance(said, Ahead):
-        return Ahead(_numbered(said.part, seen))
-    if isinstance(said, Several):
-        return replace(said, parts=tuple(_numbered(part, seen) for part in said.parts))
-    seen[said.kind] += 1
-    return replace(said, number=seen[said.kind])
-
-
 def drafts_in(text: str) -> list[str]:
     """Draft options by commas, which stand within some of them, too."""
     found: list[str] = []
@@ -166,33 +166,24 @@ def drafts_in(text: str) -> list[str]:
 class _Reader:
     """Reads an option from left to right."""
 
-    def __init__(self, spec: str, check: Callable[[str, str, str], None]) -> None:
-        """`check` is told the name and argument of each draft, and where they stand."""
-        self.spec, self.check, self.at, self.open = spec, check, 0, 0
+    def __init__(self, spec: str, make: Callable[[str, str, str], Leaf]) -> None:
+        """`make` is told the name and argument of each draft, and where they stand."""
+        self.spec, self.make, self.at, self.open = spec, make, 0, 0
 
     def whole(self) -> Said:
-        found = self._either()
+        found = self._several()
         if self.at < len(self.spec):
             raise ConfigError(f"{self._here()} is one ) too many, or a + | ? & or > is missing before it")
         return found
 
-    def _either(self) -> Said:
-        return self._several("+|", self._best)
-
-    def _best(self) -> Said:
-        return self._several("?", self._both)
-
-    def _both(self) -> Said:
-        return self._several("&", self._cascade)
-
-    def _cascade(self) -> Said:
-        return self._several(">", self._one)
-
-    def _several(self, signs: str, read: Callable[[], Said]) -> Said:
-        parts = [read()]
-        while self.spec[self.at : self.at + 1] and self.spec[self.at] in signs:
+    def _several(self, level: int = 0) -> Said:
+        """What signs of a level hold together, the loosest first."""
+        if level == len(READ):
+            return self._one()
+        signs, parts = READ[level], [self._several(level + 1)]
+        while self.spec[self.at : self.at + 1] in signs:
             self.at += 1
-            parts.append(read())
+            parts.append(self._several(level + 1))
         how = signs[0]
         flat = [own for p in parts for own in (p.parts if isinstance(p, Several) and p.how == how else (p,))]
         return Several(how, tuple(flat)) if len(flat) > 1 else flat[0]
@@ -206,7 +197,7 @@ class _Reader:
         if self.open == DEEP:
             raise ConfigError(f"{self._here()} is one parenthesis too deep: nest at most {DEEP}")
         self.at, self.open = self.at + 1, self.open + 1
-        found = self._either()
+        found = self._several()
         if self.spec[self.at : self.at + 1] != ")":
             raise ConfigError(f"{shown(self.spec)} has no ) for each of its (: add what is missing")
         self.at, self.open = self.at + 1, self.open - 1
@@ -221,9 +212,7 @@ class _Reader:
             begin = self.at + 1
             self.at = self._end(name, begin)
             argument = self.spec[begin : self.at]
-        self.check(name, argument, self._place(start))
-        kind, _, number = name.partition("#")
-        return Leaf(kind, argument, int(number) if number.isdigit() else 1)
+        return self.make(name, argument, self._place(start))
 
     def _end(self, name: str, begin: int) -> int:
         """Where an argument ends: before what goes on with another draft, or closes a parenthesis around it."""

@@ -1,15 +1,4 @@
-"""The errors forerun raises on purpose. Each message says what, why and what to do.
-
-ForerunError
-├── ConfigError     an option, or a combination of options, that cannot be
-├── LoadError       a model directory, checkpoint or tokenizer that cannot be read
-├── CapacityError   more than this engine can ever hold (context, KV pool)
-├── RequestError    a prompt or sampling parameters that make no sense
-├── BusyError       no room for it now: come back later
-├── StateError      what the engine works with cannot be trusted any more: it has to start over
-│   └── LostError   and that would not help: the model has to be loaded again
-└── Interrupted     Ctrl-C, where there is something to say of what is left
-"""
+"""The errors forerun raises on purpose. Each message says what, why and what to do."""
 
 import difflib
 import reprlib

@@ -74,7 +74,7 @@ def index(
 def build(paths: Sequence[Path], out: Path, tokenizer: Tokenizer, vocab: int, tell: Tell) -> Indexed:
     """Add what is new in `paths` to the index `out`. Raises ForerunError where that cannot be; nothing half is left."""
     from forerun.draft.corpus import LIST, Index, adding, is_left_over
-    from forerun.memory import give_back
+    from forerun.machine import give_back
 
     begun, made = time.monotonic(), Indexed()
     known: set[File] = set()

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from forerun.engine.depth import Auto
-from forerun.engine.policy import DepthPolicy
 from forerun.errors import ForerunError
 from forerun.machine import processor
 from forerun.models.packed_cache import cache_folder, model_digest
@@ -29,37 +28,34 @@ PASSES, SECONDS = 16, 10.0  # that lie between two writes at least
 class Learned:
     """The file of one engine, if it has one."""
 
-    def __init__(self, policy: DepthPolicy, path: Path | None) -> None:
+    def __init__(self, policy: Auto, path: Path | None) -> None:
         """Lets the policy begin with what the file at `path` knows; None keeps nothing."""
         self.policy, self.path = policy, path
         self._passes, self._written = 0, float("-inf")
-        if path is not None and isinstance(policy, Auto):
+        if path is not None:
             with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
                 policy.recall(json.loads(path.read_text(encoding="utf-8")))
             self._passes = policy.learned.passes
 
     def keep(self) -> None:
         """Write the file, where enough was learned since the last time."""
-        policy, now = self.policy, time.monotonic()
-        if self.path is None or not isinstance(policy, Auto) or now < self._written + SECONDS:
+        learned, now = self.policy.learned, time.monotonic()
+        if self.path is None or now < self._written + SECONDS or learned.passes < self._passes + PASSES:
             return
-        if policy.learned.passes < self._passes + PASSES:
-            return
-        self._passes, self._written = policy.learned.passes, now
+        self._passes, self._written = learned.passes, now
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(self.path, json.dumps(policy.state()))
+            write_whole(self.path, json.dumps(self.policy.state()))
         except (OSError, ForerunError):
             self.path = None  # the next one would fail as well
 
 
-def learned_of(policy: DepthPolicy, model: Path, weight_bytes: int, facts: list[Any]) -> Learned:
+def learned_of(policy: Auto, model: Path, weight_bytes: int, facts: list[Any]) -> Learned:
     """What is known of this model, as `facts` tell it (its precision, threads, drafts), on this machine."""
+    path: Path | None = None
     folder = cache_folder()
-    if folder is None or weight_bytes < SMALLEST:
-        return Learned(policy, None)
-    machine = [VERSION, platform.machine(), processor()]
-    try:
-        return Learned(policy, folder / "learned" / f"{model_digest(model, map(str, [*machine, *facts]))}.json")
-    except OSError:
-        return Learned(policy, None)
+    if folder is not None and weight_bytes >= SMALLEST:
+        machine = [VERSION, platform.machine(), processor()]
+        with suppress(OSError):
+            path = folder / "learned" / f"{model_digest(model, map(str, [*machine, *facts]))}.json"
+    return Learned(policy, path)

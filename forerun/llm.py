@@ -58,49 +58,43 @@ class LLM:
     """
 
     def __init__(self, model: str | Path | None = None, **options: Any) -> None:
-        self.config = Config.of(model=None if model is None else str(model), **options)
-        clock = JoulesClock() if self.config.objective == "energy" else None
-        if self.config.threads:
-            torch.set_num_threads(self.config.threads)
-        device = pick_device(self.config.device)
-        drafting = device if self.config.draft_device == "auto" else pick_device(self.config.draft_device)
-        directory = find_model(self.config.model)
-        self.tokenizer = load_tokenizer(directory, check=True)
+        config = self.config = Config.of(model=None if model is None else str(model), **options)
+        clock = JoulesClock() if config.objective == "energy" else None
+        if config.threads:
+            torch.set_num_threads(config.threads)
+        device = pick_device(config.device)
+        drafting = device if config.draft_device == "auto" else pick_device(config.draft_device)
+        directory = find_model(config.model)
+        tokenizer = self.tokenizer = load_tokenizer(directory, check=True)
         self.recommended = recommended(directory)
-        target = make_runner(self.config, directory, device)
-        native.reserve(self.config.draft_threads)
+        target = make_runner(config, directory, device)
+        native.reserve(config.draft_threads)
         view = view_of(target.decoder)
         instructions = native.instructions() if view.form else ""
-        spec = automatic(self.config.draft, directory, instructions, target.decoder.weight_bits)
-        width, threshold = self.config.width, self.config.draft_threshold
-        load = Loader(self.config, directory, self.tokenizer, target, drafting)
-        proposers = make_proposers(read_draft(spec), load, view, target.cache, width, threshold)
-        if self.config.kv_tokens is None:
-            share_memory(self.config, target, proposers.values())
+        spec = automatic(config.draft, directory, instructions, target.decoder.weight_bits)
+        load = Loader(config, directory, tokenizer, target, drafting)
+        proposers = make_proposers(read_draft(spec), load, view, target.cache, config.width, config.draft_threshold)
+        if config.kv_tokens is None:
+            share_memory(config, target, proposers.values())
         self.draft = draft_name(spec)
+        policy = Auto(config.objective, config.slo_ms / 1e3)
         self.engine = Engine(
-            target,
-            proposers,
-            rule=self.config.rule,
-            chunk=self.config.chunk,
-            tokenizer=self.tokenizer,
-            policy=Auto(self.config.objective, self.config.slo_ms / 1e3),
-            clock=clock,
+            target, proposers, rule=config.rule, chunk=config.chunk, tokenizer=tokenizer, policy=policy, clock=clock
         )
         decoder = target.decoder
         facts = [
             decoder.precision,
-            self.config.threads,
+            config.threads,
             native.threads(),
             native.reserved(),
             str(device),
-            self.config.draft,
-            self.config.width,
-            *(["energy"] if self.config.objective == "energy" else []),  # costs are joules then
-            *([self.config.draft_device] if self.config.draft_device != "auto" else []),
-            *([self.config.tensor_parallel] if self.config.tensor_parallel > 1 else []),
+            config.draft,
+            config.width,
+            *(["energy"] if config.objective == "energy" else []),  # costs are joules then
+            *([config.draft_device] if config.draft_device != "auto" else []),
+            *([config.tensor_parallel] if config.tensor_parallel > 1 else []),
         ]
-        self.learned = learned_of(self.engine.policy, directory, decoder.weight_bytes, facts)
+        self.learned = learned_of(policy, directory, decoder.weight_bytes, facts)
         self._jobs: dict[int, Job] = {}
 
     @property

@@ -13,7 +13,7 @@ from forerun.cache.kv import KVCache
 from forerun.config import Config
 from forerun.errors import CapacityError, ConfigError
 from forerun.kernels import native
-from forerun.memory import free_ram, give_back
+from forerun.machine import free_ram, give_back
 from forerun.models.config import ModelConfig, load_config, note
 from forerun.models.decoder import Decoder, default_context, load_decoder, longest_context
 from forerun.models.gguf.container import open_gguf

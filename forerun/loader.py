@@ -43,13 +43,10 @@ class Loader:
 
     def itself(self, how: str, width: int) -> Proposer:
         shape, (kind, _, said) = self.target.decoder.config, how.partition("=")
+        if how == "layers=auto":
+            return Abridged(self.target, layers_of(self.target, self.directory, self.tokenizer), width=width)
         if kind == "layers":
-            kept = (
-                layers_of(self.target, self.directory, self.tokenizer)
-                if said == "auto"
-                else kept_layers(said, shape.layers)
-            )
-            return Abridged(self.target, kept, width=width)
+            return Abridged(self.target, kept_layers(said, shape.layers), width=width)
         if kind == "window":
             return Abridged(self.target, range(shape.layers), int(said), width)
         config = replace(self.config, draft_quantization=kind)

@@ -16,9 +16,9 @@ import subprocess
 import sys
 import tempfile
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
@@ -31,7 +31,7 @@ import torch.distributed as distributed
 from forerun.cache.attention import Attention, Segment
 from forerun.cache.kv import KVCache
 from forerun.errors import ForerunError, LoadError, LostError, one_line
-from forerun.models.config import load_config
+from forerun.models.config import ModelConfig, load_config
 from forerun.models.decoder import Attend
 from forerun.models.parts import Part, PartDecoder, divided
 from forerun.runner import Runner
@@ -42,11 +42,11 @@ ENTRY = "import sys; sys.path[:] = sys.argv[1:]; from forerun.parallel import fo
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What a follower is told when it begins. `store` is a file through which processes find each other."""
+    """What a process has to do. `store` is a file through which processes find each other."""
 
-    directory: str
-    dtype: str
-    device: str
+    directory: Path
+    dtype: torch.dtype
+    device: torch.device
     context: int
     rank: int
     of: int
@@ -95,12 +95,7 @@ class Followers:
             places[s.slot] = at, pages.rows[s.slot, : at + len(s.parents)].copy()
         shape = pages.count * pages.size, pages.size, len(cache.length)
         moves = [(source.cpu().numpy(), target.cpu().numpy()) for source, target in cache.moves or []]
-        self._send(Order(self._caches[cache], shape, list(self._gone), moves, places, segments))
-        cache.moves = []
-        self._gone.clear()
-
-    def _send(self, order: Order) -> None:
-        said = pickle.dumps(order)
+        said = pickle.dumps(Order(self._caches[cache], shape, list(self._gone), moves, places, segments))
         for process in self.processes:
             try:
                 assert process.stdin
@@ -108,6 +103,8 @@ class Followers:
                 process.stdin.flush()
             except OSError:
                 raise LostError("a process of this model has ended: load it again") from None
+        cache.moves = []
+        self._gone.clear()
 
 
 def lead(directory: Path, dtype: torch.dtype, device: torch.device, context: int, of: int, threads: int) -> PartDecoder:
@@ -123,18 +120,13 @@ def lead(directory: Path, dtype: torch.dtype, device: torch.device, context: int
     each = max((threads or torch.get_num_threads()) // of, 1)
     with tempfile.TemporaryDirectory() as place:
         store = str(Path(place) / "store")
-        name = str(dtype).removeprefix("torch.")
-        devices = [f"cuda:{rank}" if device.type == "cuda" else "cpu" for rank in range(of)]
-        processes = [
-            _begin(Job(str(directory), name, devices[rank], context, rank, of, each, store)) for rank in range(1, of)
-        ]
-        followers = Followers(processes)
+        others = [torch.device("cuda", rank) if device.type == "cuda" else device for rank in range(1, of)]
+        jobs = [Job(directory, dtype, own, context, i, of, each, store) for i, own in enumerate([device, *others])]
+        processes = [_begin(job) for job in jobs[1:]]
         try:
             for process in processes:
                 _hear(process)  # it is there: only then wait for each other
-            torch.set_num_threads(each)
-            part = _join(device, store, 0, of)
-            decoder = PartDecoder(config, directory, dtype, device, context, part, followers.tell)
+            decoder = _load(jobs[0], config, Followers(processes).tell)
             for process in processes:
                 _hear(process)  # it has loaded its part
         except BaseException:
@@ -149,7 +141,7 @@ def _begin(job: Job) -> subprocess.Popen[bytes]:
         [sys.executable, "-c", ENTRY, *sys.path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
     )
     assert process.stdin
-    process.stdin.write(json.dumps(asdict(job)).encode() + b"\n")
+    process.stdin.write(pickle.dumps(job))
     process.stdin.flush()
     return process
 
@@ -173,6 +165,13 @@ def _end(processes: list[subprocess.Popen[bytes]]) -> None:
                 with suppress(OSError):  # what was still to be written
                     pipe.close()
         process.wait()
+
+
+def _load(job: Job, config: ModelConfig, tell: Callable[[Attend], None] = lambda attend: None) -> PartDecoder:
+    """A process's part of the model, once all have found each other. Raises LoadError."""
+    torch.set_num_threads(job.threads)
+    part = _join(job.device, job.store, job.rank, job.of)
+    return PartDecoder(config, job.directory, job.dtype, job.device, job.context, part, tell)
 
 
 def _join(device: torch.device, store: str, rank: int, of: int) -> Part:
@@ -210,14 +209,10 @@ def follow() -> None:
     """A follower's life: its part of the model, then the leader's passes until that one is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the leader's affair
     told, say = sys.stdin.buffer, sys.stdout
-    job = Job(**json.loads(told.readline()))
+    job: Job = pickle.load(told)
     print(json.dumps(""), file=say, flush=True)
-    torch.set_num_threads(job.threads)
-    device = torch.device(job.device)
     try:
-        part, directory = _join(device, job.store, job.rank, job.of), Path(job.directory)
-        config, dtype = load_config(directory), getattr(torch, job.dtype)
-        decoder = PartDecoder(config, directory, dtype, device, job.context, part)
+        decoder = _load(job, load_config(job.directory))
     except ForerunError as error:
         print(json.dumps(str(error)), file=say, flush=True)
         return

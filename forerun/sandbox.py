@@ -1,16 +1,20 @@
 """Work on what strangers send, done in processes that can be killed.
 
 A worker is a Python process of its own, started when it is first needed and kept. It is given plain values, answers in
-JSON, and sets itself limits of memory and time (`sandbox_worker.py`); whoever waits kills it when it is late, and the
-next call gets a new one. Workers end with the process that started them, however that one ends.
+JSON, and sets itself limits of memory and time (`work`), where it ends if it meets one; whoever waits kills it when it
+is late, and the next call gets a new one. Workers end with the process that started them, however that one ends. What
+the function imports must be light: nothing of it may need torch.
 """
 
 from __future__ import annotations
 
 import atexit
+import ctypes
+import importlib
 import json
 import marshal
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -19,19 +23,23 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
 from forerun.errors import BusyError
+from forerun.machine import heap
 
-WORKERS = 2  # processes of one sandbox at once
+WORKERS = 2  # processes of one sandbox at once: further calls wait
 PATIENCE = 30.0  # seconds a call waits for a place
 WALL = 5  # seconds by the clock for each that a worker may compute: the machine has other things to do
 LONGER = 4  # an answer is at most so many times as long as what was told,
 SPARE = 1 << 18  # and so many bytes
 GROWN = 16 << 20  # bytes by which a worker may have grown and be kept
+STACK = 120 << 20  # bytes; compilers recurse, and Linux leaves room for so much
+PR_SET_PDEATHSIG = 1
 ENDED = "the process that worked on it was ended"
-ENTRY = "import sys; sys.path[:] = sys.argv[7:]; from forerun.sandbox_worker import main; main()"
+ENTRY = "import sys; sys.path[:] = sys.argv[7:]; from forerun.sandbox import work; work()"
 
 _sandboxes: WeakSet[Sandbox] = WeakSet()
 # A worker is killed when the thread that started it ends: this one ends with the process.
@@ -64,15 +72,12 @@ class Sandbox:
         function: "module:name". Its arguments must be plain values, its result must be JSON.
         seconds: of computing that one call may take.
         memory: bytes that one call may need.
-        workers: processes at once; further calls wait.
         niceness: added to the workers' own: the higher, the more everything else goes first.
     """
 
-    def __init__(
-        self, function: str, *, seconds: float, memory: int, workers: int = WORKERS, niceness: int = 0
-    ) -> None:
+    def __init__(self, function: str, *, seconds: float, memory: int, niceness: int = 0) -> None:
         self.function, self.seconds, self.memory, self.niceness = function, seconds, memory, niceness
-        self.workers, self._places = workers, threading.BoundedSemaphore(workers)
+        self._places = threading.BoundedSemaphore(WORKERS)
         self._idle: list[_Worker] = []
         self._busy: set[_Worker] = set()
         self._epoch = 0
@@ -186,3 +191,69 @@ def stop_all() -> None:
     """End the work of every sandbox now."""
     for sandbox in list(_sandboxes):
         sandbox.stop()
+
+
+def work() -> None:
+    """A worker's life: answer until the other side closes. Its arguments are those of `Sandbox`, behind a connection
+    and its owner."""
+    descriptor, parent, name, seconds, memory, niceness = sys.argv[1:7]
+    _end_with(int(parent))
+    module, _, attribute = name.partition(":")
+    function = getattr(importlib.import_module(module), attribute)
+    _yield(int(niceness))
+    _limit(int(memory))
+    connection, before = Connection(int(descriptor)), _held()
+    while True:
+        try:
+            arguments = marshal.loads(connection.recv_bytes())
+        except EOFError:
+            return
+        _alarm(float(seconds))
+        try:
+            said = {"result": function(*arguments)}
+        except MemoryError:
+            os._exit(1)
+        except Exception as error:
+            said = {"error": str(error) or type(error).__name__}
+        del arguments
+        connection.send_bytes(json.dumps(said | {"grown": _held() - before}).encode())
+        _alarm(0)
+
+
+def _yield(niceness: int) -> None:
+    """Let everything else go first, by so much. Linux shares a processor by sessions first where it groups them, and
+    then a process's own niceness counts within its session only."""
+    os.nice(niceness)
+    with suppress(OSError):
+        Path("/proc/self/autogroup").write_text(str(niceness))
+
+
+def _held() -> int:
+    """Bytes of memory that this process has now, stacks included; 0 where the system does not say."""
+    with suppress(OSError):
+        return int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
+    return 0
+
+
+def _alarm(seconds: float) -> None:
+    """What comes next may compute for so long, and take WALL times that by the clock; 0 for no limit. Nothing handles
+    these signals: they end the process."""
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    signal.setitimer(signal.ITIMER_REAL, WALL * seconds)
+
+
+def _limit(memory: int) -> None:
+    """Refuse memory beyond what is held now and `memory` bytes, let the stack grow, and write no core files."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_STACK, (STACK, resource.getrlimit(resource.RLIMIT_STACK)[1]))
+    if held := heap():
+        resource.setrlimit(resource.RLIMIT_DATA, (held + memory, held + memory))
+
+
+def _end_with(parent: int) -> None:
+    """End when the process that started this one does, where Linux can see to that; elsewhere with its next answer."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        sys.exit()

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import re
 import struct
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from forerun.catalogue import far
-from forerun.catalogue.family import Json, Kind, Look, recognise
+from forerun.catalogue.family import Json, Kind, Look, inner, recognise
 from forerun.errors import LoadError, one_line
+from forerun.models.caches import repositories
 from forerun.models.files import read_object, read_text, weight_files
 from forerun.models.gguf.kinds import skim, token_digest
-from forerun.models.hub import PICKLED, is_pickled
+from forerun.models.hub import PICKLED, find_model, is_pickled
+from forerun.models.places import everything
 from forerun.models.survey import tokenizer_digest
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -57,20 +58,12 @@ class Facts:
     @property
     def parameters(self) -> int:
         """How many numbers its tensors have; 0 where they cannot be told."""
-        total = 0
-        for shape in self.shapes.values():
-            count = 1
-            for n in shape:
-                count *= n
-            total += count
-        return total
+        return sum(math.prod(shape) for shape in self.shapes.values())
 
     @property
     def made_for(self) -> str:
         """The target that it names: its verifier or base, or else its card's base model; "" where it names none."""
-        own = self.raw.get("speculators_config")
-        verifier = own.get("verifier") if isinstance(own, dict) else None
-        named = verifier.get("name_or_path") if isinstance(verifier, dict) else None
+        named = inner(inner(self.raw, "speculators_config"), "verifier").get("name_or_path")
         base = self.card.get("base_model")
         base = base[0] if isinstance(base, list) and base else base
         said = (named, self.raw.get("base_model_name_or_path"), base)
@@ -94,11 +87,7 @@ def facts_of(name: str, tensors: bool = True) -> Facts:
 
 def here(name: str) -> Path | None:
     """Where something is on this machine; None where it is not, and nothing is downloaded. Raises LoadError."""
-    from forerun.models.places import everything
-
     if name.startswith(("ollama:", "lmstudio:")):
-        from forerun.models.hub import find_model
-
         return find_model(name)
     with suppress(OSError, RuntimeError, ValueError):
         path = Path(name).expanduser()
@@ -110,8 +99,6 @@ def here(name: str) -> Path | None:
 
 def _cached(name: str) -> Path | None:
     """A repository in the Hub's cache whose weights are there, as tensors or pickled."""
-    from forerun.models.caches import repositories
-
     for repository, snapshot in repositories():
         if repository == name and (snapshot / "config.json").is_file() and any(weights_of(snapshot)):
             return snapshot
@@ -137,8 +124,6 @@ def facts_at(path: Path, name: str) -> Facts:
 
 def _facts_of_gguf(path: Path, name: str) -> Facts:
     if path.is_dir():
-        from forerun.models.hub import find_model
-
         path = find_model(str(path))
     if path.is_dir():
         raise LoadError(f"{name} has no config.json, nor is it a GGUF file: give a directory or a file that is a model")
@@ -203,11 +188,3 @@ def card_of(text: str) -> tuple[Json, str]:
     except (yaml.YAMLError, ValueError, RecursionError):
         metadata = None
     return (metadata if isinstance(metadata, dict) else {}), text[match.end() :]
-
-
-def read_training(directory: Path) -> Mapping[str, Any]:
-    """What `forerun train` wrote beside a drafter; nothing where it is not one of those."""
-    with suppress(LoadError):
-        if (directory / "training.json").is_file():
-            return read_object(directory / "training.json")
-    return {}

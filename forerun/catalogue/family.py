@@ -18,7 +18,9 @@ from forerun.models.families import OWN_DRAFTER
 
 Json = dict[str, Any]
 
+DEEPSPECS = (DEEPSPEC, DEEPSPEC_GEMMA)
 NATIVE = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
+GEMMA_ASSISTANTS = ("gemma4_assistant", "gemma4_unified_assistant")
 DEEPSPEC_EAGLES = ("Qwen3Eagle3Model", "Gemma4Eagle3Model")
 SPECULATORS = {  # type to --draft
     "eagle3": "eagle3", "peagle": "eagle3", "mtp": "mtp", "dspark": "block", "dflash": "block",
@@ -65,10 +67,15 @@ class Look:
         return arch_of(self.raw)
 
     @property
+    def type(self) -> str:
+        """`model_type`, "" where it is none or not said."""
+        said = self.raw.get("model_type")
+        return said if isinstance(said, str) else ""
+
+    @property
     def block(self) -> Json:
         """`dflash_config`, or nothing."""
-        own = self.raw.get("dflash_config")
-        return own if isinstance(own, dict) else {}
+        return inner(self.raw, "dflash_config")
 
     def has(self, *names: str) -> bool:
         """Whether config.json says anything under one of these names."""
@@ -81,11 +88,14 @@ class Look:
 
 def recognise(look: Look) -> Kind:
     """The kind of what there is to see; at the end of the table stands the ordinary language model."""
-    return next(kind for test, make in TABLE if test(look) and (kind := make(look)))
+    kind = next(kind for test, kind in TABLE if test(look))
+    return kind if isinstance(kind, Kind) else kind(look)
 
 
-def _always(kind: Kind) -> Callable[[Look], Kind]:
-    return lambda look: kind
+def inner(raw: Json, name: str) -> Json:
+    """An object within another; nothing where there is none."""
+    found = raw.get(name)
+    return found if isinstance(found, dict) else {}
 
 
 def _speculators(look: Look) -> Kind:
@@ -95,34 +105,13 @@ def _speculators(look: Look) -> Kind:
     return Kind(family, "speculators", TITLES.get(family, f"{family} drafter"), draft, "" if draft else NOT_READ)
 
 
-def _gemma_assistant(look: Look) -> bool:
-    return look.raw.get("model_type") in ("gemma4_assistant", "gemma4_unified_assistant")
+def _is_mlp(look: Look) -> bool:
+    return look.type == "mlp_speculator" or look.arch in (*PLAIN, *VARIANTS)
 
 
-def _mlp(look: Look) -> bool:
-    return look.raw.get("model_type") == "mlp_speculator" or look.arch in (*PLAIN, *VARIANTS)
-
-
-def _of_mlp(look: Look) -> Kind:
-    if look.raw.get("method") == "sum_lstm" or look.has("input_hidden_dim") or look.arch in VARIANTS:
-        return Kind("arctic", "", "Arctic speculator", "mlp")
-    return Kind("mlp", "", "MLP speculator", "mlp")
-
-
-def _of_medusa(look: Look) -> Kind:
-    if look.has("num_heads") and not look.has("medusa_num_heads"):
-        return Kind("medusa", "vllm", "set of Medusa heads", "medusa")
-    return Kind("medusa", "fasterdecoding", "set of Medusa heads", "medusa")
-
-
-def _of_deepspec(look: Look) -> Kind:
-    family = "dflash" if look.raw.get("markov_rank") in (0, None) else "dspark"
-    return Kind(family, "deepspec", TITLES[family], "block")
-
-
-def _of_dflash(look: Look) -> Kind:
-    dialect = "z-lab, causal" if look.block.get("causal") is True else "z-lab"
-    return Kind("dflash", dialect, "DFlash drafter", "block")
+def _is_arctic(look: Look) -> bool:
+    said = look.raw.get("method") == "sum_lstm" or look.has("input_hidden_dim")
+    return look.arch in VARIANTS or (said and _is_mlp(look))
 
 
 def _is_peagle(look: Look) -> bool:
@@ -133,12 +122,6 @@ def _is_eagle3(look: Look) -> bool:
     return "Eagle3" in look.arch or (look.arch == "LlamaForCausalLM" and look.has("draft_vocab_size"))
 
 
-def _of_eagle3(look: Look) -> Kind:
-    if "DeepseekV2" in look.arch or look.holds("kv_a_proj_with_mqa"):
-        return Kind("eagle3", "latent attention", EAGLE3, "", "its layer has latent attention, which is not supported")
-    return Kind("eagle3", "nvidia" if look.arch.startswith("Eagle3") else "specforge", EAGLE3, "eagle3")
-
-
 def _is_eagle1(look: Look) -> bool:
     """A plain configuration of one layer: what it is shows in the tensors, or in there being no tokenizer."""
     one = look.arch == "LlamaForCausalLM" and look.raw.get("num_hidden_layers") == 1
@@ -147,18 +130,13 @@ def _is_eagle1(look: Look) -> bool:
 
 def _is_native(look: Look) -> bool:
     said = [look.raw.get(name) for name in (*NATIVE, "dspark_block_size")]
-    nested = look.raw.get("text_config")
-    said += [nested.get(name) for name in NATIVE] if isinstance(nested, dict) else []
+    said += [inner(look.raw, "text_config").get(name) for name in NATIVE]
     counted = any(isinstance(value, int) and value > 0 for value in said)
     return counted or look.holds("eh_proj") or any(name.startswith("mtp.") for name in look.tensors)
 
 
-def _of_native(look: Look) -> Kind:
-    if look.has("dspark_block_size"):
-        return Kind("dspark", "native", "model with DSpark layers of its own", "", OWN_LAYERS)
-    read = look.raw.get("model_type") in OWN_DRAFTER
-    draft, why = ("mtp", "") if read else ("", OWN_LAYERS)
-    return Kind("mtp", "native", "model with multi-token layers of its own", draft, why)
+def _block(family: str, dialect: str) -> Kind:
+    return Kind(family, dialect, TITLES[family], "block")
 
 
 EAGLE3 = "EAGLE-3 head"
@@ -166,51 +144,60 @@ TITLES = {
     "eagle3": EAGLE3, "peagle": "P-EAGLE head", "mtp": "multi-token module", "dspark": "DSpark drafter",
     "dflash": "DFlash drafter", "dflash2": "DFlash2 drafter", "xpress": "XPress drafter",
 }  # fmt: skip
+MEDUSA, OWN_MTP = "set of Medusa heads", "model with multi-token layers of its own"
 NOT_READ = "forerun does not read this kind of drafter"
 OWN_LAYERS = "layers that draft for their own model are read of MiMo only"
 
-TABLE: tuple[tuple[Callable[[Look], bool], Callable[[Look], Kind]], ...] = (
+TABLE: tuple[tuple[Callable[[Look], bool], Kind | Callable[[Look], Kind]], ...] = (
     (lambda k: k.has("speculators_model_type"), _speculators),
-    (_gemma_assistant, _always(Kind("gemma4_assistant", "", "Gemma 4 assistant", "", NOT_READ))),
-    (_mlp, _of_mlp),
-    (lambda k: k.has("medusa_num_heads") or k.raw.get("model_type") == "medusa", _of_medusa),
+    (lambda k: k.type in GEMMA_ASSISTANTS, Kind("gemma4_assistant", "", "Gemma 4 assistant", "", NOT_READ)),
+    (_is_arctic, Kind("arctic", "", "Arctic speculator", "mlp")),
+    (_is_mlp, Kind("mlp", "", "MLP speculator", "mlp")),
     (
-        lambda k: k.has("hydra_num_heads", "hydra_head_arch"),
-        _always(Kind("hydra", "", "set of Hydra heads", "hydra")),
+        lambda k: k.type == "medusa" and k.has("num_heads") and not k.has("medusa_num_heads"),
+        Kind("medusa", "vllm", MEDUSA, "medusa"),
     ),
-    (
-        lambda k: DFLASH2_CLASS in k.arch or "selector_rank" in k.block,
-        _always(Kind("dflash2", "z-lab", "DFlash2 drafter", "block")),
-    ),
-    (lambda k: k.arch in (DEEPSPEC, DEEPSPEC_GEMMA), _of_deepspec),
+    (lambda k: k.has("medusa_num_heads") or k.type == "medusa", Kind("medusa", "fasterdecoding", MEDUSA, "medusa")),
+    (lambda k: k.has("hydra_num_heads", "hydra_head_arch"), Kind("hydra", "", "set of Hydra heads", "hydra")),
+    (lambda k: DFLASH2_CLASS in k.arch or "selector_rank" in k.block, _block("dflash2", "z-lab")),
+    (lambda k: k.arch in DEEPSPECS and k.raw.get("markov_rank") in (0, None), _block("dflash", "deepspec")),
+    (lambda k: k.arch in DEEPSPECS, _block("dspark", "deepspec")),
     (
         lambda k: k.arch == "DSparkDraftModel" or k.block.get("projector_type") == "dspark",
-        _always(Kind("dspark", "specforge", "DSpark drafter", "block")),
+        _block("dspark", "specforge"),
     ),
     (
         lambda k: k.arch == "DominoDraftModel" or "domino" in [c.get("projector_type") for c in (k.raw, k.block)],
-        _always(Kind("domino", "specforge", "Domino drafter", "block")),
+        Kind("domino", "specforge", "Domino drafter", "block"),
     ),
-    (lambda k: k.arch.startswith("DFlash") or k.has("dflash_config"), _of_dflash),
-    (_is_peagle, _always(Kind("peagle", "", "P-EAGLE head", "eagle3"))),
+    (lambda k: k.block.get("causal") is True, _block("dflash", "z-lab, causal")),
+    (lambda k: k.arch.startswith("DFlash") or k.has("dflash_config"), _block("dflash", "z-lab")),
+    (_is_peagle, Kind("peagle", "", "P-EAGLE head", "eagle3")),
     (
         lambda k: k.arch in DEEPSPEC_EAGLES and k.has("target_layer_ids"),
-        _always(Kind("eagle3", "deepspec", EAGLE3, "eagle3")),
+        Kind("eagle3", "deepspec", EAGLE3, "eagle3"),
     ),
-    (lambda k: "Eagle3" in k.arch, _of_eagle3),
-    (_is_eagle3, _always(Kind("eagle3", "safeailab", EAGLE3, "eagle3"))),
     (
-        lambda k: k.arch.startswith("Eagle") or k.raw.get("model_type") == "eagle",
-        _always(Kind("eagle", "vllm", "EAGLE head", "eagle")),
+        lambda k: "Eagle3" in k.arch and ("DeepseekV2" in k.arch or k.holds("kv_a_proj_with_mqa")),
+        Kind("eagle3", "latent attention", EAGLE3, "", "its layer has latent attention, which is not supported"),
     ),
-    (_is_eagle1, _always(Kind("eagle", "safeailab", "EAGLE head", "eagle"))),
+    (lambda k: k.arch.startswith("Eagle3"), Kind("eagle3", "nvidia", EAGLE3, "eagle3")),
+    (lambda k: "Eagle3" in k.arch, Kind("eagle3", "specforge", EAGLE3, "eagle3")),
+    (_is_eagle3, Kind("eagle3", "safeailab", EAGLE3, "eagle3")),
+    (lambda k: k.arch.startswith("Eagle") or k.type == "eagle", Kind("eagle", "vllm", "EAGLE head", "eagle")),
+    (_is_eagle1, Kind("eagle", "safeailab", "EAGLE head", "eagle")),
     (
         lambda k: k.raw.get("spd_type") == "pard" or k.has("pard_token"),
-        _always(Kind("pard", "", "PARD model, drafting in one pass", "model")),
+        Kind("pard", "", "PARD model, drafting in one pass", "model"),
     ),
-    (_is_native, _of_native),
-    (lambda k: True, _always(Kind("lm", "", "language model", "model"))),
-)  # fmt: skip
+    (
+        lambda k: _is_native(k) and k.has("dspark_block_size"),
+        Kind("dspark", "native", "model with DSpark layers of its own", "", OWN_LAYERS),
+    ),
+    (lambda k: _is_native(k) and k.type in OWN_DRAFTER, Kind("mtp", "native", OWN_MTP, "mtp")),
+    (_is_native, Kind("mtp", "native", OWN_MTP, "", OWN_LAYERS)),
+    (lambda k: True, Kind("lm", "", "language model", "model")),
+)
 WORDS = (  # of names and tags that say "drafter"
     "eagle3", "eagle-3", "p-eagle", "peagle", "eagle", "dflash2", "dflash", "dspark", "domino", "xpress", "medusa",
     "hydra", "mtp", "pard", "speculator", "speculators", "speculative-decoding", "draft", "draft-model", "drafter",

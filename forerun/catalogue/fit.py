@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from forerun.catalogue.facts import Facts
-from forerun.catalogue.family import Json
+from forerun.catalogue.family import Json, inner
 from forerun.catalogue.layout import layer_of, refusal
 from forerun.draft.block_dialects import as_speculators, is_block
 from forerun.draft.eagle_dialects import read_dialect
@@ -29,10 +28,6 @@ class Check:
     ok: bool | None
     text: str
 
-    def as_dict(self) -> dict[str, Any]:
-        """The fields by name."""
-        return asdict(self)
-
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
@@ -49,8 +44,7 @@ class Sizes:
 
 def sizes_of(target: Facts) -> Sizes:
     """The sizes of a target. Raises LoadError where its configuration does not say them."""
-    nested = target.raw.get("text_config")
-    raw = target.raw | (nested if isinstance(nested, dict) else {})
+    raw = target.raw | inner(target.raw, "text_config")
     hidden, layers, vocab = (
         _whole(raw, *names) for names in (("hidden_size", "n_embd"), ("num_hidden_layers", "n_layer"), ("vocab_size",))
     )
@@ -93,18 +87,18 @@ def fits(found: Sequence[Check]) -> bool:
 def _of_models(drafter: Facts, target: Sizes) -> Iterator[Check]:
     """An ordinary model: its tokens must mean the same, and it must be smaller."""
     own = _whole(drafter.raw, "vocab_size")
-    if drafter.vocabulary and drafter.vocabulary == target.vocabulary:
-        yield Check("vocabulary", True, "the same tokenizer file as the target's")
+    same = bool(drafter.vocabulary) and drafter.vocabulary == target.vocabulary
+    if same:
+        text = "the same tokenizer file as the target's"
     elif not own:
-        yield Check("vocabulary", None, "its config.json says no vocab_size")
+        text = "its config.json says no vocab_size"
     elif abs(own - target.vocab) > max(own, target.vocab) // 50:
         text = (
             f"another vocabulary ({own} tokens, the target {target.vocab}): it drafts through text, so less is accepted"
         )
-        yield Check("vocabulary", None, text)
     else:
         text = f"{own} tokens, the target {target.vocab}: whether they mean the same is seen when both are loaded"
-        yield Check("vocabulary", None, text)
+    yield Check("vocabulary", same or None, text)
     sizes = (drafter.parameters, target.parameters)
     mine, theirs = sizes if all(sizes) else (drafter.bytes, target.bytes)
     if mine and theirs:

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from forerun.catalogue import far
-from forerun.catalogue.facts import Facts
+from forerun.catalogue.facts import TOKENIZERS, Facts
 from forerun.catalogue.family import WORDS
 from forerun.catalogue.fit import bare, same_model
-from forerun.catalogue.layout import refusal
+from forerun.catalogue.layout import refusal, said_of
 from forerun.errors import LoadError
 from forerun.models.names import title
 
@@ -47,8 +47,7 @@ class Candidate:
     @property
     def draft(self) -> str:
         """What to write behind `--draft`, "" where forerun cannot draft with it or nobody looked."""
-        usable = self.facts is not None and not refusal(self.facts)
-        return f"{self.facts.kind.draft}:{self.at.name}" if usable and self.facts else ""
+        return said_of(self.facts) if self.facts else ""
 
     @property
     def domains(self) -> tuple[str, ...]:
@@ -114,12 +113,11 @@ def _answer(question: dict[str, Any]) -> list[far.Repository] | str:
 
     try:
         with far.asking("the Hub gives no answer"):
-            return list(
-                _listed(HfApi().list_models(**question, limit=MOST, sort="downloads", full=True, cardData=True))
-            )
+            models = HfApi().list_models(**question, limit=MOST, sort="downloads", full=True, cardData=True)
+            found = list(_listed(models))
     except LoadError as error:
         return str(error)
-    return []
+    return found
 
 
 def _listed(models: Iterable[Any]) -> Iterator[far.Repository]:
@@ -172,7 +170,8 @@ def _read(one: Candidate, target: str) -> Candidate | None:
         raw = far.read_object(one.at.name, "config.json", one.at.commit)
     except LoadError:
         return one if one.reasons else None
-    facts = Facts(one.at.name, raw=raw, card=one.at.card, at=one.at, vocabulary=_tokenizer(one.at))
+    tokenizer = next((name for name in TOKENIZERS if name in one.at.files), "")
+    facts = Facts(one.at.name, raw=raw, card=one.at.card, at=one.at, vocabulary=tokenizer)
     verifier = replace(facts, card={}).made_for
     if same_model(verifier, target):
         reason = "its configuration names the target as its verifier"
@@ -181,7 +180,3 @@ def _read(one: Candidate, target: str) -> Candidate | None:
         return None
     is_model = facts.kind.family == "lm" and not any(word in one.at.name.lower() for word in ("draft", "pard"))
     return None if is_model or not one.reasons else replace(one, facts=facts)
-
-
-def _tokenizer(at: far.Repository) -> str:
-    return next((name for name in ("tokenizer.json", "tokenizer.model", "vocab.json") if name in at.files), "")

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from forerun.catalogue import memory
-from forerun.catalogue.facts import Facts, facts_at, read_training
-from forerun.catalogue.family import Kind, Look, recognise
+from forerun.catalogue.facts import Facts, facts_at, here
+from forerun.catalogue.family import Json, Kind, Look, inner, recognise
 from forerun.catalogue.fit import Sizes, checks, fits, same_model, sizes_of
 from forerun.catalogue.layout import refusal
-from forerun.catalogue.memory import Measurement, recall
+from forerun.catalogue.memory import LONGEST, Measurement, recall
 from forerun.draft.bundled import BUNDLED
 from forerun.errors import LoadError, RequestError
 from forerun.models.caches import repositories
@@ -68,7 +67,7 @@ class Known:
             "name": self.facts.name, "origin": self.origin, "family": self.facts.kind.family,
             "dialect": self.facts.kind.dialect, "bytes": self.facts.bytes, "parameters": self.facts.parameters,
             "target": self.facts.made_for, "domains": list(self.facts.domains), "draft": self.draft,
-            "reason": self.reason, "measured": [m.as_dict() for m in self.measured],
+            "reason": self.reason, "measured": [asdict(m) for m in self.measured],
         }  # fmt: skip
 
 
@@ -86,7 +85,7 @@ def known(
     notes: list[str] = []
     heads = [(facts, origin) for facts, origin in _heads(folders, notes) if _is_drafter(facts.kind)]
     if target is not None:
-        wanted, path = _target(target, folders)
+        wanted, path = _target(target)
         heads = [(facts, origin) for facts, origin in heads if _serves(facts, wanted)]
         heads += _models(wanted, path, folders)
     kept = recall()
@@ -141,17 +140,15 @@ def _may_be(path: Path) -> bool:
 def _below(folder: Path) -> Iterator[Path]:
     """Directories with a config.json; hidden ones and links to folders are left out."""
     for count, (place, names, files) in enumerate(os.walk(folder)):
-        here = Path(place)
-        deep = len(here.relative_to(folder).parts) >= DEEPEST or count > MOST_FOLDERS
+        directory = Path(place)
+        deep = len(directory.relative_to(folder).parts) >= DEEPEST or count > MOST_FOLDERS
         names[:] = [] if deep else sorted(n for n in names if not n.startswith(".") and n not in LEFT_OUT)
         if "config.json" in files:
-            yield here
+            yield directory
 
 
-def _target(name: str, folders: Sequence[Path]) -> tuple[Sizes, Path]:
+def _target(name: str) -> tuple[Sizes, Path]:
     """The sizes of a target that is here, and where it is. Raises RequestError."""
-    from forerun.catalogue.facts import here
-
     path = here(name)
     if path is None:
         raise RequestError(f"{name} is not here: forerun models says what is, and forerun drafters search asks the Hub")
@@ -175,7 +172,10 @@ def _models(target: Sizes, path: Path, folders: Sequence[Path]) -> Iterator[tupl
 
 def trained(facts: Facts) -> list[Measurement]:
     """What `forerun train` measured of a drafter: of each kind of text the deepest greedy drafts."""
-    said = read_training(facts.path) if facts.path and facts.path.is_dir() else {}
+    said: Json = {}
+    if facts.path:
+        with suppress(LoadError):
+            said = read_object(facts.path / "training.json")
     entries = said.get("measured")
     best: dict[str, Measurement] = {}
     for entry in entries if isinstance(entries, list) else []:
@@ -185,14 +185,14 @@ def trained(facts: Facts) -> list[Measurement]:
     return list(best.values())
 
 
-def _measurement(facts: Facts, said: Mapping[str, Any], entry: Any) -> Measurement | None:
+def _measurement(facts: Facts, said: Json, entry: Any) -> Measurement | None:
     """A figure of training.json, if it is one; the speed is that of held-out texts."""
     try:
-        task, speed = str(entry["task"])[: memory.LONGEST], said.get("speed")
-        paces = speed.get("paces", []) if isinstance(speed, dict) else []
+        task = str(entry["task"])[:LONGEST]
+        paces = inner(said, "speed").get("paces", [])
         fastest = max((float(pace["times_plain"]) for pace in paces if pace["depth"]), default=None)
         return Measurement(
-            str(said.get("target"))[: memory.LONGEST], facts.name, facts.kind.draft, task,
+            str(said.get("target"))[: LONGEST], facts.name, facts.kind.draft, task,
             float(entry["accepted_length"]), fastest if task == "held-out" else None,
             depth=str(entry["depth"]), temperature=float(entry["temperature"]), passes=int(entry["passes"]),
         )  # fmt: skip

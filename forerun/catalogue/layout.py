@@ -9,13 +9,14 @@ import re
 from collections.abc import Callable
 
 from forerun.catalogue.facts import Facts
-from forerun.catalogue.family import Json
+from forerun.catalogue.family import Json, inner
 from forerun.draft.block_dialects import FLAGS, as_speculators, windows_of
 from forerun.draft.block_shapes import named, read_conv, read_law
 from forerun.draft.fields import read_bool
 from forerun.draft.level_dialects import read_hydra, read_medusa, read_mlp
 from forerun.errors import LoadError, shown
 from forerun.models.families import FAMILIES, OWN_DRAFTER, is_whole
+from forerun.models.gguf.kinds import skim, why_not
 
 LAYERS = ("llama", "qwen3")  # families of decoder layers that heads are built of (`draft/stored.py`)
 LARGEST_BLOCK = 64
@@ -30,6 +31,11 @@ def refusal(facts: Facts) -> str:
     return READERS[kind.draft](facts)
 
 
+def said_of(facts: Facts) -> str:
+    """What to write behind `--draft`, "" where forerun cannot draft with this."""
+    return "" if refusal(facts) else f"{facts.kind.draft}:{facts.name}"
+
+
 def layer_of(raw: Json) -> Json:
     """Where the fields of a head's decoder layer are: apart in the layout of speculators and in vLLM's, else at the
     top."""
@@ -38,8 +44,7 @@ def layer_of(raw: Json) -> Json:
 
 
 def _eagle3(facts: Facts) -> str:
-    own = facts.raw.get("eagle_config")
-    flags = (own if isinstance(own, dict) else {}) | facts.raw
+    flags = inner(facts.raw, "eagle_config") | facts.raw
     if "speculators_model_type" not in facts.raw and flags.get("norm_output") is False:
         return "norm_output false means no norm before its lm_head in this layout, which is not supported"
     layers = None if facts.kind.family == "peagle" else 1
@@ -58,21 +63,17 @@ def _eagle(facts: Facts) -> str:
 
 
 def _block(facts: Facts) -> str:
+    shapes = named({BEFORE.sub("", name): tuple(shape) for name, shape in facts.shapes.items()})
     try:
         raw = as_speculators(facts.raw)
+        layer = layer_of(raw)
+        windows_of(raw | {"transformer_layer_config": layer})
+        read_law(raw, shapes)
+        read_conv(raw, shapes, layer.get("hidden_size", shapes.get("norm.weight", (0,))[0]))
+        for flag in FLAGS:
+            read_bool(raw, flag, False)
     except LoadError as error:
         return str(error)
-    layer = layer_of(raw)
-    shapes = named({BEFORE.sub("", name): tuple(shape) for name, shape in facts.shapes.items()})
-    readers: list[Callable[[Json], object]] = [
-        lambda raw: windows_of(raw | {"transformer_layer_config": layer}),
-        lambda raw: read_law(raw, shapes),
-        lambda raw: read_conv(raw, shapes, layer.get("hidden_size", shapes.get("norm.weight", (0,))[0])),
-        lambda raw: [read_bool(raw, name, False) for name in FLAGS],
-    ]
-    wrong = next(filter(None, (_says(read, raw) for read in readers)), "")
-    if wrong:
-        return wrong
     size = raw.get("block_size")
     if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= LARGEST_BLOCK:
         return f"block_size is {shown(size)}, not a whole number from 1 to {LARGEST_BLOCK}"
@@ -135,8 +136,6 @@ def _model(facts: Facts) -> str:
 
 
 def _gguf(facts: Facts) -> str:
-    from forerun.models.gguf.kinds import skim, why_not
-
     try:
         return why_not(skim(facts.path)) if facts.path else ""
     except LoadError as error:

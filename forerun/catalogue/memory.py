@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
-from dataclasses import asdict, astuple, dataclass, fields
+from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -55,10 +55,6 @@ class Measurement:
     machine: str = ""
     passes: int = 0
     seconds: float = 0.0
-
-    def as_dict(self) -> dict[str, Any]:
-        """The fields by name."""
-        return asdict(self)
 
 
 COLUMNS = tuple(field.name for field in fields(Measurement))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from forerun.catalogue import far
 from forerun.catalogue.facts import Facts, facts_of
 from forerun.catalogue.fit import Check, Sizes, checks, fits, sizes_of
-from forerun.catalogue.layout import refusal
+from forerun.catalogue.layout import said_of
 from forerun.errors import ConfigError, LoadError
 from forerun.models.hub import is_pickled
 
@@ -55,13 +56,13 @@ def _same_words(drafter: Path, target: Path, sizes: Sizes) -> Check:
 
 def describe(drafter: Facts, target: Facts | None, found: Sequence[Check], note: str) -> dict[str, Any]:
     """All that is said of a drafter, in plain values."""
-    kind, reason = drafter.kind, refusal(drafter)
+    kind = drafter.kind
     return {
         "name": drafter.name, "path": str(drafter.path) if drafter.path else None, "family": kind.family,
         "dialect": kind.dialect, "bytes": drafter.bytes, "parameters": drafter.parameters,
         "made_for": drafter.made_for, "domains": list(drafter.domains), "target": target.name if target else None,
-        "fits": fits(found), "checks": [check.as_dict() for check in found],
-        "draft": "" if reason else f"{kind.draft}:{drafter.name}", "notes": [note] if note else [],
+        "fits": fits(found), "checks": [asdict(check) for check in found],
+        "draft": said_of(drafter), "notes": [note] if note else [],
     }  # fmt: skip
 
 
@@ -88,5 +89,5 @@ def download(drafter: Facts) -> Path:
             " HF_HUB_CACHE to another disk"
         )
     with far.asking(f"{drafter.name} cannot be downloaded"):
-        return Path(snapshot_download(drafter.name, allow_patterns=sorted(wanted)))
-    raise AssertionError
+        directory = snapshot_download(drafter.name, allow_patterns=sorted(wanted))
+    return Path(directory)

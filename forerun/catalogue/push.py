@@ -9,13 +9,14 @@ import json
 import re
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from forerun.catalogue import far
 from forerun.catalogue.facts import CARD, Facts, card_of, facts_at
-from forerun.catalogue.family import Json
+from forerun.catalogue.family import Json, inner
 from forerun.catalogue.here import trained
 from forerun.catalogue.layout import refusal
 from forerun.catalogue.memory import Measurement
@@ -105,8 +106,7 @@ def push(parcel: Parcel, private: bool = True) -> str:
                 folder_path=folder,
                 commit_message=f"Drafter for {parcel.metadata['base_model']}",
             )
-            return str(made)
-    raise AssertionError
+    return str(made)
 
 
 def _base(facts: Facts, target: str | None) -> str:
@@ -164,22 +164,18 @@ def _card(facts: Facts, metadata: Json) -> str:
 
 def _config(facts: Facts, base: str) -> dict[str, str]:
     """The configuration with the Hub id of its verifier, where it has one by another name: others look it up there."""
-    own = facts.raw.get("speculators_config")
-    verifier = own.get("verifier") if isinstance(own, dict) else None
-    if not isinstance(own, dict) or not isinstance(verifier, dict) or verifier.get("name_or_path") == base:
+    own = inner(facts.raw, "speculators_config")
+    if not isinstance(own.get("verifier"), dict) or own["verifier"].get("name_or_path") == base:
         return {}
-    raw = facts.raw | {"speculators_config": own | {"verifier": verifier | {"name_or_path": base}}}
+    raw = facts.raw | {"speculators_config": own | {"verifier": own["verifier"] | {"name_or_path": base}}}
     return {"config.json": json.dumps(raw, indent=2) + "\n"}
 
 
 def _notes(directory: Path, files: dict[str, int], texts: dict[str, str]) -> list[str]:
     """Names of directories of this machine that everybody could read."""
     read = dict(texts)
-    for name in files:
-        if name == "training.json" and name not in read:
-            try:
-                read[name] = read_text(directory / name)
-            except LoadError:
-                continue
+    if "training.json" in files:
+        with suppress(LoadError):
+            read["training.json"] = read_text(directory / "training.json")
     home = str(Path.home())
     return [f"{name} names {home}: whoever may read the repository sees it" for name in read if home in read[name]]

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from forerun.check.faults import FAULTS, check_faults, check_rules
+from forerun.check.faults import check_faults, check_rules
 from forerun.check.findings import Finding
 from forerun.check.law import check_law
+from forerun.check.mistakes import FAULTS
 from forerun.check.passes import check_passes
 from forerun.check.subject import Ask, Subject, random_prompts
 from forerun.check.texts import check_texts
@@ -183,8 +184,7 @@ def _prompts(llm: LLM, count: int) -> list[tuple[int, ...]]:
 
 def all_drafts(llm: LLM, named: str | None) -> tuple[str, ...]:
     """The proposers to check: the one asked for, or those of every engine and the one with weights, if there is one."""
-    known: Sequence[str] = list(llm.engine.proposers)
     if named:
         return (named,)
-    asked = [name for name in names_in(llm.draft) if name in known]
+    asked = [name for name in names_in(llm.draft) if name in llm.engine.proposers]
     return tuple(dict.fromkeys(["ngram", "suffix", "recycle", *asked]))

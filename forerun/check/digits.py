@@ -32,12 +32,8 @@ def odds(evidence: float) -> str:
     return f"{evidence:,.0f} to 1" if evidence >= 100 else f"{evidence:.2f} to 1"
 
 
-def astray(excess: float) -> str:
-    """By how many points something comes too often or too seldom."""
-    return f"{100 * abs(excess):.2g} points too {'often' if excess > 0 else 'seldom'}"
-
-
 def off(hits: float, chance: float) -> str:
     """How often something came, of 1, and how often it should have."""
     came, meant = pair(100 * hits, 100 * chance, 1)
-    return f"comes in {came}% of cases where the target's own probability is {meant}%, {astray(hits - chance)}"
+    astray = f"{100 * abs(hits - chance):.2g} points too {'often' if hits > chance else 'seldom'}"
+    return f"comes in {came}% of cases where the target's own probability is {meant}%, {astray}"

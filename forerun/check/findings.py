@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +23,3 @@ class Finding:
     passed: bool | None
     text: str
     details: dict[str, Any] = field(default_factory=dict)
-
-
-Report = Callable[[Finding], None]

@@ -1,178 +1,197 @@
-"""The code of mistakes that `faults` puts in: rules with a change, drafters that misstate their law, noise used twice.
+"""Faults put in on purpose: a check that passes them proves nothing.
 
-Most were shipped by somebody. Sizes on random laws: mean total variation distances from 0.26 (a likeliest token called
-sampled) down to 1e-4 (a draw in bfloat16).
+A fault is a change of the rule's code, of what a drafter says it did (as the rule sees it, so that it can be put into a
+running engine too), of a way to draft, or of the noise. Most were shipped by somebody. Sizes on random laws: mean total
+variation distances from 0.26 (a likeliest token called sampled) down to 1e-4 (a draw in bfloat16).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from forerun import rng
-from forerun.check.oracle import Children
+from forerun.check.oracle import Children, Scheme
+from forerun.check.rules import ENUMERABLE
 from forerun.rng import Lane
 from forerun.types import Draft, Law, Verdict
-from forerun.verify import Noise, block, match
-from forerun.verify.base import Coins, RatioRule, law_of, one_hot, residual
+from forerun.verify import RULES, Noise, Rule, block, match
+from forerun.verify.base import Coins, RatioRule, Verify, law_of, one_hot, ratio, residual
 
 LENIENCE = 0.8
 UNLIKELY = 0.3
+RATIO = ("token", "block", "tree")
+Change = Callable[[RatioRule, Draft, np.ndarray, Coins], Verdict]  # what runs in place of a rule
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One mistake.
+
+    Attributes:
+        name: what `--inject` calls it.
+        what: the mistake in one line.
+        rules: the rules it can be made in.
+        change: a rule's code with the mistake in it; None where the mistake is elsewhere.
+        scheme: a way to draft on toy models that makes the mistake.
+        noise: noise that makes it.
+    """
+
+    name: str
+    what: str
+    rules: tuple[str, ...]
+    change: Change | None = None
+    scheme: Scheme | None = None
+    noise: type[Noise] = Noise
+
+    def code(self, rule: str) -> RatioRule:
+        """The code of `rule` with the mistake in it."""
+        if self.change is None or rule not in self.rules:
+            return ENUMERABLE[rule]
+        return partial(self.change, ENUMERABLE[rule])
+
+    def rule(self, name: str) -> Rule:
+        """The rule `name` for an engine, with the mistake in it."""
+        if name not in self.rules or (self.change is None and self.noise is Noise):
+            return RULES[name]
+        code = self.code(name)
+        verify = by_draws(code) if name == "match" else ratio(code)
+        return replace(RULES[name], verify=_with_noise(verify, self.noise), follow=None)
+
+
+def by_draws(rule: RatioRule) -> Verify:
+    """A rule that follows the target's own draws, for an engine: its coins are the draws of the match rule."""
+
+    def verify(drafts: Sequence[Draft], scores: Tensor, noises: Sequence[Noise]) -> list[Verdict]:
+        drawn = iter(match.draw(drafts, scores, noises))
+        known = [_Known(list(islice(drawn, len(draft)))) for draft in drafts]
+        return ratio(rule)(drafts, scores, known)  # type: ignore[arg-type]
+
+    return verify
+
+
+class _Known:
+    """Draws that are made already."""
+
+    def __init__(self, drawn: Sequence[int]) -> None:
+        self._drawn = drawn
+
+    def draw(self, weights: np.ndarray, node: int) -> int:
+        return self._drawn[node]
+
+    def accept(self, p: float, q: float, node: int) -> bool:
+        raise NotImplementedError("the match rule tosses no coins")
+
+
+def _with_noise(verify: Verify, noise: type[Noise]) -> Verify:
+    return lambda drafts, scores, noises: verify(drafts, scores, [noise(n.seed, n.root) for n in noises])
+
+
+FAULTS: dict[str, Fault] = {}
+
+
+def _fault(name: str, what: str, *rules: str, part: str = "change") -> Callable[[T], T]:
+    """Enter what is behind this among the faults, as that part of a `Fault`."""
+
+    def enter(made: T) -> T:
+        parts: dict[str, Any] = {part: made}
+        FAULTS[name] = Fault(name, what, rules, **parts)
+        return made
+
+    return enter
 
 
 # Mistakes with the coins.
 
 
-class _Lenient:
-    """Coins that accept a token although it is a little too unlikely."""
+class _Coins(NamedTuple):
+    """Coins of which one part is another."""
 
-    def __init__(self, coins: Coins) -> None:
-        self.draw, self._accept = coins.draw, coins.accept
-
-    def accept(self, p: float, q: float, node: int) -> bool:
-        return self._accept(p, LENIENCE * q, node)
+    accept: Callable[[float, float, int], bool]
+    draw: Callable[[np.ndarray, int], int]
 
 
-class _NoResidual:
-    """Coins that draw from the target's law after a rejection too."""
-
-    def __init__(self, coins: Coins, p: np.ndarray) -> None:
-        self.accept, self._draw, self._p = coins.accept, coins.draw, p
-
-    def draw(self, weights: np.ndarray, node: int) -> int:
-        return self._draw(self._p[node], node)
+@_fault("lenient", "tokens are accepted although 1.25 times too unlikely", *RATIO)
+def _lenient(rule: RatioRule, draft: Draft, p: np.ndarray, coins: Coins) -> Verdict:
+    return rule(draft, p, _Coins(lambda a, q, node: coins.accept(a, LENIENCE * q, node), coins.draw))
 
 
-def lenient(rule: RatioRule) -> RatioRule:
-    """Tokens are accepted although a little too unlikely."""
-    return lambda draft, p, coins: rule(draft, p, _Lenient(coins))
-
-
-def no_residual(rule: RatioRule) -> RatioRule:
-    """After a rejection the token is drawn from the target's whole law."""
-    return lambda draft, p, coins: rule(draft, p, _NoResidual(coins, p))
+@_fault("no-residual", "after a rejection the token is drawn from the target's whole law", *RATIO)
+def _no_residual(rule: RatioRule, draft: Draft, p: np.ndarray, coins: Coins) -> Verdict:
+    return rule(draft, p, _Coins(coins.accept, lambda weights, node: coins.draw(p[node], node)))
 
 
 # Mistakes in the rule.
 
 
-def lenient_match(rule: RatioRule) -> RatioRule:
-    """Follow a child that the target finds nearly as likely as its own draw."""
-
-    def follow(draft: Draft, p: np.ndarray, coins: Coins) -> Verdict:
-        children, path, tokens = draft.children(), [0], [coins.draw(p[0], 0)]
-        while True:
-            law = p[path[-1]]
-            near = [c for c in children[path[-1]] if law[draft.tokens[c]] >= LENIENCE * law[tokens[-1]]]
-            if not near:
-                return Verdict(tokens, path)
-            path.append(near[0])
-            tokens[-1] = draft.tokens[near[0]]
-            tokens.append(coins.draw(p[near[0]], near[0]))
-
-    return follow
+@_fault("rows-late", "each token is tested with the law after it", *RATIO)
+def _rows_late(rule: RatioRule, draft: Draft, p: np.ndarray, coins: Coins) -> Verdict:
+    return rule(draft, np.concatenate([p[1:], p[-1:]]), coins)
 
 
-def late_match(rule: RatioRule) -> RatioRule:
-    """Draw with the row after the token that is to be checked."""
-
-    class Late:
-        def __init__(self, p: np.ndarray, coins: Coins) -> None:
-            self.p, self.coins = p, coins
-
-        def __getitem__(self, node: int) -> int:
-            late = min(node + 1, len(self.p) - 1)
-            return self.coins.draw(self.p[late], late)
-
-    return lambda draft, p, coins: match.follow(draft, Late(p, coins))  # type: ignore[arg-type]
+@_fault("independent-match", "accepted if another draw of the target is equal", "token")
+def _independent_match(rule: RatioRule, draft: Draft, p: np.ndarray, coins: Coins) -> Verdict:
+    for node in range(1, len(draft)):
+        if coins.draw(p[node - 1], node - 1) != draft.tokens[node]:
+            rest = residual(p[node - 1], _law(draft, node, p))
+            return Verdict([*draft.tokens[1:node], coins.draw(rest, node + len(draft))], list(range(node)))
+    last = len(draft) - 1
+    return Verdict([*draft.tokens[1:], coins.draw(p[last], last)], list(range(len(draft))))
 
 
-def rows_late(rule: RatioRule) -> RatioRule:
-    """Each token tested with the law after it."""
-    return lambda draft, p, coins: rule(draft, np.concatenate([p[1:], p[-1:]]), coins)
+@_fault("skipped-rejection", "a token is accepted behind a rejected one", "token")
+def _skipped_rejection(rule: RatioRule, draft: Draft, p: np.ndarray, coins: Coins) -> Verdict:
+    laws = [_law(draft, node, p) for node in range(1, len(draft))]
+    tests = [(p[i][draft.tokens[i + 1]], q[draft.tokens[i + 1]]) for i, q in enumerate(laws)]
+    last = max((i + 1 for i, (a, b) in enumerate(tests) if coins.accept(a, b, i + 1)), default=0)
+    law = p[last] if last == len(draft) - 1 else residual(p[last], laws[last])
+    return Verdict([*draft.tokens[1 : last + 1], coins.draw(law, last)], list(range(last + 1)))
 
 
-def independent_match(rule: RatioRule) -> RatioRule:
-    """Accept if an independent draw of the target gives the same token, else draw from the residual."""
-
-    def verify(draft: Draft, p: np.ndarray, coins: Coins) -> Verdict:
-        for node in range(1, len(draft)):
-            if coins.draw(p[node - 1], node - 1) != draft.tokens[node]:
-                rest = residual(p[node - 1], _law(draft, node, p))
-                return Verdict([*draft.tokens[1:node], coins.draw(rest, node + len(draft))], list(range(node)))
-        last = len(draft) - 1
-        return Verdict([*draft.tokens[1:], coins.draw(p[last], last)], list(range(len(draft))))
-
-    return verify
+@_fault("token-residual", "block acceptance with the residual of token rejection", "block")
+def _residual_of_token(rule: RatioRule, draft: Draft, p: np.ndarray, coins: Coins) -> Verdict:
+    verdict = block.verify_chain(draft, p, coins)
+    last = len(verdict.path) - 1
+    if last == len(draft) - 1:
+        return verdict
+    rest = residual(p[last], _law(draft, last + 1, p))
+    return Verdict([*verdict.tokens[:-1], coins.draw(rest, last + len(draft))], verdict.path)
 
 
-def skipped_rejection(rule: RatioRule) -> RatioRule:
-    """Accept the deepest token that passes its own test, whatever came before it."""
+@_fault("uncapped", "block acceptance by a product that is not capped", "block")
+def _uncapped(rule: RatioRule, draft: Draft, p: np.ndarray, coins: Coins) -> Verdict:
+    product, last = 1, len(draft) - 1
+    for node in range(1, len(draft)):
+        product *= p[node - 1][draft.tokens[node]] / _law(draft, node, p)[draft.tokens[node]]
 
-    def verify(draft: Draft, p: np.ndarray, coins: Coins) -> Verdict:
-        laws = [_law(draft, node, p) for node in range(1, len(draft))]
-        tests = [(p[i][draft.tokens[i + 1]], q[draft.tokens[i + 1]]) for i, q in enumerate(laws)]
-        last = max((i + 1 for i, (a, b) in enumerate(tests) if coins.accept(a, b, i + 1)), default=0)
-        law = p[last] if last == len(draft) - 1 else residual(p[last], laws[last])
-        return Verdict([*draft.tokens[1 : last + 1], coins.draw(law, last)], list(range(last + 1)))
+    def accept(mass: float, whole: float, node: int) -> bool:
+        return coins.accept(product if node == last else mass, whole, node)
 
-    return verify
-
-
-def residual_of_token(rule: RatioRule) -> RatioRule:
-    """Block acceptance, but the token after it drawn as token-level rejection would."""
-
-    def verify(draft: Draft, p: np.ndarray, coins: Coins) -> Verdict:
-        verdict = block.verify_chain(draft, p, coins)
-        last = len(verdict.path) - 1
-        if last == len(draft) - 1:
-            return verdict
-        rest = residual(p[last], _law(draft, last + 1, p))
-        return Verdict([*verdict.tokens[:-1], coins.draw(rest, last + len(draft))], verdict.path)
-
-    return verify
+    return block.verify_chain(draft, p, _Coins(accept, coins.draw))
 
 
-def uncapped(rule: RatioRule) -> RatioRule:
-    """Block verification that accepts the whole draft by the plain product of ratios, not capped at 1 on the way."""
-
-    def verify(draft: Draft, p: np.ndarray, coins: Coins) -> Verdict:
-        product, last = 1, len(draft) - 1
-        for node in range(1, len(draft)):
-            product *= p[node - 1][draft.tokens[node]] / _law(draft, node, p)[draft.tokens[node]]
-
-        class Uncapped:
-            draw = staticmethod(coins.draw)
-
-            def accept(self, mass: float, whole: float, node: int) -> bool:
-                return coins.accept(product if node == last else mass, whole, node)
-
-        return block.verify_chain(draft, p, Uncapped())
-
-    return verify
-
-
-def one_law_for_siblings(rule: RatioRule) -> RatioRule:
-    """Each sibling tested against the whole law: what the ones before it could have taken is not subtracted."""
-
-    def verify(draft: Draft, p: np.ndarray, coins: Coins) -> Verdict:
-        children, node = draft.children(), 0
-        while True:
-            rest = p[node]
-            for child in children[node]:
-                q = _law(draft, child, p)
-                if coins.accept(p[node][draft.tokens[child]], q[draft.tokens[child]], child):
-                    node = child
-                    break
-                rest = residual(p[node], q)
-            else:
-                path = draft.path_to(node)
-                return Verdict([*(draft.tokens[i] for i in path[1:]), coins.draw(rest, node)], path)
-
-    return verify
+@_fault("siblings", "siblings are tested against one and the same law", "tree")
+def _one_law_for_siblings(rule: RatioRule, draft: Draft, p: np.ndarray, coins: Coins) -> Verdict:
+    children, node = draft.children(), 0
+    while True:
+        rest = p[node]
+        for child in children[node]:
+            q = _law(draft, child, p)
+            if coins.accept(p[node][draft.tokens[child]], q[draft.tokens[child]], child):
+                node = child
+                break
+            rest = residual(p[node], q)
+        else:
+            path = draft.path_to(node)
+            return Verdict([*(draft.tokens[i] for i in path[1:]), coins.draw(rest, node)], path)
 
 
 def _law(draft: Draft, node: int, p: np.ndarray) -> np.ndarray:
@@ -184,66 +203,63 @@ def _law(draft: Draft, node: int, p: np.ndarray) -> np.ndarray:
 # Mistakes of the drafter, as the rule sees them: what was drawn is not what q says.
 
 
-def other_law(stored: Callable[[np.ndarray], np.ndarray]) -> Callable[[RatioRule], RatioRule]:
+def _stored(stored: Callable[[np.ndarray], np.ndarray]) -> Change:
     """The law that is stored is a function of the one that was drawn from."""
 
-    def change(rule: RatioRule) -> RatioRule:
-        def verify(draft: Draft, p: np.ndarray, coins: Coins) -> Verdict:
-            if draft.probs is None:
-                return rule(draft, p, coins)
-            laws = [stored(law.astype(float)) if law.sum() else law for law in draft.probs]
-            return rule(replace(draft, probs=np.stack(laws)), p, coins)
-
-        return verify
+    def change(rule: RatioRule, draft: Draft, p: np.ndarray, coins: Coins) -> Verdict:
+        if draft.probs is None:
+            return rule(draft, p, coins)
+        laws = [stored(law.astype(float)) if law.sum() else law for law in draft.probs]
+        return rule(replace(draft, probs=np.stack(laws)), p, coins)
 
     return change
 
 
-def hotter(law: np.ndarray) -> np.ndarray:
-    """The law at another temperature. [V]"""
+@_fault("other-temperature", "drafts are drawn colder than their law says", *RATIO)
+@_stored
+def _hotter(law: np.ndarray) -> np.ndarray:
     law = law**LENIENCE
     law = law / law.sum()
     return law
 
 
-def in_bfloat16(law: np.ndarray) -> np.ndarray:
-    """The law of scores that were rounded. [V]"""
+@_fault("bfloat16-draw", "drafts are drawn in another precision than tested", *RATIO)
+@_stored
+def _in_bfloat16(law: np.ndarray) -> np.ndarray:
     with np.errstate(divide="ignore"):
         scores = torch.tensor(np.log(law)).bfloat16().double()
     rounded: np.ndarray = scores.softmax(-1).numpy()
     return rounded
 
 
-def top2(law: np.ndarray) -> np.ndarray:
-    """The two likeliest tokens alone. [V]"""
+@_fault("truncated-law", "the law of a draft is stored as its two likeliest tokens", *RATIO)
+@_stored
+def _top2(law: np.ndarray) -> np.ndarray:
     kept: np.ndarray = np.where(law >= np.sort(law)[-2], law, 0)
     law = kept / kept.sum()
     return law
 
 
-def unlikely_dropped(rule: RatioRule) -> RatioRule:
-    """A chain cut before its first sampled token that the drafter finds unlikely: its law is no longer q."""
-
-    def verify(draft: Draft, p: np.ndarray, coins: Coins) -> Verdict:
-        if draft.parents != list(range(-1, len(draft) - 1)):
-            return rule(draft, p, coins)
-        sampled = [n for n in range(1, len(draft)) if draft.laws[n] is Law.SAMPLED]
-        cut = next((n for n in sampled if _law(draft, n, p)[draft.tokens[n]] < UNLIKELY), len(draft))
-        short = Draft(draft.tokens[:cut], draft.parents[:cut], draft.sources[:cut], draft.laws[:cut], draft.probs)
-        return rule(short, p[:cut], coins)
-
-    return verify
+@_fault("dropped", "drafted tokens below 0.3 are dropped after they were drawn", *RATIO)
+def _unlikely_dropped(rule: RatioRule, draft: Draft, p: np.ndarray, coins: Coins) -> Verdict:
+    """A chain is cut before its first such token, so that its law is no longer q."""
+    if draft.parents != list(range(-1, len(draft) - 1)):
+        return rule(draft, p, coins)
+    sampled = [n for n in range(1, len(draft)) if draft.laws[n] is Law.SAMPLED]
+    cut = next((n for n in sampled if _law(draft, n, p)[draft.tokens[n]] < UNLIKELY), len(draft))
+    return rule(draft.first(cut - 1), p[:cut], coins)
 
 
-def greedy_called_sampled(draft: Draft, node: int, q: np.ndarray) -> list[Children]:
-    """The likeliest token, said to be drawn from q."""
+@_fault("greedy-as-sampled", "a likeliest token is called sampled", *RATIO, part="scheme")
+def _greedy_called_sampled(draft: Draft, node: int, q: np.ndarray) -> list[Children]:
     return [([(int(np.argmax(q)), Law.SAMPLED)], q, 1)]
 
 
 # Mistakes with the noise: coin by coin the rule is right.
 
 
-class SharedRecovery(Noise):
+@_fault("shared-recovery", "draft and residual share their noise", *RATIO, part="noise")
+class _SharedRecovery(Noise):
     """Gumbel noise of the draft used again for the token after a rejection."""
 
     def draw(self, weights: np.ndarray, node: int) -> int:
@@ -252,14 +268,39 @@ class SharedRecovery(Noise):
         return int(rng.gumbel_argmax(scores[None], [self.draft(node)]))
 
 
-class SharedCoins(Noise):
-    """The draft's stream used again for its coin."""
-
+@_fault("shared-coins", "draft and coin share their noise", *RATIO, part="noise")
+class _SharedCoins(Noise):
     def accept(self, p: float, q: float, node: int) -> bool:
         return rng.uniform(self.draft(node - 1)) * q < p
 
 
-class NoiseByRound(Noise):
+# Mistakes in following the target's own draws.
+
+
+@_fault("lenient-match", "a token nearly as likely as the target's own is accepted", "match")
+def _lenient_match(rule: RatioRule, draft: Draft, p: np.ndarray, coins: Coins) -> Verdict:
+    children, path, tokens = draft.children(), [0], [coins.draw(p[0], 0)]
+    while True:
+        law = p[path[-1]]
+        near = [c for c in children[path[-1]] if law[draft.tokens[c]] >= LENIENCE * law[tokens[-1]]]
+        if not near:
+            return Verdict(tokens, path)
+        path.append(near[0])
+        tokens[-1] = draft.tokens[near[0]]
+        tokens.append(coins.draw(p[near[0]], near[0]))
+
+
+@_fault("late-match", "the target draws with the row after the token", "match")
+def _late_match(rule: RatioRule, draft: Draft, p: np.ndarray, coins: Coins) -> Verdict:
+    def draw(weights: np.ndarray, node: int) -> int:
+        late = min(node + 1, len(p) - 1)
+        return coins.draw(p[late], late)
+
+    return rule(draft, p, _Coins(coins.accept, draw))
+
+
+@_fault("noise-by-round", "the noise depends on where a round begins", "match", part="noise")
+class _NoiseByRound(Noise):
     """Noise of the round and the depth within it, not of the position in the text."""
 
     def target(self, depth: int) -> int:

@@ -157,9 +157,7 @@ def emission(rule: RatioRule, drafts: Proposals, target: Table) -> Strings:
 
 def complete(emitted: Strings, target: Table, length: int) -> Strings:
     """The law of strings of `length` tokens when the target goes on from what was emitted."""
-    law: Strings = defaultdict(int)
-    for string, chance in emitted.items():
-        law[string] += chance
+    law: Strings = defaultdict(int, emitted)
     for short in range(length):
         for string in [s for s in law if len(s) == short]:
             chance = law.pop(string)
@@ -171,23 +169,3 @@ def complete(emitted: Strings, target: Table, length: int) -> Strings:
 def joint(target: Table, length: int) -> Strings:
     """The target's own law of strings of `length` tokens."""
     return complete({(): 1}, target, length)
-
-
-def error(one: Strings, other: Strings) -> Chance:
-    """The largest difference of two laws."""
-    return max(abs(one.get(s, 0) - other.get(s, 0)) for s in {*one, *other})
-
-
-def tv(one: Strings, other: Strings) -> Chance:
-    """The total variation distance of two laws."""
-    return sum(abs(one.get(s, 0) - other.get(s, 0)) for s in {*one, *other}) / 2
-
-
-def bias(rule: RatioRule, drafts: Proposals, target: Table, depth: int) -> Chance:
-    """By how much a round's law differs from the target's: 0, or float64 rounding, for an exact rule."""
-    return error(complete(emission(rule, drafts, target), target, depth + 1), joint(target, depth + 1))
-
-
-def mean_tokens(emitted: Strings) -> Chance:
-    """Tokens a round emits on average."""
-    return sum(len(string) * chance for string, chance in emitted.items())

@@ -7,13 +7,14 @@ measure of what a near tie is.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 import torch
 
 from forerun.check import digits
 from forerun.check.findings import Finding
 from forerun.check.subject import Subject
+from forerun.types import Draft
 
 CHUNKS = (2, 5, 8, 16)
 TREE = [-1, 0, 0, 1, 1, 2, 5, 6]  # the parents of a small tree
@@ -21,22 +22,16 @@ TREE = [-1, 0, 0, 1, 1, 2, 5, 6]  # the parents of a small tree
 
 def check_passes(subject: Subject, prompt: tuple[int, ...], exact: bool) -> tuple[Finding, float]:
     """The finding, and the largest difference of a logit. `exact`: whether every bit must be equal. prompt [>= 32]"""
-    alone = subject.logits(prompt, step=1)
-    worst = Difference()
-    for step in (*CHUNKS, len(prompt)):
-        found = _apart(subject.logits(prompt, step=step), alone)
-        worst = max(worst, replace(found, where=f"{step} tokens a pass"), key=lambda d: d.size)
+    alone, steps = subject.logits(prompt, step=1), (*CHUNKS, len(prompt))
+    found = [_apart(f"{step} tokens a pass", subject.logits(prompt, step=step), alone) for step in steps]
     half = len(prompt) // 2
     prefix, nodes = prompt[:half], prompt[half : half + len(TREE)]
-    together = subject.tree_logits(prefix, nodes, TREE)
+    together, tree = subject.tree_logits(prefix, nodes, TREE), Draft(list(nodes), TREE, [], [])
     for node in range(len(TREE)):
-        path: list[int] = []
-        at = node
-        while at >= 0:
-            path.insert(0, nodes[at])
-            at = TREE[at]
-        found = _apart(together[node : node + 1], subject.logits([*prefix, *path], step=1)[-1:])
-        worst = max(worst, replace(found, where=f"node {node} of a tree"), key=lambda d: d.size)
+        path = [nodes[i] for i in tree.path_to(node)]
+        last = subject.logits([*prefix, *path], step=1)[-1:]
+        found.append(_apart(f"node {node} of a tree", together[node : node + 1], last))
+    worst = max(found, key=lambda difference: difference.size)
     details = {"difference": worst.size, "tokens": len(prompt), "exact": exact}
     what = f"passes over {', '.join(map(str, CHUNKS))} and {len(prompt)} tokens and a tree of {len(TREE)} nodes"
     if worst.size == 0:
@@ -66,7 +61,7 @@ class Difference:
         return f"{together} instead of {alone} for token {self.token} behind row {self.row}, {self.where}"
 
 
-def _apart(together: torch.Tensor, alone: torch.Tensor) -> Difference:
+def _apart(where: str, together: torch.Tensor, alone: torch.Tensor) -> Difference:
     """Where they are furthest apart; infinitely where one is no number. [M, V] x 2"""
     if torch.equal(together, alone):
         return Difference()
@@ -74,4 +69,4 @@ def _apart(together: torch.Tensor, alone: torch.Tensor) -> Difference:
     gaps = (one - other).abs().nan_to_num(nan=torch.inf).masked_fill(one == other, 0.0)
     row, token = divmod(int(gaps.argmax()), gaps.shape[1])
     size = float(gaps[row, token]) or 5e-324  # zeros of different sign
-    return Difference(size, "", row, token, float(one[row, token]), float(other[row, token]))
+    return Difference(size, where, row, token, float(one[row, token]), float(other[row, token]))

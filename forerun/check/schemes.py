@@ -58,16 +58,6 @@ def ngram_plus_sample(draft: Draft, node: int, q: np.ndarray, distinct: bool = F
         yield both[:1] if distinct and t == found else both, q, q[t]
 
 
-def ragged(scheme: Scheme) -> Scheme:
-    """`scheme` below the root and below first children only."""
-
-    def first_only(draft: Draft, node: int, q: np.ndarray) -> Iterable[Children]:
-        first = node == 0 or draft.children()[draft.parents[node]][0] == node
-        return scheme(draft, node, q) if first else [([], None, 1)]
-
-    return first_only
-
-
 def crossed(draft: Draft, node: int, q: np.ndarray) -> Iterable[Children]:
     """Two different draws; whether one is expanded depends on the other, as under a budget for the whole tree."""
     siblings = draft.children()[draft.parents[node]] if node else []

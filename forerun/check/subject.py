@@ -54,12 +54,7 @@ class Subject:
     """An LLM and what the checks need of it."""
 
     def __init__(self, llm: LLM) -> None:
-        self.llm = llm
-
-    @property
-    def engine(self) -> Engine:
-        """The engine under test."""
-        return self.llm.engine
+        self.llm, self.engine = llm, llm.engine
 
     def say(self, asks: Sequence[Ask], rule: Rule, draft: str, schedule: Schedule, trace: bool = False) -> list[Said]:
         """The texts, in order, on empty caches: so that prompts are read as the schedule says."""

@@ -8,8 +8,8 @@ from typing import Any
 
 from forerun.check.certificate import Certificate
 from forerun.check.digits import odds
-from forerun.check.faults import FAULTS
 from forerun.check.findings import Finding
+from forerun.check.mistakes import FAULTS
 from forerun.check.wager import ALPHA
 
 

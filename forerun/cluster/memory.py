@@ -9,7 +9,7 @@ from dataclasses import replace
 from forerun.cluster.plan import Model, Plan
 from forerun.errors import ConfigError, ForerunError
 from forerun.load import cache_needs, check_cache, fit_kv_tokens
-from forerun.memory import free_ram
+from forerun.machine import free_ram
 from forerun.models.hub import find_model
 
 

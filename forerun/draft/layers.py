@@ -14,10 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from forerun.kernels import reference as kernels
-from forerun.linear import Linear
 from forerun.models.config import ModelConfig, make_config
 from forerun.models.decoder import Attend
-from forerun.packed import Packed
+from forerun.packed import Linear, Packed
 
 M = TypeVar("M", bound=nn.Module)
 ACTIVATIONS = {"gelu_tanh": "gelu_pytorch_tanh"}  # as transformers calls them, where that is not our name

@@ -11,12 +11,11 @@ from torch import Tensor
 
 from forerun.errors import ConfigError
 from forerun.kernels import reference as kernels
-from forerun.linear import Linear
 from forerun.models.config import ModelConfig
 from forerun.models.decoder import Decoder
 from forerun.models.parts import PartDecoder
 from forerun.native import NativeDecoder
-from forerun.packed import Packed
+from forerun.packed import Linear, Packed
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from forerun.errors import LoadError
-from forerun.memory import free_ram
+from forerun.machine import free_ram
 from forerun.models.config import load_config
 from forerun.models.families import FAMILIES
 from forerun.models.files import indexed, read_object, weight_files

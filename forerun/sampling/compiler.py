@@ -17,11 +17,10 @@ from typing import Any, Protocol
 from weakref import WeakSet
 
 from forerun.errors import BusyError, RequestError
-from forerun.memory import give_back
+from forerun.machine import give_back, heap
 from forerun.sampling.grammar import Grammar, short
 from forerun.sampling.matcher import Compiled, Matcher, bits
 from forerun.sandbox import WALL, RefusedError, Sandbox, SandboxError
-from forerun.sandbox_worker import heap
 
 SECONDS = 0.8  # of computing; a grammar that takes longer to compile is refused
 STACK = 120 << 20  # as in the sandbox: the compiler recurses along chains of rules, and overflowing ends the process

@@ -19,7 +19,7 @@ from typing import Any
 
 from forerun.errors import BusyError, ForerunError, LostError, RequestError
 from forerun.llm import LLM
-from forerun.memory import give_back
+from forerun.machine import give_back
 from forerun.server.tickets import Group, Order, Ticket
 from forerun.types import Event
 

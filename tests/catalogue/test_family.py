@@ -95,7 +95,7 @@ def test_one_layer_without_tensors_to_look_at() -> None:
 def test_any_value_may_be_of_any_type(value: Any) -> None:
     keys = {key for raw, *_ in ROWS for key in raw} | {"text_config", "projector_type"}
     for key in keys:
-        for raw in ({key: value}, LLAMA | {key: value}):
+        for raw in ({key: value}, LLAMA | {key: value}, {"num_nextn_predict_layers": 1, key: value}):
             kind = recognise(Look(raw))
             assert kind.name.isprintable() and len(kind.name) < 300
 

@@ -33,7 +33,7 @@ from forerun.runner import Runner
 from forerun.sampling.params import SamplingParams
 from forerun.types import Draft, Law
 from forerun.verify import Noise, block, token
-from tests import other_words, tiny
+from tests import exact, other_words, tiny
 from tests.engine import build
 from tests.other_words import KINDS, shared, words
 
@@ -231,7 +231,7 @@ def test_the_law_across_is_exact_under_every_outcome(rule: object, letters: str)
         prefix: both.across(torch.randn(1, len(letters), generator=generator))[0].double().softmax(-1).numpy()
         for prefix in target
     }
-    assert oracle.bias(rule, oracle.proposals(oracle.sampled, drafter, 2), target, 2) < 1e-12  # type: ignore[arg-type]
+    assert exact.bias(rule, oracle.proposals(oracle.sampled, drafter, 2), target, 2) < 1e-12  # type: ignore[arg-type]
 
 
 def test_nothing_shared_is_no_draft_under_ratio_rules_and_is_told_once(

@@ -22,7 +22,7 @@ from forerun.runner import Runner
 from forerun.sampling.filters import shape_logits
 from forerun.types import Draft, Forward, Law
 from forerun.verify import RULES, Noise, block, token, tree
-from tests import tiny
+from tests import exact, tiny
 from tests.draft.test_draft_model import FILTERED, GREEDY, WARM, logits_after, proposer, row, text_of
 from tests.texts import plain
 
@@ -130,9 +130,9 @@ def test_what_comes_of_checking_is_exact(verify: object, seed: int) -> None:
     """Enumerated over all drafts and all coins of both levels, though drafts end where a token was refused."""
     target, middle = oracle.toy_models("float", 2, 2, seed)
     _, small = oracle.toy_models("float", 2, 2, seed + 9)
-    assert oracle.bias(verify, cascades(small, middle, 2), target, 2) < 1e-12
+    assert exact.bias(verify, cascades(small, middle, 2), target, 2) < 1e-12
     wrong = ((replace(d, probs=np.roll(d.probs, 1, -1)), w) for d, w in cascades(small, middle, 2))
-    assert oracle.bias(verify, wrong, target, 2) > 1e-6, "and with the law of another it is not"
+    assert exact.bias(verify, wrong, target, 2) > 1e-6, "and with the law of another it is not"
 
 
 def test_nobody_is_asked_for_more_than_there_is_room_for() -> None:

@@ -20,7 +20,7 @@ from forerun.draft.medusa_format import load_heads
 from forerun.draft.view import view_of
 from forerun.engine.engine import Engine
 from forerun.kernels import native
-from forerun.linear import Linear
+from forerun.packed import Linear
 from forerun.runner import Runner
 from forerun.verify import Noise
 from tests import tiny

@@ -21,6 +21,7 @@ from forerun.errors import BusyError
 from forerun.llm import LLM
 from forerun.models import chat
 from forerun.sampling import compiler
+from forerun.sandbox import WORKERS
 from tests import tiny
 from tests.server import test_lifecycle as processes
 from tests.server.serving import PATIENCE, Serving, held, serving, until
@@ -86,7 +87,7 @@ def test_others_are_served_while_grammars_are_refused(server: Serving, monkeypat
     with ThreadPoolExecutor(len(bodies)) as clients:
         post = partial(httpx2.post, server.url + COMPLETIONS, timeout=PATIENCE)
         refused = [clients.submit(post, json=body) for body in bodies]
-        until(lambda: len(box._busy) == box.workers, "grammars are compiled")
+        until(lambda: len(box._busy) == WORKERS, "grammars are compiled")
         for path, body in ((COMPLETIONS, {"prompt": "x", "max_tokens": 2}), (CHAT, talk("hi"))):
             assert server.http.post(path, json=body).status_code == 200
         assert not all(future.done() for future in refused)

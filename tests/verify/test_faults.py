@@ -19,7 +19,7 @@ from forerun.sampling.filters import SamplingState, filter_logits
 from forerun.sampling.params import SamplingParams
 from forerun.types import Draft, Law
 from forerun.verify import RULES, Noise, block, token, tree
-from tests import test_rng
+from tests import exact, test_rng
 
 VOCAB, PAIRS = 5, 60
 RULES_OF_CHAINS = {"token": token.verify_chain, "block": block.verify_chain, "tree": tree.verify_tree}
@@ -41,7 +41,7 @@ def mean_bias(rule, drafts):
         target = dict.fromkeys([(), *((t,) for t in range(VOCAB))], p)
         emitted = oracle.emission(rule, drafts(scores), target)
         completed = oracle.complete(emitted, target, 2)
-        distances.append(oracle.tv(completed, oracle.joint(target, 2)))
+        distances.append(exact.tv(completed, oracle.joint(target, 2)))
     return np.mean(distances)
 
 
@@ -137,7 +137,7 @@ def test_shared_noise_is_found_out(rule, name):
 
 def chain_bias(rule, seed=0):
     target, drafter = oracle.toy_models("float", 3, 3, seed)
-    return oracle.bias(rule, oracle.proposals(oracle.sampled, drafter, 3), target, 3)
+    return exact.bias(rule, oracle.proposals(oracle.sampled, drafter, 3), target, 3)
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 
 from forerun.check import oracle
-from forerun.check.schemes import TREES, given_first, greedy, greedy_plus_one, mixed, ragged
+from forerun.check.schemes import TREES, given_first, greedy, greedy_plus_one, mixed
 from forerun.types import Draft, Verdict
 from forerun.verify import block, token, tree
 from forerun.verify.base import law_of, one_hot
+from tests import exact
 
 GRID = [("exact", 2, 1), ("exact", 2, 2), ("exact", 2, 3), ("sparse", 2, 3), ("exact", 3, 1), ("exact", 3, 2)]
 GRID += [("sparse", 3, 2), ("exact", 3, 3), ("float", 4, 1), ("float", 4, 2), ("float", 4, 3)]
@@ -30,11 +31,11 @@ def allowed(kind):
 
 
 def bias(rule, scheme, models, depth):
-    return oracle.bias(rule, oracle.proposals(scheme, models[1], depth), models[0], depth)
+    return exact.bias(rule, oracle.proposals(scheme, models[1], depth), models[0], depth)
 
 
 def mean(rule, scheme, models, depth):
-    return oracle.mean_tokens(oracle.emission(rule, oracle.proposals(scheme, models[1], depth), models[0]))
+    return exact.mean_tokens(oracle.emission(rule, oracle.proposals(scheme, models[1], depth), models[0]))
 
 
 RAGGED = ["iid2", "without replacement 2", "top2", "greedy + 1", "n-gram + sample"]
@@ -113,6 +114,16 @@ def test_block_gains_nothing_on_given_tokens(kind, vocab, depth):
 # Trees: T4, T5.
 
 
+def ragged(scheme):
+    """`scheme` below the root and below first children only."""
+
+    def first_only(draft, node, q):
+        first = node == 0 or draft.children()[draft.parents[node]][0] == node
+        return scheme(draft, node, q) if first else [([], None, 1)]
+
+    return first_only
+
+
 def top_down(draft, p, coins):
     """The simple twin of the tree rule: settle one level after the other, from the root."""
     children, node = draft.children(), 0
@@ -154,8 +165,8 @@ def test_tree_is_exact_and_accepts_at_least_as_much_as_top_down(name, kind, voca
     *emitted, target = tree_case(name, kind, vocab, depth, 0, is_ragged)
     for law in emitted:
         completed = oracle.complete(law, target, depth + 1)
-        assert oracle.error(completed, oracle.joint(target, depth + 1)) <= allowed(kind)
-    bottom_up, top = map(oracle.mean_tokens, emitted)
+        assert exact.error(completed, oracle.joint(target, depth + 1)) <= allowed(kind)
+    bottom_up, top = map(exact.mean_tokens, emitted)
     assert bottom_up >= top - allowed(kind)
 
 
@@ -165,7 +176,7 @@ def test_tree_is_block_on_a_chain(scheme, kind, vocab, depth):
     target, drafter = oracle.toy_models(kind, vocab, depth, seed=9)
     for draft, _ in oracle.proposals(scheme, drafter, depth):
         by_tree, by_block = (oracle.emission(r, [(draft, 1)], target) for r in (tree.verify_tree, block.verify_chain))
-        assert oracle.error(by_tree, by_block) <= allowed(kind)
+        assert exact.error(by_tree, by_block) <= allowed(kind)
 
 
 @pytest.mark.parametrize("kind, vocab", [("exact", 2), ("exact", 3), ("sparse", 3), ("float", 4)])
@@ -306,7 +317,7 @@ def test_a_stop_that_cannot_see_the_next_token_is_exact(rule, policy):
     for seed in range(2):
         target, drafts = chains(3, 3, seed)
         assert len({STOPS[policy](draft) for draft, _ in drafts}) > 1, "the policy stops, but not always"
-        assert oracle.bias(CHAIN_RULES[rule], truncated(drafts, STOPS[policy]), target, 3) < 1e-12
+        assert exact.bias(CHAIN_RULES[rule], truncated(drafts, STOPS[policy]), target, 3) < 1e-12
 
 
 @pytest.mark.parametrize("policy", LEAKS)
@@ -315,7 +326,7 @@ def test_a_stop_that_sees_the_next_token_is_not(rule, policy):
     errors = []
     for seed in range(3):
         target, drafts = chains(3, 3, seed)
-        errors.append(oracle.bias(CHAIN_RULES[rule], truncated(drafts, LEAKS[policy]), target, 3))
+        errors.append(exact.bias(CHAIN_RULES[rule], truncated(drafts, LEAKS[policy]), target, 3))
     assert max(errors) > 1e-2
 
 
@@ -334,7 +345,7 @@ def test_admitting_by_the_drawn_token_is_detected(rule):
     emitted = oracle.emission(CHAIN_RULES[rule], truncated(drafts, lambda d: int(d.tokens[1] == 0)), target)
     first = oracle.complete({(s[0],): sum(c for t, c in emitted.items() if t[0] == s[0]) for s in emitted}, target, 1)
     assert first == {(0,): Fraction(85, 100), (1,): Fraction(15, 100)}
-    assert oracle.error(first, oracle.joint(target, 1)) == Fraction(15, 100)
+    assert exact.error(first, oracle.joint(target, 1)) == Fraction(15, 100)
 
 
 def admit(pair, budget, score):
@@ -362,7 +373,7 @@ def shared_budget_error(rule, budget, score):
             law_of_pair[a, b] += w * v * p * q
     joints = [oracle.joint(target, 3) for target, _ in sides]
     expected = {(a, b): p * q for (a, p), (b, q) in itertools.product(*(law.items() for law in joints))}
-    return oracle.error(law_of_pair, expected)
+    return exact.error(law_of_pair, expected)
 
 
 @pytest.mark.parametrize("budget", [1, 2, 3])
