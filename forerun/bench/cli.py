@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -79,7 +80,7 @@ def kernels(
     """Time the native linear kernels by format and rows, beside the read bandwidth of the moment."""
     counts = [whole(count, "rows") for count in listed(rows)]
     from forerun.bench.machine.kernels import measure_kernels
-    from forerun.measure.tables import print_json, print_table
+    from forerun.measure.tables import print_columns, print_json
     from forerun.progress import progress
 
     with progress(as_json, measuring=True) as tell:
@@ -90,16 +91,11 @@ def kernels(
     if as_json:
         print_json(report.as_dict())
         return
-    print_table(
-        ("format", "rows", "us a layer", "GB/s", "of bandwidth", "times one row"),
-        [
-            (
-                k.format, str(k.rows), f"{k.microseconds:.0f}", f"{k.gigabytes_a_second:.1f}",
-                f"{k.bandwidth_share:.0%}", f"{k.times_one_row:.2f}",
-            )
-            for k in report.kernels
-        ],
-    )  # fmt: skip
+    print_columns([{
+        "format": k.format, "rows": str(k.rows), "us a layer": f"{k.microseconds:.0f}",
+        "GB/s": f"{k.gigabytes_a_second:.1f}", "of bandwidth": f"{k.bandwidth_share:.0%}",
+        "times one row": f"{k.times_one_row:.2f}",
+    } for k in report.kernels])  # fmt: skip
     print(
         f"layers of {inputs} by {outputs}, {report.instructions}, {report.threads} threads,"
         f" read bandwidth {report.bandwidth:.1f} GB/s, medians of {repeats} rounds"
@@ -182,8 +178,6 @@ def model(
     forecasts = [speculation.at(d) for d in depths]
     plays = [] if ahead is None else [played(speculation, f.depth) for f in forecasts]
     if as_json:
-        from dataclasses import asdict
-
         found: dict[str, Any] = {"depths": [asdict(f) for f in forecasts], "best": asdict(best)}
         found |= {"inner": {"depth": levels, "draft_cost": draft_cost}} if inner else {}
         print_json(found | ({"played": plays} if plays else {}))

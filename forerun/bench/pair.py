@@ -89,12 +89,11 @@ def make_pair(out: Path, recipe: PairRecipe, tell: Tell = nothing) -> Pair:
         prompts = _write_tokenizer(recipe, [work / part for part in parts])
         tell("drawing weights")
         base = draw_weights(recipe)
-        draft = _first(base, recipe, recipe.draft_layers)
-        _save(draft, recipe, recipe.draft_layers, work / "draft")
+        draft_size = _save(base, recipe, recipe.draft_layers, work / "draft")
         eps, agreement = _settle(base, recipe, work, prompts, tell)
         middle = _middle(scaled(base, recipe, eps), recipe, work, prompts, tell) if recipe.middle_layers else None
-        sizes = [sum(t.numel() for t in weights.values()) for weights in (base, draft)]
-        pair = Pair(out, recipe, eps, agreement, (sizes[0], sizes[1]), middle)
+        target_size = sum(tensor.numel() for tensor in base.values())
+        pair = Pair(out, recipe, eps, agreement, (target_size, draft_size), middle)
         (work / "prompts.json").write_text(json.dumps({"prompts": prompts}))
         (work / "meta.json").write_text(json.dumps(pair.as_dict(), indent=1))
     return pair
@@ -129,7 +128,7 @@ def _middle(
     target: Weights, recipe: PairRecipe, work: Path, prompts: list[list[int]], tell: Tell
 ) -> tuple[float, float]:
     """Write the model between the two; how often it agrees with the target, and the draft with it."""
-    _save(_first(target, recipe, recipe.middle_layers), recipe, recipe.middle_layers, work / "middle")
+    _save(target, recipe, recipe.middle_layers, work / "middle")
     tokens = min(JUDGED_TOKENS, recipe.context - recipe.prompt_tokens)
     tell("letting target and middle model write")
     pairs = ((work / "target", work / "middle"), (work / "middle", work / "draft"))
@@ -203,15 +202,10 @@ def scaled(base: Weights, recipe: PairRecipe, eps: float) -> Weights:
     return {name: (t.float() * eps).bfloat16() if name in tail else t for name, t in base.items()}
 
 
-def _first(weights: Weights, recipe: PairRecipe, layers: int) -> Weights:
-    """A model of the target's first layers."""
+def _save(weights: Weights, recipe: PairRecipe, layers: int, directory: Path) -> int:
+    """A model of the first `layers` layers, a directory but for its tokenizer; returns how many parameters it has."""
     later = tuple(f"model.layers.{i}." for i in range(layers, recipe.layers))
-    return {name: tensor for name, tensor in weights.items() if not name.startswith(later)}
-
-
-def _save(weights: Weights, recipe: PairRecipe, layers: int, directory: Path) -> None:
-    """One model directory but for its tokenizer."""
-    directory.mkdir(exist_ok=True)
+    weights = {name: tensor for name, tensor in weights.items() if not name.startswith(later)}
     ends = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -235,6 +229,7 @@ def _save(weights: Weights, recipe: PairRecipe, layers: int, directory: Path) ->
     (directory / "generation_config.json").write_text(json.dumps(ends))
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     shutil.copymode(directory / "config.json", directory / "model.safetensors")  # it comes readable by its owner only
+    return sum(tensor.numel() for tensor in weights.values())
 
 
 def _write_tokenizer(recipe: PairRecipe, directories: list[Path]) -> list[list[int]]:

@@ -99,8 +99,7 @@ def page(
     out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
 ) -> None:
     """Make a page of HTML from lines of JSON measured before, here or elsewhere: by decode and sweep, or by serve."""
-    from forerun.bench.report.lines import read_lines
-    from forerun.bench.report.serve_lines import read_served
+    from forerun.bench.report.lines import read_lines, read_served
     from forerun.bench.report.writing import check_out, write_out
 
     check_out([out])

@@ -12,37 +12,29 @@ comes first. An engine that fails is left out from then on, with a line that say
 
 from __future__ import annotations
 
+import itertools
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from forerun import __version__
 from forerun.bench.peers.plan import ENGINES, LOOKUP, STORED, Load, Models, Plan, find_models
-from forerun.bench.peers.prefill import measure_prefill
-from forerun.bench.peers.process import Outcome, PeerError, Prompts, Ready, Worker
-from forerun.bench.peers.results import (
-    ITS_OWN,
-    OURS,
-    Failure,
-    PeerResult,
-    PeersReport,
-    PrefillResult,
-    spread,
-    summarise,
-)
-from forerun.bench.peers.turns import Company, Player, in_turn
-from forerun.config import parse_depth
+from forerun.bench.peers.process import Outcome, PeerError, Player, Prompts, Ready, Worker
+from forerun.bench.peers.results import ITS_OWN, OURS, Failure, PeerResult, PeersReport, PrefillResult, summarise
 from forerun.engine.request import OFF
 from forerun.errors import ConfigError, ForerunError, RequestError
 from forerun.kernels import native
 from forerun.llm import LLM
+from forerun.measure.medians import median
 from forerun.measure.run import PLAIN, Arm, Work, timed_run
 from forerun.progress import Part, Tell, nothing
 from forerun.sampling.params import SamplingParams
 
+T = TypeVar("T")
 WARMING = 64  # tokens of the round that does not count
 
 
@@ -69,6 +61,30 @@ class Ours:
             self.llm.engine, [Work(prompt) for prompt in prompts], params, Arm(self.draft, depth) if depth else PLAIN
         )
         return Outcome(run.speed, run.outputs, run.accepted_length, run.prefill_seconds)
+
+
+@dataclass(slots=True)
+class Company:
+    """Who still takes part, and why others do not any more."""
+
+    players: list[Player]
+    failures: list[Failure] = field(default_factory=list)
+
+    def ask(self, name: str, depth: Any, prompts: Prompts, tokens: int) -> Outcome | None:
+        """One run of a player; None of one that has left, or leaves because of it."""
+        for player in self.players:
+            if player.name == name:
+                try:
+                    return player.run(depth, prompts, tokens)
+                except PeerError as error:
+                    self.failures.append(Failure(name, "", str(error)))
+                    self.players.remove(player)
+                    break
+        return None
+
+    def has(self, name: str) -> bool:
+        """Whether a player still takes part."""
+        return any(player.name == name for player in self.players)
 
 
 def measure_peers(
@@ -108,7 +124,7 @@ def measure_peers(
                 for turn, load in enumerate(loads):
                     if len(company.players) == 1:
                         break  # nobody is left to be compared with
-                    runs = _rounds(company, load, plan, bandwidths, Part(part, turn, turns))
+                    runs = measure_decoding(company, load, plan, bandwidths, Part(part, turn, turns))
                     results += summarise(label, load.requests, company.players, runs, load.category)
                 if len(company.players) > 1:
                     last = Part(part, turns - 1, turns)
@@ -116,9 +132,10 @@ def measure_peers(
     if not any(result.engine != OURS for result in results):
         raise ForerunError(f"no other engine could run: {'; '.join(dict.fromkeys(map(str, failures)))}")
     draft_format = STORED if models.drafter and models.drafter.is_file() else plan.draft_format
+    read = (min(bandwidths), median(bandwidths), max(bandwidths)) if bandwidths else None
     return PeersReport(
         str(models.target), models.draft, draft_format, plan.tokens, plan.repeats, plan.threads, plan.device,
-        spread(bandwidths), results, prefills, failures,
+        read, results, prefills, failures,
     )  # fmt: skip
 
 
@@ -165,36 +182,66 @@ def _start(
     return [worker]
 
 
-def _rounds(
+def in_rounds(arms: Sequence[T], repeats: int, what: str, tell: Tell) -> Iterator[tuple[int, T]]:
+    """(round, arm): all arms in every round, starting with another each time. Round -1 warms up and does not count."""
+    for i in range(-1, repeats):
+        now = "warming up" if i < 0 else f"round {i + 1} of {repeats}"
+        tell(what + now, i + 1, repeats + 1)
+        for turn in range(len(arms)):
+            yield i, arms[(turn + i) % len(arms)]
+
+
+def measure_decoding(
     company: Company, load: Load, plan: Plan, bandwidths: list[float], tell: Tell
 ) -> dict[tuple[str, int | str], list[Outcome]]:
-    """The runs of each player and depth, one a round."""
+    """The runs of each player and depth, one a round. Rounds take the prompts in turn; those used last warm up."""
     runs: dict[tuple[str, int | str], list[Outcome]] = {
         (player.name, depth): [] for player in company.players for depth in _depths(player, load.requests, plan)
     }
     if measurable := plan.device == "cpu" and native.library() is not None:
         native.start(plan.threads)
     what = f"{load.category}, " * bool(load.category) + f"{load.requests} requests, " * (load.requests > 1)
-    for i in range(-1, plan.repeats):  # -1 warms up, with the prompts that are used last
-        now = "warming up" if i < 0 else f"round {i + 1} of {plan.repeats}"
-        tell(what + now, i + 1, plan.repeats + 1)
-        for name, depth in in_turn(list(runs), i):
-            tokens = plan.tokens if i >= 0 else min(WARMING, plan.tokens)
-            outcome = company.ask(name, depth, load.groups[i % len(load.groups)], tokens)
-            if outcome is not None and i >= 0:
-                runs[name, depth].append(outcome)
-                bandwidths += [native.read_bandwidth()] if measurable else []
+    for i, (name, depth) in in_rounds(list(runs), plan.repeats, what, tell):
+        tokens = plan.tokens if i >= 0 else min(WARMING, plan.tokens)
+        outcome = company.ask(name, depth, load.groups[i % len(load.groups)], tokens)
+        if outcome is not None and i >= 0:
+            runs[name, depth].append(outcome)
+            bandwidths += [native.read_bandwidth()] if measurable else []
     return {arm: outcomes for arm, outcomes in runs.items() if company.has(arm[0])}
 
 
 def _depths(player: Player, requests: int, plan: Plan) -> list[int | str]:
     """The depths to run, 0 (plain) among them."""
-    plain = [0] if requests <= player.ready.plain else []
+    plain: list[int | str] = [0] if requests <= player.ready.plain else []
     if requests > player.ready.speculative:
-        return [*plain]
+        return plain
     if not player.ready.depths:
         return [*plain, ITS_OWN]
-    return [*plain, *(depth for depth in map(parse_depth, plan.depths) if depth != "auto" or player.name == OURS)]
+    return [*plain, *(depth for depth in plan.depths if depth != "auto" or player.name == OURS)]
+
+
+def measure_prefill(
+    form: str, company: Company, lengths: Sequence[int], texts: Prompts, repeats: int, tell: Tell
+) -> list[PrefillResult]:
+    """How fast prompts are read, plainly and one at once: a row for each length and player, as far as its first tokens
+    were timed. A prompt is tokens of `texts`, one after the other, round and round."""
+    text = list(itertools.chain.from_iterable(texts))
+    results = []
+    for at, length in enumerate(lengths):
+        runs: dict[str, list[float]] = {player.name: [] for player in company.players if player.ready.plain}
+        for i, name in in_rounds(list(runs), repeats, f"reading {length} tokens, ", Part(tell, at, len(lengths))):
+            # no two prompts begin alike: an engine may remember what it has read
+            start = (at * (1 + repeats) + 1 + i) % len(text)
+            prompt = list(itertools.islice(itertools.cycle(text), start, start + length))
+            outcome = company.ask(name, 0, [prompt], 1)
+            if outcome is not None and i >= 0:
+                runs[name].append(outcome.prefill_seconds)
+        for name, times in runs.items():
+            if company.has(name) and times and all(times):
+                ratios = [theirs / ours for ours, theirs in zip(runs[OURS], times, strict=True)]
+                ratio = None if name == OURS else median(ratios)
+                results.append(PrefillResult(name, form, length, median(times), length / median(times), ratio))
+    return results
 
 
 @contextmanager

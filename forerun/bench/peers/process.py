@@ -15,7 +15,7 @@ import threading
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from forerun.errors import ForerunError
 
@@ -52,6 +52,16 @@ class Ready:
     plain: int
     speculative: int
     depths: bool
+
+
+class Player(Protocol):
+    """An engine that takes part, ours or another."""
+
+    name: str
+    ready: Ready
+
+    def run(self, depth: Any, prompts: Prompts, tokens: int) -> Outcome:
+        """Continue all prompts at once by `tokens` tokens each; depth 0 is plain decoding. Raises PeerError."""
 
 
 class Worker:
@@ -98,9 +108,8 @@ class Worker:
             raise self._nonsense(answer) from None
 
     def run(self, depth: int, prompts: Prompts, tokens: int) -> Outcome:
-        """Continue all prompts at once by `tokens` tokens each; depth 0 is plain decoding."""
-        way = "speculative" if depth else "plain"
-        order = {"run": way, "depth": depth, "prompts": prompts, "tokens": tokens}
+        """As `Player.run`."""
+        order = {"depth": depth, "prompts": prompts, "tokens": tokens}
         assert self.process.stdin is not None
         try:
             print(json.dumps(order), file=self.process.stdin, flush=True)

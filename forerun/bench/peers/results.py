@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Protocol
+from dataclasses import asdict, dataclass
+from typing import Any
 
-from forerun.bench.peers.process import Outcome, Ready
+from forerun.bench.peers.process import Outcome, Player
 from forerun.measure.medians import bootstrap_interval, first_difference, median
 
 OURS = "forerun"
 ITS_OWN = 1  # stands for the depth of an engine that drafts as deep as it likes
 Runs = Mapping[tuple[str, int | str], Sequence[Outcome]]
-
-
-class Named(Protocol):
-    """Who ran."""
-
-    name: str
-    ready: Ready
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +67,7 @@ class PeerResult:
     ours_over_plain: float | None
     ours_over_speculative: float | None
     ours_over_best: float | None
-    category: str = ""
+    category: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,16 +128,17 @@ class Best:
         return max((self.plain, self.speculative), key=_speed)
 
 
-def summarise(form: str, requests: int, players: Sequence[Named], runs: Runs, category: str = "") -> list[PeerResult]:
+NOT_RUN = Best((), (), None)
+
+
+def summarise(form: str, requests: int, players: Sequence[Player], runs: Runs, category: str = "") -> list[PeerResult]:
     """A row for each player, ours among them, from all runs of one format, number of requests and category."""
     chosen = {player.name: _best(player.name, runs) for player in players}
-    rows = [_result(form, requests, player, chosen[player.name], chosen[OURS], runs) for player in players]
-    return [replace(row, category=category) for row in rows]
-
-
-def spread(values: Sequence[float]) -> tuple[float, float, float] | None:
-    """The lowest, the median and the highest; None of no values."""
-    return (min(values), median(values), max(values)) if values else None
+    rows = []
+    for player in players:
+        ours = NOT_RUN if player.name == OURS else chosen[OURS]  # ours is not compared with itself
+        rows.append(_result(form, requests, category, player, chosen[player.name], ours, runs))
+    return rows
 
 
 def _best(name: str, runs: Runs) -> Best:
@@ -157,8 +151,7 @@ def _speed(outcomes: Sequence[Outcome]) -> float:
     return median([outcome.speed for outcome in outcomes]) if outcomes else 0.0
 
 
-def _result(form: str, requests: int, player: Named, best: Best, ours: Best, runs: Runs) -> PeerResult:
-    is_ours = player.name == OURS
+def _result(form: str, requests: int, category: str, player: Player, best: Best, ours: Best, runs: Runs) -> PeerResult:
     ratios = _ratios(best.speculative, best.plain)
     lengths = [outcome.accepted_length for outcome in best.speculative if outcome.accepted_length is not None]
     from_ours = _apart(best.plain or best.speculative, ours.plain)
@@ -176,11 +169,12 @@ def _result(form: str, requests: int, player: Named, best: Best, ours: Best, run
         interval=bootstrap_interval(ratios),
         accepted_length=median(lengths) if lengths else None,
         first_difference=_earliest(_apart(best.speculative, best.plain)),
-        first_difference_from_ours=None if is_ours else _earliest(from_ours),
-        shared_with_ours=None if is_ours else _shared(from_ours),
-        ours_over_plain=None if is_ours else _ratio(ours.plain, best.plain),
-        ours_over_speculative=None if is_ours else _ratio(ours.speculative, best.speculative),
-        ours_over_best=None if is_ours else _ratio(ours.fastest, best.fastest),
+        first_difference_from_ours=_earliest(from_ours),
+        shared_with_ours=_shared(from_ours),
+        ours_over_plain=_ratio(ours.plain, best.plain),
+        ours_over_speculative=_ratio(ours.speculative, best.speculative),
+        ours_over_best=_ratio(ours.fastest, best.fastest),
+        category=category,
     )
 
 

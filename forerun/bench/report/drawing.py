@@ -33,8 +33,9 @@ VARIABLES = {INK: "ink", QUIET: "quiet", RULE: "line", PANEL: "panel"} | {
     c: f"series-{i}" for i, c in enumerate(SERIES)
 }
 SVG, XLINK = "{http://www.w3.org/2000/svg}", "{http://www.w3.org/1999/xlink}"
-METADATA = f"{SVG}metadata"
+LEFT_OUT = (f"{SVG}defs", f"{SVG}metadata")
 FONT = re.compile(r"'DejaVu Sans'[^;]*")
+TICKS = {"color": RULE, "labelcolor": QUIET, "labelsize": SMALL, "major.size": 0}
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "forerun",
@@ -51,14 +52,7 @@ STYLE: dict[Any, Any] = {
     "axes.axisbelow": True,
     "grid.color": RULE,
     "grid.linewidth": 0.6,
-    "xtick.color": RULE,
-    "ytick.color": RULE,
-    "xtick.labelcolor": QUIET,
-    "ytick.labelcolor": QUIET,
-    "xtick.labelsize": SMALL,
-    "ytick.labelsize": SMALL,
-    "xtick.major.size": 0,
-    "ytick.major.size": 0,
+    **{f"{axis}tick.{name}": value for axis in "xy" for name, value in TICKS.items()},
     "axes.facecolor": "none",
     "figure.facecolor": "none",
     "legend.frameon": False,
@@ -74,23 +68,23 @@ class Look:
     marker: str
 
 
-def look(index: int) -> Look:
-    """The look of the series with this number; 63 of them differ."""
-    return Look(SERIES[index % len(SERIES)], MARKERS[index % len(MARKERS)])
-
-
-PLAIN_LOOK = Look(QUIET, "o")
+def look(series: int | None) -> Look:
+    """The look of the series with this number, of which 63 differ; without a number, of plain decoding."""
+    if series is None:
+        return Look(QUIET, "o")
+    return Look(SERIES[series % len(SERIES)], MARKERS[series % len(MARKERS)])
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A named value with its interval, if there is one; `words` stand at its end. Without a value, a heading."""
+    """A named value with its interval, if there is one, parts of a bar, or shares of a histogram; `words` stand at the
+    end. Without values, a heading."""
 
     name: str
-    value: float | None = None
-    interval: tuple[float, float] | None = None
+    values: Sequence[float] = ()
     words: str = ""
-    look: Look = PLAIN_LOOK
+    series: int | None = None
+    interval: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,28 +93,8 @@ class Line:
 
     name: str
     points: Sequence[tuple[float, float]]
-    look: Look
+    series: int | None
     apart: Sequence[tuple[float, float]] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Bar:
-    """A named bar made of parts, one after the other; `words` stand at its end. Without parts, a heading."""
-
-    name: str
-    parts: Sequence[float]
-    words: str
-    look: Look = PLAIN_LOOK
-
-
-@dataclass(frozen=True, slots=True)
-class Strip:
-    """A named histogram; `words` stand at the right of its name."""
-
-    name: str
-    shares: Sequence[float]
-    words: str
-    look: Look
 
 
 def draw_rows(rows: Sequence[Row], unit: str, reference: float) -> str:
@@ -128,23 +102,18 @@ def draw_rows(rows: Sequence[Row], unit: str, reference: float) -> str:
 
     def draw(figure: Any) -> None:
         axes = _axes(figure, LABELS, 44, 4, 30)
-        ends = [x for row in rows if row.value is not None for x in (row.value, *(row.interval or ()))]
+        ends = [x for row in rows for x in (*row.values, *(row.interval or ()))]
         low, high = min([reference, *ends]), max([reference, *ends])
         margin = 0.06 * (high - low) or 0.1
         axes.set_xlim(low - margin, high + margin)
         axes.axvline(reference, color=QUIET, linewidth=1, dashes=(4, 2))
-        names = short_names([row.name for row in rows])
-        for y, (row, name) in enumerate(zip(rows, names, strict=True)):
-            if row.value is None:
-                _at_left(axes, y, name, color=INK, fontweight="bold", fontsize=TEXT)
-                continue
-            colour = row.look.colour
+        for y, row in enumerate(rows):
+            mark = look(row.series)
             if row.interval:
-                axes.plot(row.interval, (y, y), color=colour, linewidth=1.8, solid_capstyle="butt")
-            axes.plot([row.value], [y], color=colour, marker=row.look.marker, markersize=5)
-            _at_left(axes, y, name, color=INK, fontsize=SMALL)
-            _at_right(axes, y, row.words)
-        _rows_downwards(axes, len(rows), unit)
+                axes.plot(row.interval, (y, y), color=mark.colour, linewidth=1.8, solid_capstyle="butt")
+            for value in row.values:
+                axes.plot([value], [y], color=mark.colour, marker=mark.marker, markersize=5)
+        _label(axes, rows, unit, TEXT)
 
     return _draw(LINE * len(rows) + 34, draw)
 
@@ -160,7 +129,8 @@ def draw_lines(
 
         axes = _axes(figure, 36, 10, LINE * legend_rows + 22, 32)
         for line, name in zip(lines, short_names([line.name for line in lines]), strict=True):
-            style = dict(color=line.look.colour, marker=line.look.marker, markersize=4.5)
+            mark = look(line.series)
+            style = dict(color=mark.colour, marker=mark.marker, markersize=4.5)
             every = math.ceil(len(line.points) / MOST_MARKERS)
             axes.plot(*zip(*line.points, strict=True), **style, markevery=every, linewidth=1.5, label=name)
             for x, y in line.apart:
@@ -179,43 +149,42 @@ def draw_lines(
     return _draw(176 + LINE * legend_rows, draw)
 
 
-def draw_bars(bars: Sequence[Bar], unit: str, part_names: Sequence[str] = ()) -> str:
+def draw_bars(bars: Sequence[Row], unit: str, part_names: Sequence[str] = ()) -> str:
     """Bars below each other. Parts, if they are named, have colours of their own and a legend above."""
     above = LINE + 6 if part_names else 4
 
     def draw(figure: Any) -> None:
         axes = _axes(figure, LABELS, 62, above, 30)
-        axes.set_xlim(0, 1.02 * max(sum(bar.parts) for bar in bars) or 1)
-        for y, (bar, name) in enumerate(zip(bars, short_names([bar.name for bar in bars]), strict=True)):
+        axes.set_xlim(0, 1.02 * max(sum(bar.values) for bar in bars) or 1)
+        for y, bar in enumerate(bars):
             start = 0.0
-            for i, part in enumerate(bar.parts):
-                colour = look(i).colour if part_names else bar.look.colour
+            for i, part in enumerate(bar.values):
+                colour = look(i if part_names else bar.series).colour
                 label = part_names[i] if part_names and y == 0 else None
                 axes.barh(y, part, left=start, height=0.66, color=colour, edgecolor=PANEL, linewidth=0.5, label=label)
                 start += part
-            heading = {} if bar.parts else dict(fontweight="bold")
-            _at_left(axes, y, name, color=INK, fontsize=SMALL, **heading)
-            _at_right(axes, y, bar.words)
-        _rows_downwards(axes, len(bars), unit)
+        _label(axes, bars, unit, SMALL)
         if part_names:
             figure.legend(loc="upper left", ncols=len(part_names), bbox_to_anchor=(0, 1), handlelength=1)
 
     return _draw(1.15 * LINE * len(bars) + above + 30, draw)
 
 
-def draw_strips(strips: Sequence[Strip], columns: Sequence[str], unit: str) -> str:
+def draw_strips(strips: Sequence[Row], columns: Sequence[str], unit: str) -> str:
     """Histograms of shares below each other, on common axes; `columns` name their bars."""
 
     def draw(figure: Any) -> None:
+        from matplotlib.ticker import MultipleLocator
+
         height = figure.get_figheight() * 72
-        most = max(max(strip.shares) for strip in strips)
+        most = max(max(strip.values) for strip in strips)
         each = (height - 32) / len(strips)
         for i, (strip, name) in enumerate(zip(strips, short_names([s.name for s in strips]), strict=True)):
             axes = _axes(figure, 36, 10, i * each + 19, height - (i + 1) * each)
-            axes.bar(range(len(columns)), strip.shares, width=0.82, color=strip.look.colour)
+            axes.bar(range(len(columns)), strip.values, width=0.82, color=look(strip.series).colour)
             axes.set_xlim(-0.6, len(columns) - 0.4)
             axes.set_ylim(0, 1.02 * most)
-            axes.yaxis.set_major_locator(_percent_ticks(most))
+            axes.yaxis.set_major_locator(MultipleLocator(0.5 if most > 0.6 else 0.2 if most > 0.25 else 0.1))
             axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
             axes.grid(axis="x", visible=False)
             last = i == len(strips) - 1
@@ -225,12 +194,6 @@ def draw_strips(strips: Sequence[Strip], columns: Sequence[str], unit: str) -> s
         axes.set_xlabel(unit, fontsize=SMALL)
 
     return _draw(55.0 * len(strips) + 32, draw)
-
-
-def _percent_ticks(most: float) -> Any:
-    from matplotlib.ticker import MultipleLocator
-
-    return MultipleLocator(0.5 if most > 0.6 else 0.2 if most > 0.25 else 0.1)
 
 
 def short_names(names: Sequence[str]) -> list[str]:
@@ -255,20 +218,17 @@ def _axes(figure: Any, left: float, right: float, above: float, below: float) ->
     return figure.add_axes(place)
 
 
-def _at_left(axes: Any, y: float, text: str, **style: Any) -> None:
-    """The name of a row, from the left edge of the drawing on."""
-    start = -LABELS / (axes.get_position().width * WIDTH)
-    axes.text(start, y, text, transform=axes.get_yaxis_transform(), ha="left", va="center", **style)
-
-
-def _at_right(axes: Any, y: float, text: str) -> None:
-    axes.text(1.02, y, text, transform=axes.get_yaxis_transform(), ha="left", va="center", fontsize=SMALL, color=INK)
-
-
-def _rows_downwards(axes: Any, count: int, unit: str) -> None:
+def _label(axes: Any, rows: Sequence[Row], unit: str, heading: float) -> None:
+    """Rows from above to below, names at the left edge of the drawing; headings are bold, and of that size."""
     from matplotlib.ticker import MaxNLocator
 
-    axes.set_ylim(count - 0.4, -0.6)
+    left = -LABELS / (axes.get_position().width * WIDTH)
+    style = dict(transform=axes.get_yaxis_transform(), ha="left", va="center", color=INK)
+    for y, (row, name) in enumerate(zip(rows, short_names([row.name for row in rows]), strict=True)):
+        size, weight = (SMALL, "normal") if row.values else (heading, "bold")
+        axes.text(left, y, name, fontsize=size, fontweight=weight, **style)
+        axes.text(1.02, y, row.words, fontsize=SMALL, **style)
+    axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.set_yticks([])
     axes.spines["left"].set_visible(False)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6))
@@ -316,12 +276,9 @@ def _plain_element(element: ElementTree.Element, markers: dict[str | None, Eleme
         name, style = "path", f"{marker.get('style', '')}; {style}"
         kept = {"d": marker.attrib["d"], "transform": f"translate({kept['x']} {kept['y']})"}
     if style:
-        kept["style"] = _page_colours(FONT.sub("var(--sans)", style))
+        style = FONT.sub("var(--sans)", style)
+        kept["style"] = re.sub("#[0-9a-f]{6}", lambda found: f"var(--{VARIABLES[found[0]]})", style)
     copy = ElementTree.Element(name, {key: " ".join(value.split()) for key, value in kept.items()})
     copy.text = element.text if name == "text" else None
-    copy.extend(_plain_element(child, markers) for child in element if child.tag not in (f"{SVG}defs", METADATA))
+    copy.extend(_plain_element(child, markers) for child in element if child.tag not in LEFT_OUT)
     return copy
-
-
-def _page_colours(style: str) -> str:
-    return re.sub("#[0-9a-f]{6}", lambda found: f"var(--{VARIABLES[found[0]]})", style)

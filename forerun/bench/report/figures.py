@@ -7,23 +7,12 @@ of each draft and rule, and say so; the table has them all. An arm looks the sam
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
-from forerun.bench.report.drawing import (
-    PLAIN_LOOK,
-    Bar,
-    Line,
-    Look,
-    Row,
-    Strip,
-    draw_bars,
-    draw_lines,
-    draw_rows,
-    draw_strips,
-    look,
-)
+from forerun.bench.report.drawing import Line, Row, draw_bars, draw_lines, draw_rows, draw_strips
 from forerun.bench.report.summary import (
     PLAIN_NAME,
     Entry,
@@ -43,7 +32,7 @@ FEWEST_DRAFTS = 10  # of fewer a share says nothing
 MOST_TICKS = 9
 PARTS = ("draft", "pass", "other")
 Arms = Mapping[str, Sequence[Entry]]  # an arm's name and its results, by category
-Looks = Mapping[str, Look]
+Series = Mapping[str, int | None]  # by which an arm is drawn; None is plain decoding
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,23 +56,23 @@ class Section:
 def sections_of(entries: Sequence[Entry]) -> list[Section]:
     """All figures. Raises ForerunError without matplotlib."""
     arms = unique(e.arm for e in entries if not e.plain)
-    looks = {arm: look(i) for i, arm in enumerate(arms)} | {PLAIN_NAME: PLAIN_LOOK}
+    series = {arm: i for i, arm in enumerate(arms)} | {PLAIN_NAME: None}
     sections = []
     for conditions in unique(e.conditions for e in entries):
         mine = [e for e in entries if e.conditions == conditions]
-        figures = [figure for figure in _figures(mine, looks) if figure is not None]
+        figures = [figure for figure in _figures(mine, series) if figure is not None]
         if figures:
             sections.append(Section(conditions, figures))
     return sections
 
 
-def _figures(entries: Sequence[Entry], looks: Looks) -> Iterator[Figure | None]:
+def _figures(entries: Sequence[Entry], series: Series) -> Iterator[Figure | None]:
     levels = sorted({e.requests for e in entries})
     for requests in levels:
         here = [e for e in entries if e.requests == requests]
-        yield _times_plain(here, looks, condition("requests", requests) if len(levels) > 1 else "")
-    yield _by_requests(entries, looks, "Speed-up", "times_plain", "times plain decoding")
-    yield _by_requests(entries, looks, "Speed", "tokens_per_second", "tokens/s, all requests together")
+        yield _times_plain(here, series, condition("requests", requests) if len(levels) > 1 else "")
+    yield _by_requests(entries, series, "Speed-up", "times_plain", "times plain decoding")
+    yield _by_requests(entries, series, "Speed", "tokens_per_second", "tokens/s, all requests together")
     fewest = [e for e in entries if e.requests == levels[0]]
     yield _by_depth(fewest)
     arms = _few_arms(fewest)
@@ -91,9 +80,9 @@ def _figures(entries: Sequence[Entry], looks: Looks) -> Iterator[Figure | None]:
     note = f"With {condition('requests', levels[0])}. " if len(levels) > 1 else ""
     note += _left_out(arms, fewest)
     for make in (_lengths, _levels, _step, _sources, _positions):
-        yield make(arms if make is _step else drafts, looks, note)
-    yield _costs(arms, looks, note, "Energy", "joules_per_token", "joules a token")
-    yield _costs(arms, looks, note, "Cost", "cost_per_million", "a million tokens, in the currency of the price given")
+        yield make(arms if make is _step else drafts, series, note)
+    yield _costs(arms, series, note, "Energy", "joules_per_token", "joules a token")
+    yield _costs(arms, series, note, "Cost", "cost_per_million", "a million tokens, in the currency of the price given")
 
 
 def _few_arms(entries: Sequence[Entry]) -> dict[str, list[Entry]]:
@@ -104,7 +93,7 @@ def _few_arms(entries: Sequence[Entry]) -> dict[str, list[Entry]]:
         best: dict[tuple[str, str], str] = {}
         for standing in standings(entries):
             first = standing.entries[0]
-            best.setdefault((first.values["draft"], first.values["rule"]), first.arm)
+            best.setdefault((first["draft"], first["rule"]), first.arm)
         kept = list(best.values())[:MOST_ARMS]
         arms = {arm: mine for arm, mine in arms.items() if arm in kept}
     return plain | arms
@@ -121,7 +110,7 @@ def _figure(title: str, caption: str, svg: str, values: Sequence[tuple[float, st
     return Figure(title, caption, words, svg)
 
 
-def _times_plain(entries: Sequence[Entry], looks: Looks, note: str) -> Figure | None:
+def _times_plain(entries: Sequence[Entry], series: Series, note: str) -> Figure | None:
     arms = _few_arms(entries)
     drafts = [e for arm, mine in arms.items() if arm != PLAIN_NAME for e in mine]
     if not drafts:
@@ -131,46 +120,46 @@ def _times_plain(entries: Sequence[Entry], looks: Looks, note: str) -> Figure | 
     for category in categories:
         rows += [Row(category)] if len(categories) > 1 else []
         for e in (e for e in drafts if e.category == category):
-            times, interval = e.values["times_plain"], e.values["interval"]
-            differs = e.values["same"] is False
+            times, interval = e["times_plain"], e["interval"]
+            differs = e["same"] is False
             words = f"{times:.2f}" + (" \N{NOT EQUAL TO}" if differs else "")
-            rows.append(Row(e.arm, times, tuple(interval) if interval else None, words, looks[e.arm]))
+            rows.append(Row(e.arm, [times], words, series[e.arm], tuple(interval) if interval else None))
     caption = _left_out(arms, entries) + "Lines are 95 % intervals; the dashed line is plain decoding."
     if any(row.words.endswith("\N{NOT EQUAL TO}") for row in rows):
         caption += " \N{NOT EQUAL TO}: another text than plain decoding's."
-    values = [(e.values["times_plain"], f"{e.arm}, {e.category}") for e in drafts]
+    values = [(e["times_plain"], f"{e.arm}, {e.category}") for e in drafts]
     unit = "times plain decoding"
     title = ("Speed-up by category" if len(categories) > 1 else "Speed-up") + (f", {note}" if note else "")
     return _figure(title, caption, draw_rows(rows, unit, 1.0), values, unit)
 
 
-def _by_requests(entries: Sequence[Entry], looks: Looks, title: str, field: str, unit: str) -> Figure | None:
+def _by_requests(entries: Sequence[Entry], series: Series, title: str, field: str, unit: str) -> Figure | None:
     """A field against requests at once, averaged over the categories that an arm has at all of its numbers."""
     levels = sorted({e.requests for e in entries})
+    arms = _few_arms(entries) if len(levels) > 1 else {}
     lines = []
-    for arm in _few_arms(entries) if len(levels) > 1 else ():
+    for arm, mine in arms.items():
         if arm == PLAIN_NAME and field == "times_plain":
             continue
-        mine = [e for e in entries if e.arm == arm]
-        found = {n: {e.category: e.values[field] for e in mine if e.requests == n} for n in levels}
+        found = {n: {e.category: e[field] for e in mine if e.requests == n} for n in levels}
         common = set.intersection(*(set(values) for values in found.values() if values))
         points = [
             (i, mean_ratio([found[n][category] for category in common]))
             for i, n in enumerate(levels)
             if common and found[n]
         ]
-        lines += [Line(arm, points, looks[arm])] if points else []
+        lines += [Line(arm, points, series[arm])] if points else []
     ticks = [(i, str(n)) for i, n in enumerate(levels)]
     return _line_figure(f"{title} by requests at once", _averaged(entries), lines, "requests at once", unit, ticks)
 
 
 def _by_depth(entries: Sequence[Entry]) -> Figure | None:
     """Speed-up against the depth, for drafts of which three depths and more were measured; auto stands apart."""
-    several_rules = len({e.values["rule"] for e in entries if not e.plain}) > 1
+    several_rules = len({e["rule"] for e in entries if not e.plain}) > 1
     found: dict[str, dict[Any, float]] = {}
     for standing in standings(entries):
         name = arm_name(standing.entries[0].values, ["rule"] if several_rules else [])
-        found.setdefault(name, {})[standing.entries[0].values["depth"]] = standing.times
+        found.setdefault(name, {})[standing.entries[0]["depth"]] = standing.times
     found = {name: times for name, times in found.items() if len(times) > 2}
     depths = unique(depth for times in found.values() for depth in times)
     places = [*sorted(depth for depth in depths if depth != "auto"), *(["auto"] if "auto" in depths else [])]
@@ -178,7 +167,7 @@ def _by_depth(entries: Sequence[Entry]) -> Figure | None:
     for i, (name, times) in enumerate(list(found.items())[:MOST_ARMS]):
         points = [(places.index(depth), times[depth]) for depth in places if depth in times]
         joined = [point for point in points if places[point[0]] != "auto"]
-        lines.append(Line(name, joined, look(i), points[len(joined) :]))
+        lines.append(Line(name, joined, i, points[len(joined) :]))
     ticks = [(i, str(depth)) for i, depth in enumerate(places)]
     return _line_figure("Speed-up by depth", _averaged(entries), lines, "levels drafted", "times plain decoding", ticks)
 
@@ -207,8 +196,8 @@ def _line_figure(
     return _figure(title, caption, draw_lines(lines, x_name, unit, ticks, top), values, unit)
 
 
-def _lengths(arms: Arms, looks: Looks, note: str) -> Figure | None:
-    counts = {arm: _added([e.values["lengths"] for e in mine]) for arm, mine in arms.items()}
+def _lengths(arms: Arms, series: Series, note: str) -> Figure | None:
+    counts = {arm: _added(e["lengths"] for e in mine) for arm, mine in arms.items()}
     counts = {arm: found for arm, found in counts.items() if sum(found)}
     if not counts:
         return None
@@ -220,7 +209,7 @@ def _lengths(arms: Arms, looks: Looks, note: str) -> Figure | None:
         shares = [n / passes for n in found[: len(columns)]] + [0.0] * (len(columns) - len(found))
         shares[-1] += sum(found[len(columns) :]) / passes
         mean = sum((i + 1) * n for i, n in enumerate(found)) / passes
-        strips.append(Strip(arm, shares, f"mean {mean:.2f}, {passes:,} passes", looks[arm]))
+        strips.append(Row(arm, shares, f"mean {mean:.2f}, {passes:,} passes", series[arm]))
         values.append((mean, arm))
     if longest > MOST_COLUMNS:
         columns[-1] += "+"
@@ -229,19 +218,18 @@ def _lengths(arms: Arms, looks: Looks, note: str) -> Figure | None:
     return _figure("Accepted length", caption, svg, values, "mean tokens a pass")
 
 
-def _added(lists: Sequence[Sequence[int]]) -> list[int]:
+def _added(lists: Iterable[Sequence[int]]) -> list[int]:
     """The sums of what stands at the same place."""
-    longest = max(map(len, lists), default=0)
-    return [sum(one[i] for one in lists if i < len(one)) for i in range(longest)]
+    return [sum(values) for values in zip_longest(*lists, fillvalue=0)]
 
 
-def _levels(arms: Arms, looks: Looks, note: str) -> Figure | None:
+def _levels(arms: Arms, series: Series, note: str) -> Figure | None:
     lines = []
     for arm, mine in arms.items():
-        tried, accepted = (_added([[pair[i] for pair in e.values["acceptance"]] for e in mine]) for i in (0, 1))
+        tried, accepted = (_added([pair[i] for pair in e["acceptance"]] for e in mine) for i in (0, 1))
         points = [(i + 1, a / n) for i, (n, a) in enumerate(zip(tried, accepted, strict=True)) if n >= FEWEST_DRAFTS]
         if points:
-            lines.append(Line(arm, points[:MOST_LEVELS], looks[arm]))
+            lines.append(Line(arm, points[:MOST_LEVELS], series[arm]))
     caption = (
         f"{note}Of the drafts with so many levels, those accepted down to this one. Levels with fewer than"
         f" {FEWEST_DRAFTS} drafts are left out."
@@ -251,17 +239,17 @@ def _levels(arms: Arms, looks: Looks, note: str) -> Figure | None:
     )
 
 
-def _positions(arms: Arms, looks: Looks, note: str) -> Figure | None:
+def _positions(arms: Arms, series: Series, note: str) -> Figure | None:
     lines = []
     for arm, mine in arms.items():
         sums: dict[float, list[float]] = {}
-        for start, passes, tokens in (bucket for e in mine for bucket in e.values["positions"]):
+        for start, passes, tokens in (bucket for e in mine for bucket in e["positions"]):
             total = sums.setdefault(start, [0.0, 0.0])
             total[0] += passes
             total[1] += tokens
         points = [(start, tokens / passes) for start, (passes, tokens) in sorted(sums.items()) if passes]
         if points:
-            lines.append(Line(arm, points, looks[arm]))
+            lines.append(Line(arm, points, series[arm]))
     starts = sorted({x for line in lines for x, _ in line.points})
     ticks = [(x, f"{x:g}") for x in starts] if len(starts) <= MOST_TICKS else []
     return _line_figure(
@@ -270,33 +258,33 @@ def _positions(arms: Arms, looks: Looks, note: str) -> Figure | None:
     )  # fmt: skip
 
 
-def _step(arms: Arms, looks: Looks, note: str) -> Figure | None:
+def _step(arms: Arms, series: Series, note: str) -> Figure | None:
     bars = []
     for arm, mine in arms.items():
-        parts = [sum(e.values[f"{part}_ms"] for e in mine) / len(mine) for part in PARTS]
-        bars.append(Bar(arm, parts, f"{number(sum(parts))} ms"))
-    if not any(sum(bar.parts) for bar in bars):
+        parts = [sum(e[f"{part}_ms"] for e in mine) / len(mine) for part in PARTS]
+        bars.append(Row(arm, parts, f"{number(sum(parts))} ms"))
+    if not any(sum(bar.values) for bar in bars):
         return None
     caption = f"{note}Drafting, the target's pass with its verification, and the rest: medians."
-    values = [(sum(bar.parts), bar.name) for bar in bars]
+    values = [(sum(bar.values), bar.name) for bar in bars]
     return _figure("Time of a step", caption, draw_bars(bars, "ms a step", PARTS), values, "ms a step")
 
 
-def _sources(arms: Arms, looks: Looks, note: str) -> Figure | None:
-    bars: list[Bar] = []
+def _sources(arms: Arms, series: Series, note: str) -> Figure | None:
+    bars: list[Row] = []
     values: list[tuple[float, str]] = []
-    several = any(len(e.values["sources"]) > 1 for mine in arms.values() for e in mine)
+    several = any(len(e["sources"]) > 1 for mine in arms.values() for e in mine)
     for arm, mine in arms.items():
         found = []
-        for source in unique(name for e in mine for name in e.values["sources"]):
-            pairs = [e.values["sources"][source] for e in mine if source in e.values["sources"]]
+        for source in unique(name for e in mine for name in e["sources"]):
+            pairs = [e["sources"][source] for e in mine if source in e["sources"]]
             drafted, accepted = sum(d for d, _ in pairs), sum(a for _, a in pairs)
             if drafted:
                 share = 100 * accepted / drafted
                 name = shown(source) if several else arm
-                found.append(Bar(name, [share], f"{share:.0f} % of {_count(drafted)}", looks[arm]))
+                found.append(Row(name, [share], f"{share:.0f} % of {_count(drafted)}", series[arm]))
                 values.append((share, f"{arm}: {shown(source)}"))
-        bars += [Bar(arm, [], "")] if found and several else []
+        bars += [Row(arm)] if found and several else []
         bars += found
     if not bars:
         return None
@@ -313,15 +301,15 @@ def _count(value: int) -> str:
     return str(value)
 
 
-def _costs(arms: Arms, looks: Looks, note: str, title: str, field: str, unit: str) -> Figure | None:
+def _costs(arms: Arms, series: Series, note: str, title: str, field: str, unit: str) -> Figure | None:
     bars = []
     for arm, mine in arms.items():
-        known = [e.values[field] for e in mine if e.values[field] is not None]
+        known = [e[field] for e in mine if e[field] is not None]
         if known:
             mean = sum(known) / len(known)
-            bars.append(Bar(arm, [mean], number(mean), looks[arm]))
+            bars.append(Row(arm, [mean], number(mean), series[arm]))
     if not bars:
         return None
     several = any(len(mine) > 1 for mine in arms.values())
     caption = note + ("Mean over categories." if several else "")
-    return _figure(title, caption, draw_bars(bars, unit), [(b.parts[0], b.name) for b in bars], unit)
+    return _figure(title, caption, draw_bars(bars, unit), [(b.values[0], b.name) for b in bars], unit)

@@ -23,10 +23,12 @@ from forerun.bench.report.summary import (
     condition,
     entries_of,
     headline,
+    in_brackets,
     number,
     place_of,
     same_text,
     shown,
+    span,
     standings,
     unique,
     verdict,
@@ -51,53 +53,38 @@ class Column:
     numeric: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """A cell: what it shows, what it is sorted by, and whether it stands to the right, or warns."""
-
-    text: str
-    sort: str
-    numeric: bool = False
-    warns: bool = False
-
-
-def _field(name: str, field: str, text: Callable[[Any], str] = number) -> Column:
-    """A column of numbers."""
-    return Column(name, lambda entry: entry.values[field], text, numeric=True)
-
-
-def _two_digits(value: float) -> str:
-    return f"{value:.2f}"
-
-
-def _span(interval: Sequence[float]) -> str:
-    return f"{interval[0]:.2f} to {interval[1]:.2f}"
+def numbers(name: str, field: str, text: Callable[[Any], str] = number) -> Column:
+    """A column of a field that holds numbers."""
+    return Column(name, lambda row: row[field], text, numeric=True)
 
 
 CONDITIONS = (  # shown where rows differ in them
-    Column("model", lambda entry: entry.values["model"]),
+    Column("model", lambda entry: entry["model"]),
     Column("machine", lambda entry: entry.machine),
-    _field("tokens", "tokens", str),
-    Column("weights", lambda entry: entry.values["quantization"]),
+    numbers("tokens", "tokens", str),
+    Column("weights", lambda entry: entry["quantization"]),
     Column("category", lambda entry: entry.category),
-    Column("draft", lambda entry: entry.values["draft"]),
-    Column("depth", lambda entry: None if entry.plain else entry.values["depth"], numeric=True),
-    Column("rule", lambda entry: None if entry.plain else entry.values["rule"]),
-    _field("temperature", "temperature", "{:g}".format),
-    _field("requests", "requests", str),
+    Column("draft", lambda entry: entry["draft"]),
+    Column("depth", lambda entry: None if entry.plain else entry["depth"], numeric=True),
+    Column("rule", lambda entry: None if entry.plain else entry["rule"]),
+    numbers("temperature", "temperature", "{:g}".format),
+    numbers("requests", "requests", str),
+)
+SPEEDS = (
+    numbers("tokens/s", "tokens_per_second"),
+    numbers("times plain", "times_plain", "{:.2f}".format),
+    numbers("95 % interval", "interval", span),
 )
 MEASURED = (  # shown where they are known
-    _field("tokens/s", "tokens_per_second"),
-    _field("times plain", "times_plain", _two_digits),
-    Column("95 % interval", lambda entry: entry.values["interval"], _span, numeric=True),
+    *SPEEDS,
     Column("text", lambda entry: same_text([entry])),
-    _field("accepted length", "accepted_length", _two_digits),
-    _field("drafted a step", "drafted", "{:.1f}".format),
-    _field("draft ms", "draft_ms"),
-    _field("pass ms", "pass_ms"),
-    _field("other ms", "other_ms"),
-    _field("joules a token", "joules_per_token"),
-    _field("cost a million", "cost_per_million"),
+    numbers("accepted length", "accepted_length", "{:.2f}".format),
+    numbers("drafted a step", "drafted", "{:.1f}".format),
+    numbers("draft ms", "draft_ms"),
+    numbers("pass ms", "pass_ms"),
+    numbers("other ms", "other_ms"),
+    numbers("joules a token", "joules_per_token"),
+    numbers("cost a million", "cost_per_million"),
 )
 FOOTER = (
     "Times plain: the speed over that of plain decoding of the same weights and prompts in the same round, the median"
@@ -106,37 +93,27 @@ FOOTER = (
 )
 
 
-def write_page(path: Path, data: Mapping[str, Any], title: str | None = None) -> None:
-    """Write a report as one HTML file.
-
-    Args:
-        path: the file; one that is there is replaced.
-        data: the report, as `as_dict()` of a measurement or `lines.read_lines` gives it.
-        title: of the page; without it, the model and what was measured.
+def write_page(path: Path, data: Mapping[str, Any]) -> None:
+    """Write a report, as `as_dict()` of a measurement or `lines.read_lines` gives it, as one HTML file.
 
     Raises:
         ForerunError: it is no report, the file cannot be written, or matplotlib is not installed.
     """
     check_report(data)
-    write_whole(path, render(data, title))
+    write_whole(path, render(data))
 
 
 def render(data: Mapping[str, Any], title: str | None = None) -> str:
-    """The page of a checked report. The same report gives the same page."""
+    """The page of a checked report; without a title, it is called by the model and what was measured. The same report
+    gives the same page."""
     entries = entries_of(data)
-    columns, rows = table_of(entries, CONDITIONS, MEASURED, "draft")
-    claim, terms = headline(entries)
-    held, said = verdict(entries)
     return fill(
         title=shown(title or f"{data['kind']}: {data['model']}"),
-        claim=claim,
-        terms=terms,
-        held=held,
-        verdict=said,
+        headline=headline(entries),
+        verdict=verdict(entries),
         facts=facts_of(data, entries),
         best=best_of(entries),
-        columns=columns,
-        rows=rows,
+        table=table_of(entries, CONDITIONS, MEASURED, "draft"),
         sections=sections_of(entries),
         limits=limits_of(data["limits"]),
         footer=FOOTER,
@@ -150,7 +127,7 @@ def fill(**values: Any) -> str:
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters["digest"] = _digest
     template = environment.from_string((files("forerun.bench.report") / "page.html").read_text(encoding="utf-8"))
-    return template.render(**values)
+    return template.render({"best": [], "sections": [], "limits": []} | values)  # not all pages have these
 
 
 def _digest(script: str) -> str:
@@ -208,15 +185,15 @@ def best_of(entries: Sequence[Entry]) -> list[tuple[str, list[tuple[str, str, st
 
 
 def _best_row(name: str, best: Standing) -> tuple[str, str, str, bool]:
-    span = "" if best.low is None else f" ({best.low:.2f} to {best.high:.2f})"
-    return name, best.entries[0].arm, f"{best.times:.2f}{span}", same_text(best.entries).startswith("DIFFERENT")
+    times = f"{best.times:.2f}{in_brackets(best.interval)}"
+    return name, best.entries[0].arm, times, same_text(best.entries).startswith("DIFFERENT")
 
 
 def table_of(
     entries: Sequence[Any], conditions: Sequence[Column], measured: Sequence[Column], always: str
-) -> tuple[list[Column], list[list[Cell]]]:
-    """The columns that say something, and the rows of all results: conditions where they differ, and the one that is
-    shown always; figures where they are known."""
+) -> tuple[list[Column], list[list[tuple[str, str, str]]]]:
+    """The columns that say something, and a row for each result: conditions where they differ, and the one that is
+    shown always; figures where they are known. A cell is what it shows, what it is sorted by, and its class."""
 
     def values(column: Column) -> set[str]:
         return {shown(value) for value in map(column.value, entries) if value is not None}
@@ -226,12 +203,12 @@ def table_of(
     return columns, [[_cell(column, entry) for column in columns] for entry in entries]
 
 
-def _cell(column: Column, entry: Any) -> Cell:
-    value = column.value(entry)
+def _cell(column: Column, entry: Any) -> tuple[str, str, str]:
+    value, kind = column.value(entry), "number" if column.numeric else ""
     if value is None:
-        return Cell(NOTHING, "", column.numeric)
+        return NOTHING, "", kind
     first = value[0] if isinstance(value, list | tuple) else value
-    return Cell(column.text(value), shown(first), column.numeric, warns=shown(value).startswith("DIFFERENT"))
+    return column.text(value), shown(first), kind or ("warns" if shown(value).startswith("DIFFERENT") else "")
 
 
 def limits_of(limits: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str, str, str]]:

@@ -9,19 +9,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from forerun.bench.report.page import Column, fill, table_of
-from forerun.bench.report.serve_lines import PERCENTILES, Line
-from forerun.bench.report.summary import (
-    LONGEST_NAME,
-    PLAIN,
-    PLAIN_NAME,
-    TEXTS,
-    condition,
-    number,
-    shorten,
-    shown,
-    unique,
-)
+from forerun.bench.report.lines import PERCENTILES, Line
+from forerun.bench.report.page import SPEEDS, Column, fill, numbers, table_of
+from forerun.bench.report.summary import PLAIN, PLAIN_NAME, TEXTS, claimed, condition, number, same_text, shown, unique
 from forerun.whole import write_whole
 
 FOOTER = (
@@ -32,16 +22,8 @@ FOOTER = (
 )
 
 
-def _column(name: str, value: Callable[[Line], Any], text: Callable[[Any], str] = number) -> Column:
-    return Column(name, value, text, numeric=True)
-
-
-def _field(name: str, field: str, text: Callable[[Any], str] = number) -> Column:
-    return _column(name, lambda line: line[field], text)
-
-
 def _latency(name: str, field: str, percentile: str) -> Column:
-    return _column(f"{name} ms, {percentile}", lambda line: line[field].get(percentile))
+    return Column(f"{name} ms, {percentile}", lambda line: line[field].get(percentile), number, numeric=True)
 
 
 def _failed(line: Line) -> int | None:
@@ -49,67 +31,53 @@ def _failed(line: Line) -> int | None:
 
 
 def _text(line: Line) -> str | None:
-    if line["same"] is None:
-        return None
-    at = line["first_difference"]
-    return "same" if line["same"] else "DIFFERENT" + ("" if at is None else f" from token {at}")
-
-
-CONDITIONS = (
-    Column("server", lambda line: f"{line['server']} at {line['url']}"),
-    Column("model", lambda line: line["model"]),
-    Column("asked by", lambda line: asked_by(line)),
-    _field("tokens", "tokens", str),
-    _field("temperature", "temperature", "{:g}".format),
-    Column("draft", lambda line: line["draft"]),
-    Column("depth", lambda line: line["depth"], numeric=True),
-    _field("at once", "requests", str),
-)
-MEASURED = (
-    _field("tokens/s", "tokens_per_second"),
-    _field("times plain", "times_plain", "{:.2f}".format),
-    _column("95 % interval", lambda line: line["interval"], lambda pair: f"{pair[0]:.2f} to {pair[1]:.2f}"),
-    Column("text", _text),
-    _field("requests/s", "requests_per_second"),
-    *(_latency("first token", "first_token_ms", percentile) for percentile in PERCENTILES),
-    *(_latency("between tokens", "inter_token_ms", percentile) for percentile in PERCENTILES),
-    _field("accepted length", "accepted_length", "{:.2f}".format),
-    _field("acceptance", "acceptance", "{:.0%}".format),
-    _field("prompts from cache", "cached", "{:.0%}".format),
-    _field("answers", "finished", str),
-    _column("failed", _failed, str),
-)
-
-
-def write_served_page(path: Path, lines: Sequence[Line]) -> None:
-    """Write lines of `serve_lines.read_served`, at least one, as one HTML file. Raises ForerunError."""
-    write_whole(path, render(lines))
-
-
-def render(lines: Sequence[Line]) -> str:
-    """The page of checked lines. The same lines give the same page."""
-    columns, rows = table_of(lines, CONDITIONS, MEASURED, "at once")
-    claim, terms = headline(lines)
-    held, said = verdict(lines)
-    return fill(
-        title=shown(f"serve: {', '.join(unique(line['model'] for line in lines))}"),
-        claim=claim,
-        terms=terms,
-        held=held,
-        verdict=said,
-        facts=facts_of(lines),
-        best=[],
-        columns=columns,
-        rows=rows,
-        sections=[],
-        limits=[],
-        footer=FOOTER,
-    )
+    return None if line["same"] is None else same_text([line])
 
 
 def asked_by(line: Line) -> str:
     """The part of the API that was asked."""
     return "chat completions" if line["chat"] else "completions"
+
+
+CONDITIONS = (
+    Column("server", lambda line: f"{line['server']} at {line['url']}"),
+    Column("model", lambda line: line["model"]),
+    Column("asked by", asked_by),
+    numbers("tokens", "tokens", str),
+    numbers("temperature", "temperature", "{:g}".format),
+    Column("draft", lambda line: line["draft"]),
+    Column("depth", lambda line: line["depth"], numeric=True),
+    numbers("at once", "requests", str),
+)
+MEASURED = (
+    *SPEEDS,
+    Column("text", _text),
+    numbers("requests/s", "requests_per_second"),
+    *(_latency("first token", "first_token_ms", percentile) for percentile in PERCENTILES),
+    *(_latency("between tokens", "inter_token_ms", percentile) for percentile in PERCENTILES),
+    numbers("accepted length", "accepted_length", "{:.2f}".format),
+    numbers("acceptance", "acceptance", "{:.0%}".format),
+    numbers("prompts from cache", "cached", "{:.0%}".format),
+    numbers("answers", "finished", str),
+    Column("failed", _failed, str, numeric=True),
+)
+
+
+def write_served_page(path: Path, lines: Sequence[Line]) -> None:
+    """Write lines of `lines.read_served`, at least one, as one HTML file. Raises ForerunError."""
+    write_whole(path, render(lines))
+
+
+def render(lines: Sequence[Line]) -> str:
+    """The page of checked lines. The same lines give the same page."""
+    return fill(
+        title=shown(f"serve: {', '.join(unique(line['model'] for line in lines))}"),
+        headline=headline(lines),
+        verdict=verdict(lines),
+        facts=facts_of(lines),
+        table=table_of(lines, CONDITIONS, MEASURED, "at once"),
+        footer=FOOTER,
+    )
 
 
 def headline(lines: Sequence[Line]) -> tuple[str, str]:
@@ -121,11 +89,9 @@ def headline(lines: Sequence[Line]) -> tuple[str, str]:
         terms += [what.format(number(best[field]["p50"]))] if best[field] else []
     if not drafts:
         return f"{number(best['tokens_per_second'])} tokens/s", ", ".join(terms)
-    span = f" ({best['interval'][0]:.2f} to {best['interval'][1]:.2f})" if best["interval"] else ""
-    claim = f"{shorten(shown(best['draft']), LONGEST_NAME)}: {best['times_plain']:.2f} times {PLAIN_NAME}{span}"
-    if best["times_plain"] < 1:
-        return f"No draft is quicker than {PLAIN_NAME}", ", ".join([f"the best is {claim}", *terms])
-    return claim, ", ".join([*terms, *([TEXTS["same"]] if best["same"] else [])])
+    times = best["times_plain"]
+    terms += [TEXTS["same"]] if best["same"] and times >= 1 else []
+    return claimed(shown(best["draft"]), times, best["interval"], terms)
 
 
 def verdict(lines: Sequence[Line]) -> tuple[bool, str]:

@@ -48,10 +48,14 @@ class Entry:
     machine: str
     values: Mapping[str, Any]
 
+    def __getitem__(self, field: str) -> Any:
+        """A field of the result, or of its run."""
+        return self.values[field]
+
     @property
     def plain(self) -> bool:
         """Whether this is plain decoding."""
-        return bool(self.values["draft"] == PLAIN)
+        return bool(self["draft"] == PLAIN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +65,12 @@ class Standing:
     Attributes:
         entries: a result for each category, more where it was measured more than once.
         times: plain decoding, the geometric mean of the entries.
-        low, high: the 95 % interval of a single entry; of several, the least and the greatest; None if unknown.
+        interval: the 95 % one of a single entry; of several, the least and the greatest; None if unknown.
     """
 
     entries: Sequence[Entry]
     times: float
-    low: float | None
-    high: float | None
+    interval: Sequence[float] | None
 
 
 def entries_of(report: Mapping[str, Any]) -> list[Entry]:
@@ -82,11 +85,11 @@ def entries_of(report: Mapping[str, Any]) -> list[Entry]:
     entries = []
     for row in rows:
         machine = ", ".join(f"{shown(name)} {shown(row['machine'].get(name, NOTHING))}" for name in parts)
-        conditions = [*([machine] if machine else []), *(condition(name, row[name]) for name in fields)]
+        conditions = (machine, *(condition(name, row[name]) for name in fields))
         entries.append(
             Entry(
                 arm=arm_name(row, arm_fields),
-                conditions=", ".join(conditions),
+                conditions=", ".join(filter(None, conditions)),
                 requests=row["requests"],
                 category=shown(row["category"]),
                 machine=machine,
@@ -123,7 +126,7 @@ def shown(value: Any) -> str:
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in str(value))
 
 
-def shorten(name: str, length: int) -> str:
+def shorten(name: str, length: int = LONGEST_NAME) -> str:
     """A name of at most `length` characters; a long one loses some before its end, where paths and depths differ."""
     if len(name) <= length:
         return name
@@ -137,6 +140,16 @@ def number(value: float | None) -> str:
         return NOTHING
     digits = 2 if value == 0 else min(max(2 - math.floor(math.log10(value)), 0), 4)
     return f"{value:,.{digits}f}"
+
+
+def span(interval: Sequence[float]) -> str:
+    """An interval: 1.40 to 1.60."""
+    return f"{interval[0]:.2f} to {interval[1]:.2f}"
+
+
+def in_brackets(interval: Sequence[float] | None) -> str:
+    """An interval behind what it is of; nothing where it is not known."""
+    return f" ({span(interval)})" if interval else ""
 
 
 def unique(items: Iterable[Any]) -> list[Any]:
@@ -166,49 +179,52 @@ def standings(entries: Sequence[Entry]) -> list[Standing]:
 
 
 def _standing(entries: Sequence[Entry]) -> Standing:
-    times = [entry.values["times_plain"] for entry in entries]
+    times = [entry["times_plain"] for entry in entries]
     if len(entries) > 1:
-        return Standing(entries, mean_ratio(times), min(times), max(times))
-    low, high = entries[0].values["interval"] or (None, None)
-    return Standing(entries, times[0], low, high)
+        return Standing(entries, mean_ratio(times), (min(times), max(times)))
+    return Standing(entries, times[0], entries[0]["interval"])
 
 
-def same_text(entries: Iterable[Entry]) -> str:
+def same_text(rows: Sequence[Any]) -> str:
     """Whether outputs were plain decoding's: `SAME`, `PARTLY_SAME`, `UNCOMPARED`, or "DIFFERENT ..." if one was not.
 
     Texts are not compared where a rule promises the same distribution rather than the same tokens.
     """
-    values = [entry.values for entry in entries]
-    differing = [v["first_difference"] for v in values if v["same"] is False]
+    differing = [row["first_difference"] for row in rows if row["same"] is False]
     if differing:
         known = [at for at in differing if at is not None]
         return f"DIFFERENT from token {min(known)}" if known else "DIFFERENT"
-    compared = [v for v in values if v["same"]]
-    return (SAME if len(compared) == len(values) else PARTLY_SAME) if compared else UNCOMPARED
+    compared = [row for row in rows if row["same"]]
+    return (SAME if len(compared) == len(rows) else PARTLY_SAME) if compared else UNCOMPARED
 
 
 def headline(entries: Sequence[Entry]) -> tuple[str, str]:
     """The report in a sentence, its claim and its terms: the quickest arm; how sure that is, where, and the text."""
     ranked = standings(entries)
     if not ranked:
-        speed = max(entry.values["tokens_per_second"] for entry in entries)
+        speed = max(entry["tokens_per_second"] for entry in entries)
         return f"{PLAIN_NAME}: {number(speed)} tokens/s", "no draft was measured"
     best = ranked[0]
-    draft = shorten(arm_name(best.entries[0].values, ("depth",)), LONGEST_NAME)
-    claim = f"{draft}: {best.times:.2f} times {PLAIN_NAME}"
-    span = "" if best.low is None else f" ({best.low:.2f} to {best.high:.2f})"
     said = same_text(best.entries)
     where = place_of(best.entries[0], entries)
     terms = [*([where] if where else []), TEXTS.get(said, f"but the text is {said}")]
+    draft, interval = arm_name(best.entries[0].values, ("depth",)), best.interval
     if len(best.entries) > 1:
         categories = len({entry.category for entry in best.entries})
         what = f"{categories} categories" if categories > 1 else f"{len(best.entries)} measurements"
-        terms.insert(0, f"on average over {what}{span}")
-    else:
-        claim += span
-        if best.times >= 1 and best.low is not None and best.low < 1:
-            terms.insert(0, "which may be chance")
-    if best.times < 1:
+        terms.insert(0, f"on average over {what}{in_brackets(interval)}")
+        interval = None
+    elif best.times >= 1 and interval and interval[0] < 1:
+        terms.insert(0, "which may be chance")
+    return claimed(draft, best.times, interval, terms)
+
+
+def claimed(
+    draft: str, times: float, interval: Sequence[float] | None, terms: Sequence[str]
+) -> tuple[str, str]:  # fmt: skip
+    """What is claimed of the quickest draft and its terms, or that none is quicker than plain decoding."""
+    claim = f"{shorten(draft)}: {times:.2f} times {PLAIN_NAME}{in_brackets(interval)}"
+    if times < 1:
         return f"No draft is quicker than {PLAIN_NAME}", ", ".join([f"the best is {claim}", *terms])
     return claim, ", ".join(terms)
 
@@ -216,16 +232,16 @@ def headline(entries: Sequence[Entry]) -> tuple[str, str]:
 def place_of(entry: Entry, entries: Sequence[Entry]) -> str:
     """The setting of an entry in words, as far as the others' differ."""
     several = len({e.requests for e in entries}) > 1
-    words = [entry.conditions] if entry.conditions else []
-    return ", ".join([*words, *([condition("requests", entry.requests)] if several else [])])
+    words = (entry.conditions, condition("requests", entry.requests) if several else "")
+    return ", ".join(filter(None, words))
 
 
 def verdict(entries: Sequence[Entry]) -> tuple[bool, str]:
     """Whether losslessness held as far as it was promised, and that in a sentence."""
-    compared = [e for e in entries if not e.plain and e.values["same"] is not None]
-    differing = [e for e in compared if e.values["same"] is False]
+    compared = [e for e in entries if not e.plain and e["same"] is not None]
+    differing = [e for e in compared if e["same"] is False]
     if differing:
-        arm, category = (shorten(name, LONGEST_NAME) for name in (differing[0].arm, differing[0].category))
+        arm, category = (shorten(name) for name in (differing[0].arm, differing[0].category))
         return False, (
             f"{len(differing)} of {len(compared)} results gave another text than {PLAIN_NAME}; the first is"
             f" {arm}, {category}: {same_text(differing[:1])}"

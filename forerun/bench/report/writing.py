@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from forerun.bench.report.lines import write_lines
-from forerun.bench.report.serve_lines import SERVE, lines_of, write_served
+from forerun.bench.report.lines import SERVE, served_lines, write_lines
+from forerun.bench.report.page import write_page
+from forerun.bench.report.serve_page import write_served_page
 from forerun.errors import ConfigError
 
 ENDINGS = (".html", ".jsonl")
@@ -25,23 +26,9 @@ def check_out(paths: Sequence[Path]) -> None:
 def write_out(paths: Sequence[Path], data: dict[str, Any]) -> None:
     """Write the report, of a server or of decoding, to each."""
     for path in paths:
-        write = _write_served if data.get("kind") == SERVE else _write_decoding
-        write(path, data)
-
-
-def _write_decoding(path: Path, data: dict[str, Any]) -> None:
-    if path.suffix == ".html":
-        from forerun.bench.report.page import write_page
-
-        write_page(path, data)
-    else:
-        write_lines(path, data)
-
-
-def _write_served(path: Path, data: dict[str, Any]) -> None:
-    if path.suffix == ".html":
-        from forerun.bench.report.serve_page import write_served_page
-
-        write_served_page(path, lines_of(data))
-    else:
-        write_served(path, data)
+        if path.suffix != ".html":
+            write_lines(path, data)
+        elif data.get("kind") == SERVE:
+            write_served_page(path, served_lines(data))
+        else:
+            write_page(path, data)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import astuple, dataclass, field
 from typing import Any
@@ -73,15 +74,17 @@ class Answer:
         """Tokens of the answer for each token of its chunks: 1 where the server says which tokens a chunk has."""
         return self.tokens / self.seen if self.seen else 1.0
 
-    def add(self, chunk: Any) -> None:
-        """Take in one chunk. Raises ForerunError for one that is an error, ValueError for one that is no chunk."""
-        if not isinstance(chunk, dict):
-            raise ValueError
-        if chunk.get("error"):
-            raise ForerunError(f"error in the stream: {message_of(chunk)}")
-        choices = chunk.get("choices", [])
+    def add(self, data: str) -> None:
+        """Take in one event of the stream. Raises ForerunError for an error, and for what is no chunk."""
+        try:
+            chunk = json.loads(data)
+            if chunk.get("error"):
+                raise ForerunError(f"error in the stream: {message_of(chunk)}")
+            choices = chunk.get("choices", [])
+        except (ValueError, RecursionError, AttributeError):  # no JSON, or too deep, or no object
+            choices = None
         if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
-            raise ValueError
+            raise ForerunError(f"it streamed what is no chunk of an answer: {one_line(data)}")
         for choice in choices:
             self._say(choice)
             self.finished |= choice.get("finish_reason") is not None
@@ -110,22 +113,20 @@ def speculated(chunk: dict[str, Any]) -> Speculated | None:
     metrics, timings = _object(chunk, "metrics"), _object(chunk, "timings")
     own, theirs = _object(metrics, "forerun"), _object(metrics, "speculative_decoding")
     if own:
-        return _counted(own, "drafted", "accepted", "steps", "completion_tokens")
+        counts = _counts(own, "drafted", "accepted", "steps", "completion_tokens")
+        return Speculated(*counts) if counts else None
     if theirs:
-        return _counted(theirs, "num_draft_tokens", "num_accepted_draft_tokens", "num_spec_steps", None)
-    return _counted(timings, "draft_n", "draft_n_accepted", None, "predicted_n")
+        counts = _counts(theirs, "num_draft_tokens", "num_accepted_draft_tokens", "num_spec_steps")
+        # a pass gives one token of its own
+        return Speculated(counts[0], counts[1], counts[2], counts[1] + counts[2]) if counts else None
+    counts = _counts(timings, "draft_n", "draft_n_accepted", "predicted_n")
+    return Speculated(counts[0], counts[1], max(counts[2] - counts[1], 0), counts[2]) if counts else None
 
 
-def _counted(
-    values: dict[str, Any], drafted: str, accepted: str, passes: str | None, emitted: str | None
-) -> Speculated | None:
-    """Counts by their names; of passes and emitted one may be missing, since a pass gives one token of its own."""
-    counts = {name: _count(values, name) for name in (drafted, accepted, passes, emitted) if name}
-    if None in counts.values():
-        return None
-    known = {name: count or 0 for name, count in counts.items()}
-    took = known[passes] if passes else max(known[emitted or ""] - known[accepted], 0)
-    return Speculated(known[drafted], known[accepted], took, known[emitted] if emitted else took + known[accepted])
+def _counts(values: dict[str, Any], *names: str) -> list[int] | None:
+    """The counts of these names; None where one is missing."""
+    counts = [count for name in names if (count := _count(values, name)) is not None]
+    return counts if len(counts) == len(names) else None
 
 
 def _object(values: dict[str, Any], name: str) -> dict[str, Any]:

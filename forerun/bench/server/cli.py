@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 PASSAGE = 400  # characters of a prompt where there is no file of them: some 130 tokens
 PASSAGES = 1024  # more than most measurements use: a server that has seen a prompt before answers it sooner
+COMPARED = ("draft", "times plain (95 %)", "text")  # columns of drafts beside plain decoding
 
 
 def serve(
@@ -110,32 +111,35 @@ def _prompts(path: Path | None, category: str | None) -> list[Prompt]:
 
 def _show(report: ServeReport) -> None:
     """The table, what failed, and what the figures are of."""
-    from forerun.measure.tables import print_table
+    from forerun.measure.tables import print_columns
 
     if not report.results:
         return
-    compared = report.results[0].draft is not None
-    columns = ("draft",) * compared + ("at once", "tokens/s") + ("times plain (95 %)",) * compared
-    columns += ("requests/s", "first token ms", "between tokens ms", "accepted length", "acceptance", "failed")
-    columns += ("text",) * compared
-    print_table(columns, [_row(result, compared) for result in report.results])
+    print_columns([_row(result) for result in report.results])
     for result in report.results:
         for error, count in result.errors.items():
             print(f"{result.draft or 'requests'}, {result.requests} at once: {count} failed: {error}")
     print(_footer(report))
 
 
-def _row(r: Result, compared: bool) -> tuple[str, ...]:
-    latencies = [", ".join(f"{ms:.1f}" for ms in p.values()) or "-" for p in (r.first_token_ms, r.inter_token_ms)]
-    row = [str(r.requests), f"{r.tokens_per_second:.1f}", f"{r.requests_per_second:.2f}", *latencies]
-    row += [f"{r.accepted_length:.2f}" if r.accepted_length is not None else "-"]
-    row += [f"{r.acceptance:.0%}" if r.acceptance is not None else "-", str(sum(r.errors.values()))]
-    if not compared:
-        return tuple(row)
-    times = f"{r.times_plain:.2f}" if r.times_plain is not None else "-"
+def _row(r: Result) -> dict[str, str]:
+    """One result as cells, those of `COMPARED` only where drafts are."""
+
+    def milliseconds(percentiles: dict[str, float]) -> str:
+        return ", ".join(f"{ms:.1f}" for ms in percentiles.values()) or "-"
+
+    times = "-" if r.times_plain is None else f"{r.times_plain:.2f}"
     times += f" ({r.interval[0]:.2f} to {r.interval[1]:.2f})" if r.interval else ""
-    text = "same" if r.same else f"DIFFERENT from token {r.first_difference}"
-    return (str(r.draft), *row[:2], times, *row[2:], "not compared" if r.same is None else text)
+    text = {True: "same", None: "not compared"}.get(r.same, f"DIFFERENT from token {r.first_difference}")
+    cells = {
+        "draft": str(r.draft), "at once": str(r.requests), "tokens/s": f"{r.tokens_per_second:.1f}",
+        "times plain (95 %)": times, "requests/s": f"{r.requests_per_second:.2f}",
+        "first token ms": milliseconds(r.first_token_ms), "between tokens ms": milliseconds(r.inter_token_ms),
+        "accepted length": "-" if r.accepted_length is None else f"{r.accepted_length:.2f}",
+        "acceptance": "-" if r.acceptance is None else f"{r.acceptance:.0%}",
+        "failed": str(sum(r.errors.values())), "text": text,
+    }  # fmt: skip
+    return {name: cell for name, cell in cells.items() if r.draft is not None or name not in COMPARED}
 
 
 def _footer(report: ServeReport) -> str:

@@ -7,7 +7,6 @@ could be measured at all.
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import time
 from collections.abc import AsyncIterator
@@ -98,7 +97,7 @@ class Server:
                     async for event in events:
                         done |= event.data == "[DONE]"  # read on to the end, so that the connection can be used again
                         if event.data and not done:
-                            _add(answer, event.data)
+                            answer.add(event.data)
                             if len(answer.chunks) > longest:
                                 raise ForerunError(f"it sends on after {fields['max_tokens']} tokens")
                         wait = IDLE if done else self.endpoint.timeout
@@ -165,11 +164,8 @@ class Server:
             raise ForerunError(f"{base} does not answer ({_trouble(error)}): is the server running?") from None
         if response.status_code in (401, 403):
             raise ConfigError(f"{base} refuses the key ({_refusal(response)}): give --api-key-env NAME")
-        try:
-            content = response.json() if response.status_code == 200 else None
-        except (ValueError, RecursionError):
-            content = None
-        if not isinstance(content, dict):
+        content = _object_in(response) if response.status_code == 200 else None
+        if content is None:
             what = _refusal(response) if response.status_code != 200 else one_line(response.text[:80])
             raise ConfigError(f"{base} is no server of OpenAI's API: {path} gave {what}")
         return content
@@ -209,21 +205,19 @@ def _items(values: dict[str, Any], name: str) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _add(answer: Answer, data: str) -> None:
-    """Take in one event. Raises ForerunError for an error, and for what is no chunk."""
+def _object_in(response: httpx2.Response) -> dict[str, Any] | None:
+    """The JSON object that a response is; None for anything else."""
     try:
-        answer.add(json.loads(data))
+        content = response.json()
     except (ValueError, RecursionError):
-        raise ForerunError(f"it streamed what is no chunk of an answer: {one_line(data)}") from None
+        return None
+    return content if isinstance(content, dict) else None
 
 
 def _refusal(response: httpx2.Response) -> str:
     """An HTTP status and what the server says about it."""
-    try:
-        content = response.json()
-    except (ValueError, RecursionError):
-        content = None
-    said = message_of(content) if isinstance(content, dict) else one_line(response.text[:80])
+    content = _object_in(response)
+    said = message_of(content) if content is not None else one_line(response.text[:80])
     return f"{response.status_code} {said}".strip()
 
 

@@ -1,7 +1,9 @@
 """A running server under load: tokens a second, time to the first token, time between tokens, what drafts are worth.
 
-A run (`closed_loop`) keeps a number of requests going; its speed is the tokens that came within its window over the
-window's length, the reading of prompts included.
+A run keeps a number of requests going. Its window opens with its first request and closes when a client first finds
+nothing left to send: in it the number of requests at once is what was asked for. What runs on then is waited for, so
+that long answers are not left out. Its speed is the tokens that came within the window over the window's length, the
+reading of prompts included.
 
 A round runs every draft at every number of requests once, another draft first each time, all on the same prompts with
 the same seeds; ratios are made and texts compared within rounds. The first round warms up and does not count.
@@ -23,16 +25,19 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from forerun.bench.server.answer import Answer
-from forerun.bench.server.closed_loop import Request, Run, drive
 from forerun.bench.server.endpoint import Endpoint, Prompt, Server, as_asked, connect
-from forerun.bench.server.result import OFF, Arm, Result, result
+from forerun.bench.server.result import OFF, Arm, Result, Run, result
 from forerun.config import parse_depth
 from forerun.errors import ConfigError, ForerunError, RequestError
 from forerun.progress import Tell, nothing
 from forerun.ranges import check_number, check_whole
 
 EACH = 3  # requests a client sends in a run that has no length in seconds
+FAILURES = 3  # of all clients together, without a success of any, after which a server counts as gone
+PAUSE = 0.25  # seconds a client waits after a failure: a server that refuses is not to be hammered
 INTERRUPTED = "interrupted"
+
+Request = tuple[int, Prompt, dict[str, Any]]  # index, prompt, and the other fields of the body
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +122,45 @@ class ServeReport:
         return {"kind": "serve"} | asdict(self)
 
 
+async def drive(run: Run, server: Server, clients: int, requests: Iterator[Request]) -> None:
+    """Keep `clients` clients busy: each sends its next request as soon as its last one has ended.
+
+    What has been measured is in `run`, cancelled or not. Raises ForerunError where the server fails.
+    """
+    before = await server.counters()
+    streaks = [0] * clients
+    run.opened = time.perf_counter()
+    try:
+        async with asyncio.TaskGroup() as group:
+            for i in range(clients):
+                group.create_task(_client(run, server, streaks, i, requests))
+        run.whole = run.broken is None
+    finally:
+        if not run.whole:
+            run.closed = max((when for answer in run.answers for when, _ in answer.chunks), default=run.opened)
+    after = await server.counters()
+    if before and after:
+        run.counted = after - before
+    if run.broken is not None:
+        raise ForerunError(f"{server.endpoint.base} fails every request: {run.broken}")
+
+
+async def _client(run: Run, server: Server, streaks: list[int], mine: int, requests: Iterator[Request]) -> None:
+    """One client; `streaks` are the failures of each since its last success."""
+    for index, prompt, fields in requests:
+        answer = Answer(index)
+        run.answers.append(answer)
+        await server.stream(answer, prompt, fields)
+        streaks[mine] = streaks[mine] + 1 if answer.error else 0
+        if all(streaks) and sum(streaks) >= FAILURES:
+            run.broken = answer.error
+        if run.broken is not None:
+            return
+        if answer.error:
+            await asyncio.sleep(PAUSE)
+    run.closed = run.closed or time.perf_counter()
+
+
 class Measurement:
     """One measurement under way: `runs[requests, arm]` has a run for each round, so that what is there can be told
     whenever it ends."""
@@ -154,7 +198,7 @@ class Measurement:
         """Every arm once, with the same requests."""
         if turn >= 0 and len(arms) > 1:
             short = ((i, prompt, fields | {"max_tokens": 1}) for i, prompt, fields in self._requests(arms[0], clients))
-            await self._run(Run(), server, clients, short)
+            await drive(Run(), server, clients, short)
         most = 0
         for i in range(len(arms)):
             arm, run = arms[(turn + i) % len(arms)], Run()
@@ -164,16 +208,10 @@ class Measurement:
             self.told += 1
             if turn >= 0:
                 self.runs[clients, arm].append(run)
-            await self._run(run, server, clients, self._requests(arm, clients, warm=turn < 0))
+            await drive(run, server, clients, self._requests(arm, clients, warm=turn < 0))
             most = max(most, len(run.answers))
         self.sent += most
         self.repeated |= self.sent > len(self.prompts)
-
-    async def _run(self, run: Run, server: Server, clients: int, requests: Iterator[Request]) -> None:
-        """One run. Raises ForerunError where the server fails."""
-        await drive(run, server, clients, requests)
-        if run.broken is not None:
-            raise ForerunError(f"{self.plan.endpoint.base} fails every request: {run.broken}")
 
     def _requests(self, arm: Arm, clients: int, warm: bool = False) -> Iterator[Request]:
         """The requests of one run, until there are enough or its time is up."""

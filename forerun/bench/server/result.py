@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from forerun.bench.server.answer import Answer, Speculated
-from forerun.bench.server.closed_loop import Run
 from forerun.measure.medians import bootstrap_interval, first_difference, median
 
 OFF = "off"
@@ -34,6 +33,43 @@ class Arm:
             return {"speculative": False}
         depth = {} if self.depth is None else {"depth": self.depth}
         return {"speculative": {"draft": self.draft} | depth}
+
+
+@dataclass(slots=True)
+class Run:
+    """One run; times are `time.perf_counter` seconds.
+
+    Attributes:
+        opened, closed: the window. It closes at the last piece of text where the run was cut short.
+        answers: in the order in which they were asked for.
+        broken: why the run was given up.
+        whole: whether it came to its end, neither interrupted nor broken.
+        counted: speculation by the server's own counters, where it has any; other clients' requests are in it.
+    """
+
+    opened: float = 0.0
+    closed: float = 0.0
+    answers: list[Answer] = field(default_factory=list)
+    broken: str | None = None
+    whole: bool = False
+    counted: Speculated | None = None
+
+    @property
+    def finished(self) -> list[Answer]:
+        """The answers that came to their end."""
+        return [answer for answer in self.answers if answer.finished and answer.error is None]
+
+    @property
+    def speed(self) -> float:
+        """Tokens a second in the window; a chunk counts as its share of its answer's tokens."""
+        tokens = sum(
+            count * answer.scale
+            for answer in self.answers
+            if answer.error is None
+            for when, count in answer.chunks
+            if when <= self.closed
+        )
+        return tokens / (self.closed - self.opened) if tokens else 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,12 +20,10 @@ from forerun import ConfigError
 from forerun.bench.pair import Pair
 from forerun.bench.peers import peers as module
 from forerun.bench.peers import process as peer_process
-from forerun.bench.peers.peers import measure_peers
+from forerun.bench.peers.peers import Company, measure_peers, measure_prefill
 from forerun.bench.peers.plan import ENGINES, STORED, Engine, Load, Plan, parse_peers
-from forerun.bench.peers.prefill import measure_prefill
 from forerun.bench.peers.process import SCRIPTS, Outcome, PeerError, Ready, Worker
 from forerun.bench.peers.results import OURS, summarise
-from forerun.bench.peers.turns import Company
 from forerun.kernels import native
 from forerun.measure import run as timing
 from forerun.measure.choice import conversation, token_ids
@@ -261,7 +259,7 @@ def test_rounds_are_fair() -> None:
 
     company, bandwidths = Company([player(OURS), player("a"), player("b", fails=3)]), []
     plan = Plan({"a": "x", "b": "x"}, depths=["auto", 3], tokens=100, repeats=3)
-    runs = module._rounds(company, Load("", 1, [[[5]], [[6]]]), plan, bandwidths, nothing)
+    runs = module.measure_decoding(company, Load("", 1, [[[5]], [[6]]]), plan, bandwidths, nothing)
     everything = [(OURS, 0), (OURS, "auto"), (OURS, 3), ("a", 0), ("a", 3), ("b", 0), ("b", 3)]
     assert sorted(log[:7], key=str) == sorted([(*arm, 6, 64) for arm in everything], key=str)
     rounds = [log[7:14], log[14:19], log[19:24]]
@@ -551,7 +549,7 @@ def test_the_cache_of_n_grams(script) -> None:
 
 
 def test_the_checkpoint_reader(script, tmp_path: Path, pair: Pair) -> None:
-    checkpoint = script("checkpoint").Checkpoint(pair.directory / "target")
+    checkpoint = script("write_gguf").Checkpoint(pair.directory / "target")
     import torch
     from safetensors.torch import load_file as load_torch
 
@@ -560,9 +558,9 @@ def test_the_checkpoint_reader(script, tmp_path: Path, pair: Pair) -> None:
     (tmp_path / "config.json").write_text("{}")
     save_file({"a": np.arange(3, dtype=np.int8)}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="a is stored as I8"):
-        script("checkpoint").Checkpoint(tmp_path).read("a")
+        script("write_gguf").Checkpoint(tmp_path).read("a")
     with pytest.raises(ValueError, match="no tensor b"):
-        script("checkpoint").Checkpoint(tmp_path).read("b")
+        script("write_gguf").Checkpoint(tmp_path).read("b")
 
 
 def test_converted_files_belong_to_one_state_of_a_checkpoint(script, tmp_path: Path) -> None:
@@ -581,7 +579,7 @@ def test_gguf(form: str, script, tmp_path: Path, pair: Pair) -> None:
     convert, target = script("write_gguf").convert, pair.directory / "target"
     convert(target, form, tmp_path / "m.gguf")
     reader = gguf.GGUFReader(tmp_path / "m.gguf")
-    source = script("checkpoint").Checkpoint(target)
+    source = script("write_gguf").Checkpoint(target)
     assert len(reader.tensors) == len(source.names)
     assert reader.fields["llama.vocab_size"].contents() == 512
     kinds = {"float32": "F32", "bfloat16": "BF16", "int8": "Q8_0", "int4": "Q4_0"}

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from forerun import ForerunError
-from forerun.bench.report.lines import write_lines
-from forerun.bench.report.serve_lines import read_served, write_served
+from forerun.bench.report.lines import read_served, write_lines
 from forerun.bench.report.serve_page import headline, render, verdict
 from forerun.bench.server.load import ServeReport
 from forerun.bench.server.result import Result
@@ -41,7 +40,7 @@ def report(*results: Result, **fields: Any) -> dict[str, Any]:
 def lines(tmp_path: Path, *reports: dict[str, Any]) -> list[dict[str, Any]]:
     paths = [tmp_path / f"{i}.jsonl" for i in range(len(reports))]
     for path, data in zip(paths, reports, strict=True):
-        write_served(path, data)
+        write_lines(path, data)
     return read_served(paths)
 
 
@@ -113,7 +112,7 @@ def test_what_is_no_line_of_a_server(tmp_path: Path, field: str, value: Any) -> 
 def test_the_verb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """A page of a server, without what draws figures; both kinds at once, or lines as a page, end in one line."""
     served, other, out = tmp_path / "serve.jsonl", tmp_path / "decode.jsonl", tmp_path / "page.html"
-    write_served(served, report(result()))
+    write_lines(served, report(result()))
     write_lines(other, decoded([decoded_result()]))
 
     def page(*args: object) -> tuple[int, str, str]:

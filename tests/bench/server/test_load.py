@@ -15,10 +15,9 @@ import pytest
 
 from forerun import LLM, ConfigError, ForerunError, RequestError
 from forerun.bench.server.answer import Answer, Speculated, one_line, speculated
-from forerun.bench.server.closed_loop import Run
 from forerun.bench.server.endpoint import Endpoint, as_asked
 from forerun.bench.server.load import EACH, INTERRUPTED, Plan, ServeReport, measure_serving
-from forerun.bench.server.result import OFF, Arm, gaps, percentiles, result
+from forerun.bench.server.result import OFF, Arm, Run, gaps, percentiles, result
 from tests import tiny
 from tests.bench.server.fake_openai import END, PATIENCE, Fake, Handler, chunk, faking, good, usage
 from tests.server.serving import serving

@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import llama_cpp as llama
 import numpy as np
@@ -84,13 +84,6 @@ class Model:
         llama.llama_memory_seq_rm(self.memory, sequence, length, -1)
 
 
-class Drafts(Protocol):
-    """What guesses, for one run, how the texts go on."""
-
-    def draft(self, depths: dict[int, int]) -> dict[int, list[int]]:
-        """A guess for each text that is asked about, of at most so many tokens."""
-
-
 class LlamaCpp:
     """A target and its draft model, as GGUF files made of the checkpoints, or as they are where they are GGUF files."""
 
@@ -118,15 +111,15 @@ class LlamaCpp:
         texts = [list(prompt) for prompt in prompts]
         ends = [len(prompt) + tokens for prompt in prompts]
         self.target.begin(len(prompts))
-        looked_up = (
-            Lookup(texts) if depth and not self.drafter else None
-        )  # reads the prompts beforehand, as lookup does
+        # reads the prompts beforehand, as lookup does
+        drafts: Lookup | Chains | None = Lookup(texts) if depth and not self.drafter else None
         watch = worker.Watch(len(prompts))
         for i, prompt in enumerate(prompts):
             last = len(prompt) - 1
             texts[i] += self.target.read([(token, at, i, at == last) for at, token in enumerate(prompt)])
             watch.step({i: 1})
-        drafts: Drafts | None = Chains(self.drafter, texts) if self.drafter and depth else looked_up
+        if depth and self.drafter:
+            drafts = Chains(self.drafter, texts)
         while going := [i for i, text in enumerate(texts) if len(text) < ends[i]]:
             # the target gives a token of its own, so one less than is left need be drafted
             guesses = drafts.draft({i: min(depth, ends[i] - len(texts[i]) - 1) for i in going}) if drafts else {}
@@ -162,7 +155,7 @@ class Lookup:
             cache.read(text)
 
     def draft(self, depths: dict[int, int]) -> dict[int, list[int]]:
-        """As `Drafts.draft`."""
+        """What was found behind each text that is asked about, of at most so many tokens."""
         for i in depths:
             self.caches[i].read(self.texts[i])
         return {i: self.caches[i].draft(self.texts[i], depth) for i, depth in depths.items()}

@@ -1,8 +1,8 @@
 """What the workers have in common: the conversation with `forerun bench peers`, and the clock.
 
 A worker is started with its options as one JSON object, loads, and says one line: {"ready": {...}} or {"error": "..."}.
-Then it answers each line {"run": "plain" or "speculative", "depth": k, "prompts": [[ids]], "tokens": n} with one line,
-until there are no more. Whatever a library prints goes to stderr. Between lines a worker sleeps in a read.
+Then it answers each line {"depth": k, "prompts": [[ids]], "tokens": n} with one line, until there are no more. Whatever
+a library prints goes to stderr. Between lines a worker sleeps in a read.
 """
 
 from __future__ import annotations
@@ -96,8 +96,7 @@ def work(load: Callable[[dict[str, Any]], Engine]) -> None:
     for line in sys.stdin:
         order = json.loads(line)
         try:
-            depth = 0 if order["run"] == "plain" else order["depth"]
-            say(engine.run(depth, order["prompts"], order["tokens"]))
+            say(engine.run(order["depth"], order["prompts"], order["tokens"]))
         except Exception as error:
             return say({"error": _in_a_line(error)})
     return None

@@ -7,28 +7,24 @@ Norms stay float32. With int4, embeddings and the head are int8, as in forerun, 
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
-from checkpoint import Checkpoint
 from gguf import GGMLQuantizationType as Type
+from gguf import LlamaFileType as FileType
 
-TYPES = {
-    "float32": Type.F32,
-    "float16": Type.F16,
-    "bfloat16": Type.BF16,
-    "int8": Type.Q8_0,
-    "int4": Type.Q4_0,
-}
-FILE_TYPES = {
-    "float32": gguf.LlamaFileType.ALL_F32,
-    "float16": gguf.LlamaFileType.MOSTLY_F16,
-    "bfloat16": gguf.LlamaFileType.MOSTLY_BF16,
-    "int8": gguf.LlamaFileType.MOSTLY_Q8_0,
-    "int4": gguf.LlamaFileType.MOSTLY_Q4_0,
+HEADER = 8  # bytes of a safetensors file that say how long the JSON after them is
+STORED = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}  # numpy has no bfloat16
+FORMATS = {  # of the matrices, and what the file calls that
+    "float32": (Type.F32, FileType.ALL_F32),
+    "float16": (Type.F16, FileType.MOSTLY_F16),
+    "bfloat16": (Type.BF16, FileType.MOSTLY_BF16),
+    "int8": (Type.Q8_0, FileType.MOSTLY_Q8_0),
+    "int4": (Type.Q4_0, FileType.MOSTLY_Q4_0),
 }
 LAYER = {
     "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
@@ -36,6 +32,45 @@ LAYER = {
     "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
 }  # fmt: skip
 OUTSIDE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+
+
+class Checkpoint:
+    """The safetensors files and config.json of a directory, read with numpy alone, tensor by tensor.
+
+    `names` holds a place for each tensor: file, offset of its bytes, dtype as the file names it, and shape.
+    Raises ValueError or OSError for what cannot be read.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.config: dict[str, Any] = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        self.names: dict[str, tuple[Path, int, str, tuple[int, ...]]] = {}
+        for path in sorted(directory.glob("*.safetensors")):
+            with path.open("rb") as file:
+                length = int.from_bytes(file.read(HEADER), "little")
+                header = json.loads(file.read(length))
+            for name, entry in header.items():
+                if name != "__metadata__":
+                    start = HEADER + length + entry["data_offsets"][0]
+                    self.names[name] = (path, start, entry["dtype"], tuple(entry["shape"]))
+        if not self.names:
+            raise ValueError(f"there are no .safetensors files in {directory}")
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor. Raises ValueError where there is none of that name."""
+        if name not in self.names:
+            raise ValueError(f"the checkpoint has no tensor {name}")
+        return self.names[name][3]
+
+    def read(self, name: str) -> Any:
+        """One tensor as a numpy array in float32, which holds each of the stored dtypes exactly."""
+        shape = self.shape(name)
+        path, start, dtype, _ = self.names[name]
+        if dtype not in STORED:
+            raise ValueError(f"{name} is stored as {dtype}, which is not converted here: only {', '.join(STORED)}")
+        stored = np.memmap(path, STORED[dtype], mode="r", offset=start, shape=shape)
+        if dtype == "BF16":  # the upper half of a float32
+            return (stored.astype(np.uint32) << 16).view(np.float32)
+        return stored.astype(np.float32)
 
 
 def convert(directory: Path, form: str, path: Path) -> None:
@@ -58,7 +93,7 @@ def convert(directory: Path, form: str, path: Path) -> None:
     writer = gguf.GGUFWriter(work, "llama")
     try:
         _describe(writer, checkpoint.config)
-        writer.add_file_type(FILE_TYPES[form])
+        writer.add_file_type(FORMATS[form][1])
         for theirs, ours in names.items():
             kind, shape = _type(ours, checkpoint.shape(theirs), form), checkpoint.shape(theirs)
             stored = gguf.quant_shape_to_byte_shape(shape, kind) if kind != Type.F32 else shape
@@ -100,7 +135,7 @@ def _names(checkpoint: Checkpoint) -> dict[str, str]:
 def _type(name: str, shape: tuple[int, ...], form: str) -> Type:
     if len(shape) == 1:
         return Type.F32
-    return Type.Q8_0 if form == "int4" and name in ("token_embd.weight", "output.weight") else TYPES[form]
+    return Type.Q8_0 if form == "int4" and name in ("token_embd.weight", "output.weight") else FORMATS[form][0]
 
 
 def _describe(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
