@@ -7,7 +7,6 @@ Heavy imports wait until a verb runs.
 from __future__ import annotations
 
 import io
-import json
 import os
 import sys
 from typing import Annotated
@@ -21,9 +20,10 @@ from forerun.cluster.cli import deploy
 from forerun.completion import words_of_bash
 from forerun.drafters_cli import app as drafters
 from forerun.errors import ForerunError, Interrupted
-from forerun.flags import in_flags
+from forerun.flags import Json, in_flags
 from forerun.generate_cli import generate
 from forerun.index_cli import index
+from forerun.measure.tables import print_json
 from forerun.models_cli import models
 from forerun.server.cli import batch, serve
 from forerun.terminal import waiting
@@ -50,14 +50,14 @@ app.command(
 
 
 @app.command(epilog="[dim]forerun doctor --json[/dim]")
-def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
+def doctor(as_json: Json = False) -> None:
     """Say what forerun finds on this machine, and what of it costs speed."""
     with waiting(as_json):
         from forerun.doctor import as_dict, examine
 
         findings = examine()
     if as_json:
-        print(json.dumps(as_dict(findings)))
+        print_json(as_dict(findings))
         return
     for finding in findings:
         print(f"{finding.name:<15}{finding.text}")

@@ -7,24 +7,11 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 
+from forerun.drafts import LOADED
+
 DRAFTS = (
-    "auto",
-    "off",
-    "ngram",
-    "suffix",
-    "recycle",
-    "suffix+recycle",
-    "suffix&recycle",
-    "retrieval:",
-    "self:int4",
-    "model:",
-    "medusa:",
-    "hydra:",
-    "mlp:",
-    "eagle:",
-    "eagle3:",
-    "mtp:",
-    "block:",
+    *("auto", "off", "ngram", "suffix", "recycle", "suffix+recycle", "suffix&recycle", "retrieval:", "self:int4"),
+    *(f"{kind}:" for kind in LOADED),
 )
 
 

@@ -8,7 +8,7 @@ import platform
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +73,7 @@ def examine() -> list[Finding]:
 
 def as_dict(findings: list[Finding]) -> dict[str, Any]:
     """The findings by name, for JSON, with all advice in one list."""
-    values = {f.name.replace(" ", "_"): asdict(f)["value"] for f in findings}
+    values = {f.name.replace(" ", "_"): f.value for f in findings}
     return {**values, "advice": [f.advice for f in findings if f.advice]}
 
 

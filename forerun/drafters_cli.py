@@ -12,7 +12,9 @@ import typer
 
 from forerun.completion import model_names
 from forerun.errors import ConfigError
-from forerun.models_cli import count_of, print_rows, size_of
+from forerun.flags import Json
+from forerun.models_cli import count_of, print_notes, print_rows, size_of
+from forerun.progress import progress
 
 if TYPE_CHECKING:
     from forerun.catalogue.facts import Facts
@@ -24,7 +26,6 @@ app = typer.Typer(
     rich_markup_mode="rich",
     help="Drafters: which are here and on the Hub, whether they fit a model, what they were measured to give.",
 )
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Domain = Annotated[str | None, typer.Option(help="A kind of text: code, law, or a word of your own.")]
 For = Annotated[str | None, typer.Option("--for", help="The target; without it the one that the drafter names.")]
 Name = Annotated[str, typer.Argument(help="A Hub id, a directory or a GGUF file.", show_default=False)]
@@ -67,13 +68,12 @@ def list_(
     if as_json:
         print(json.dumps({"target": target, "drafters": [one.as_dict() for one in found], "notes": notes}))
         return
-    _notes(notes)
+    print_notes(notes)
     if not found:
         said = f" for {target}" if target else ""
         print(f"no drafters here{said}: forerun drafters search MODEL asks the Hub", file=sys.stderr)
         return
-    rows = [_row(one) for one in found]
-    print_rows(rows, {one.draft or one.facts.name: bool(one.draft) for one in found}, FOLDED)
+    print_rows([_row(one) for one in found], FOLDED)
     if sys.stdout.isatty() and any(one.draft for one in found):
         print("the first column is for --draft")
 
@@ -105,7 +105,6 @@ def search(
     names another verifier is left out. Only lists and configurations are read.
     """
     from forerun.catalogue.found import search as ask
-    from forerun.progress import progress
 
     with progress(as_json or not sys.stderr.isatty()) as tell:
         tell(f"asking the Hub for drafters for {target}")
@@ -113,11 +112,11 @@ def search(
     if as_json:
         print(json.dumps({"target": target, "found": [one.as_dict() for one in found], "notes": notes}))
         return
-    _notes(notes)
+    print_notes(notes)
     if not found:
         print(f"the Hub has nothing that says it drafts for {target}: forerun train makes one", file=sys.stderr)
         return
-    print_rows([_found_row(one) for one in found], {one.draft or one.at.name: bool(one.draft) for one in found}, FOLDED)
+    print_rows([_found_row(one) for one in found], FOLDED)
 
 
 def _found_row(one: Candidate) -> dict[str, str]:
@@ -151,9 +150,7 @@ def info(drafter: Name, target: For = None, as_json: Json = False) -> None:
         return
     for name, text in _lines(facts):
         print(f"{name:<13}{text}")
-    _print_checks(found)
-    if note:
-        print(f"note: {note}", file=sys.stderr)
+    _print_checks(found, note)
 
 
 @app.command(epilog="[dim]forerun drafters pull RedHatAI/Qwen3-8B-speculator.eagle3 --for Qwen/Qwen3-8B[/dim]")
@@ -177,9 +174,7 @@ def pull(drafter: Name, target: For = None, as_json: Json = False) -> None:
     if as_json:
         print(json.dumps(describe(facts, wanted, found, note)))
         return
-    _print_checks(found)
-    if note:
-        print(f"note: {note}", file=sys.stderr)
+    _print_checks(found, note)
     model = target or facts.made_for
     print(f"next: forerun generate ... {f'--model {model} ' if model else ''}--draft {facts.kind.draft}:{drafter}")
 
@@ -217,7 +212,7 @@ def push(
     if not as_json:
         size = size_of(sum(parcel.files.values()))
         print(f"{', '.join(sorted({*parcel.files, *parcel.texts}))}: {size} to {repository}", file=sys.stderr)
-    _notes(parcel.notes)
+    print_notes(parcel.notes)
     if not yes:
         if not sys.stdin.isatty():
             raise ConfigError("nobody is there to be asked whether to upload this: give --yes")
@@ -234,11 +229,7 @@ def _lines(facts: Facts) -> list[tuple[str, str]]:
     return lines + ([("texts", ", ".join(facts.domains))] if facts.domains else [])
 
 
-def _print_checks(found: Sequence[Check]) -> None:
+def _print_checks(found: Sequence[Check], note: str) -> None:
     for check in found:
         print(f"{check.name:<13}{MARKS[check.ok]:<4}{check.text}")
-
-
-def _notes(notes: Sequence[str]) -> None:
-    for note in notes:
-        print(f"note: {note}", file=sys.stderr)
+    print_notes([note] if note else [])

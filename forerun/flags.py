@@ -18,6 +18,7 @@ from forerun.sampling.params import SamplingParams
 
 SHORT = {"model": "-m", "max_tokens": "-n", "temperature": "-t"}
 COMPLETION = {"model": model_names, "draft": draft_names}  # what the shell offers
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,18 +65,18 @@ class Group:
         return parameters
 
 
+def model_as_argument(text: str) -> Any:
+    """What makes a parameter of a verb an argument that names a model."""
+    return typer.Argument(help=text, metavar="MODEL", show_default=False, autocompletion=model_names)
+
+
+MODEL_HELP = "The same as --model: a GGUF file, a directory, ollama:NAME, lmstudio:NAME or a Hub id."
 MODEL = inspect.Parameter(
     "model_argument",
     inspect.Parameter.KEYWORD_ONLY,
     default=None,
-    annotation=Annotated[
-        str | None,
-        typer.Argument(
-            help="The same as --model: a GGUF file, a directory, ollama:NAME, lmstudio:NAME or a Hub id.",
-            metavar="MODEL", show_default=False, autocompletion=model_names,
-        ),
-    ],
-)  # fmt: skip
+    annotation=Annotated[str | None, model_as_argument(MODEL_HELP)],
+)
 CONFIG_TYPES = {
     "model": str,
     "draft": list[str],
@@ -138,14 +139,13 @@ def with_flags(*groups: Group) -> Callable[[Callable[..., None]], Callable[..., 
         own = [p for p in signature.parameters.values() if p.name not in flags and p.kind is not p.VAR_KEYWORD]
 
         def run(**given: Any) -> None:
-            def take(parameters: list[inspect.Parameter]) -> dict[str, Any]:
+            taken = {}
+            for name, parameters in flags.items():
                 values = {p.name: given.pop(p.name) for p in parameters}
-                values = {name: value for name, value in values.items() if value not in (None, [])}
+                values = {key: value for key, value in values.items() if value not in (None, [])}
                 if isinstance(values.get("draft"), list):
                     values["draft"] = joined(values["draft"])
-                return with_model(values.pop(MODEL.name, None), values)
-
-            taken = {name: take(parameters) for name, parameters in flags.items()}
+                taken[name] = with_model(values.pop(MODEL.name, None), values)
             verb(**taken, **given)
 
         run.__name__, run.__doc__ = verb.__name__, verb.__doc__

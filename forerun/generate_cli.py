@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from forerun.completion import model_names
 from forerun.errors import LoadError, RequestError
-from forerun.flags import ANSWER, ENGINE_FLAGS, SAMPLING, with_flags, with_model
+from forerun.flags import ANSWER, ENGINE_FLAGS, SAMPLING, model_as_argument, with_flags, with_model
 from forerun.models.hub import find_model
 from forerun.sampling.grammar import Grammar
 from forerun.sampling.params import SamplingParams
@@ -26,15 +25,7 @@ ADVISED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # wh
 
 @with_flags(ENGINE_FLAGS, SAMPLING)
 def generate(
-    first: Annotated[
-        str | None,
-        typer.Argument(
-            help="A model, if a prompt comes behind it.",
-            metavar="MODEL",
-            show_default=False,
-            autocompletion=model_names,
-        ),
-    ] = None,
+    first: Annotated[str | None, model_as_argument("A model, if a prompt comes behind it.")] = None,
     second: Annotated[
         str | None,
         typer.Argument(

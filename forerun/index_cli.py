@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -13,11 +12,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from forerun.errors import ForerunError, RequestError
+from forerun.flags import Json
+from forerun.measure.tables import print_json
+from forerun.progress import Tell, progress
 
 if TYPE_CHECKING:
     from forerun.draft.corpus import File
     from forerun.models.text import Tokenizer
-    from forerun.progress import Tell
 
 TOGETHER = 1 << 20  # characters that are tokenized at once
 
@@ -42,7 +43,7 @@ def index(
     model: Annotated[
         str | None, typer.Option("--model", "-m", help="Whose tokens they become; the default model's without it.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Make an index of texts to draft from: code, documents, answers of the past.
 
@@ -52,7 +53,6 @@ def index(
     from forerun.load import load_tokenizer
     from forerun.models.config import load_config
     from forerun.models.hub import find_model
-    from forerun.progress import progress
 
     with progress(as_json) as tell:
         directory = find_model(model)
@@ -61,7 +61,7 @@ def index(
             raise RequestError(f"{directory} has no tokenizer: name a model that has one")
         made = build(paths, out, tokenizer, load_config(directory).vocab, tell)
     if as_json:
-        print(json.dumps({"index": str(out), **asdict(made)}))
+        print_json({"index": str(out), **asdict(made)})
         return
     print(
         f"{out}: {made.files} files with {made.tokens:,} tokens in {made.seconds:.0f} s, {made.unchanged} unchanged,"

@@ -25,7 +25,7 @@ from forerun.kernels import native
 from forerun.learned import learned_of
 from forerun.load import load_tokenizer, make_runner, pick_device
 from forerun.loader import Loader, open_index, share_memory
-from forerun.measure.joules import JoulesClock
+from forerun.measure.energy import JoulesClock
 from forerun.models.advice import recommended
 from forerun.models.decoder import Decoder
 from forerun.models.hub import find_model

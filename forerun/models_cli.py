@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from forerun.flags import Json
+from forerun.measure.tables import print_columns, print_json
 
 if TYPE_CHECKING:
     from forerun.models.survey import Survey
@@ -20,7 +22,7 @@ def models(
     directories: Annotated[
         list[Path] | None, typer.Argument(help="Directories with models, looked through too.", show_default=False)
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: Json = False,
 ) -> None:
     """List the models that this machine already has, what to type for them, and what drafts for them.
 
@@ -33,14 +35,13 @@ def models(
     found, notes = everything(directories or ())
     rows = survey(found)
     if as_json:
-        print(json.dumps({"models": [row.as_dict() for row in rows], "notes": notes}))
+        print_json({"models": [row.as_dict() for row in rows], "notes": notes})
         return
-    for note in notes:
-        print(f"note: {note}", file=sys.stderr)
+    print_notes(notes)
     if not rows:
         print(NOTHING, file=sys.stderr)
         return
-    print_rows([_cells(row) for row in rows], {row.name: row.runs for row in rows}, ("format", "runs here"))
+    print_rows([_cells(row) for row in rows], ("format", "runs here"))
     if sys.stdout.isatty():
         print("the first column is for --model, the last but one for --draft")
 
@@ -73,17 +74,14 @@ def count_of(parameters: int | None) -> str:
     return f"{parameters / 1e9:.1f}B" if parameters >= 1e9 else f"{parameters / 1e6:.0f}M"
 
 
-def print_rows(rows: list[dict[str, str]], usable: Mapping[str, bool], folded: Sequence[str]) -> None:
+def print_rows(rows: list[dict[str, str]], folded: Sequence[str]) -> None:
     """A table on a terminal, where what is long is folded, never cut; aligned columns in a pipe.
 
     Args:
-        rows: with the same keys, a name first of all.
-        usable: which of these names are of use here: the others are dim.
+        rows: with the same keys; the last says yes of what is of use here, and the others are dim.
         folded: columns that may be folded: a name in one piece can be copied.
     """
     if not sys.stdout.isatty():
-        from forerun.measure.tables import print_columns
-
         print_columns(rows)
         return
     from rich import box
@@ -95,6 +93,12 @@ def print_rows(rows: list[dict[str, str]], usable: Mapping[str, bool], folded: S
     for name in rows[0]:
         table.add_column(Text(name), overflow="fold", no_wrap=name not in folded)
     for row in rows:
-        style = "" if usable[next(iter(row.values()))] else "dim"
-        table.add_row(*(Text(cell) for cell in row.values()), style=style)
+        cells = list(row.values())
+        table.add_row(*map(Text, cells), style="" if cells[-1] == "yes" else "dim")
     Console(highlight=False).print(table)
+
+
+def print_notes(notes: Sequence[str]) -> None:
+    """A line on stderr for each."""
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)

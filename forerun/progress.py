@@ -8,37 +8,27 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 LINES = 10  # of a count in a pipe
 WHOLE_RUN = 24 * 3600.0  # seconds: the time left follows from the pace of all that was counted
 
 
-class Tell(Protocol):
-    """Takes what is going on."""
+class Tell:
+    """Takes what is going on; this one shows nothing."""
 
     def __call__(self, what: str, done: float | None = None, total: float | None = None) -> None:
         """What begins now, when `done` of `total` is over; what was counted before stays where neither is given. A
         count that goes back begins anew."""
-        ...
 
     def note(self, what: str) -> None:
         """A line that stays."""
-        ...
 
 
-class Silent:
-    """Shows nothing."""
-
-    def __call__(self, what: str, done: float | None = None, total: float | None = None) -> None: ...
-
-    def note(self, what: str) -> None: ...
+nothing = Tell()
 
 
-nothing: Tell = Silent()
-
-
-class Lines:
+class Lines(Tell):
     """Lines: what is not counted as it comes, and of a count at most `LINES`."""
 
     def __init__(self) -> None:
@@ -57,7 +47,7 @@ class Lines:
         print(what, file=sys.stderr, flush=True)
 
 
-class Bar:
+class Bar(Tell):
     """A bar, or a spinner where nothing is counted yet; lines that stay go above it."""
 
     def __init__(self, console: Any, measuring: bool) -> None:
@@ -83,25 +73,17 @@ class Bar:
             self._shown, sys.stderr = None, self._stderr
 
     def _begin(self, counted: bool) -> None:
-        from rich.progress import (
-            BarColumn,
-            Progress,
-            SpinnerColumn,
-            TaskProgressColumn,
-            TextColumn,
-            TimeElapsedColumn,
-            TimeRemainingColumn,
-        )
+        from rich import progress as parts
 
         self.end()
         self._done = None
-        text = TextColumn("{task.description}", markup=False)
+        text = parts.TextColumn("{task.description}", markup=False)
         columns = (
-            (BarColumn(bar_width=24), TaskProgressColumn(), TimeRemainingColumn(), text)
+            (parts.BarColumn(bar_width=24), parts.TaskProgressColumn(), parts.TimeRemainingColumn(), text)
             if counted
-            else (SpinnerColumn(), TimeElapsedColumn(), text)
+            else (parts.SpinnerColumn(), parts.TimeElapsedColumn(), text)
         )
-        self._shown = Progress(
+        self._shown = parts.Progress(
             *columns, console=self._console, transient=True, auto_refresh=not (counted and self._measuring),
             speed_estimate_period=WHOLE_RUN,
         )  # fmt: skip
@@ -133,7 +115,7 @@ def _giving_way(console: Any, stderr: Any, end: Callable[[], None]) -> Any:
     return GivingWay(console, stderr)
 
 
-class Part:
+class Part(Tell):
     """One of several equal parts of what is told."""
 
     def __init__(self, whole: Tell, index: int, parts: int, label: str = "") -> None:
@@ -154,7 +136,7 @@ def progress(quiet: bool, measuring: bool = False) -> Iterator[Tell]:
     """What fits where stderr goes; nothing if `quiet`. While something is timed no thread turns the bar: it would take
     time from what is `measuring`."""
     if quiet:
-        yield Silent()
+        yield nothing
         return
     if not sys.stderr.isatty():
         yield Lines()

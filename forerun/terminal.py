@@ -145,10 +145,7 @@ def show(stream: Stream, clock: Clock) -> Completion:
 def summary(completion: Completion, room: int, plain: float | None) -> list[str]:
     """What the line of statistics says, the most wanted first.
 
-    Args:
-        completion: what was answered.
-        room: tokens of the context.
-        plain: seconds of a token without speculation, where known.
+    `room` are tokens of the context, `plain` the seconds of a token without speculation, where known.
     """
     stats = completion.stats
     decoding = stats.seconds - stats.first_token_seconds

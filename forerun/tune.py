@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from forerun.bench.decode.sweep import Plan, measure_decoding
 from forerun.engine.request import OFF
 from forerun.errors import ConfigError
+from forerun.llm import LLM
+from forerun.measure.choice import token_ids
 from forerun.measure.rounds import Result
 from forerun.measure.where import machine
 from forerun.measure.workloads import Task
+from forerun.models.hub import find_model
 from forerun.progress import Part, Tell, nothing
+from forerun.skips import find
 from forerun.whole import write_whole
 
-AT_HAND = ("suffix", "suffix+recycle", "ngram")  # the drafts that need nothing but the model
 CLOSE = 0.9  # of the best of the short look: worth a long one
 FINALISTS = 4
 SHORT = 2  # rounds of the short look
@@ -51,10 +54,6 @@ class Tuned:
     results: list[Result]
     short: list[Result]
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return asdict(self)
-
 
 def tune(options: dict[str, Any], plan: Plan, tasks: Sequence[Task], tell: Tell = nothing) -> Tuned:
     """Measure every draft of the plan at every depth, those that come close to the best again, and choose.
@@ -84,11 +83,6 @@ def tune(options: dict[str, Any], plan: Plan, tasks: Sequence[Task], tell: Tell 
 
 def look_for_layers(options: dict[str, Any], tasks: Sequence[Task], tell: Tell = nothing) -> None:
     """Find the layers of `self:layers=auto` on these prompts, and remember them. Raises as `LLM` does."""
-    from forerun.llm import LLM
-    from forerun.measure.choice import token_ids
-    from forerun.models.hub import find_model
-    from forerun.skips import find
-
     model = options.get("model")
     target = LLM(**options | {"draft": OFF}).engine.target
     find(target, find_model(model), token_ids(model, tasks), tell=tell)

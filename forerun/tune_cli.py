@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from forerun.bench.decode.asked import ASKED, DECODED, Asked
-from forerun.config import Config, parse_depth
-from forerun.drafts import drafts_in, read_draft
+from forerun.bench.decode.asked import ASKED, DECODED, Asked, chosen
+from forerun.config import Config
+from forerun.drafts import read_draft
 from forerun.errors import ConfigError
-from forerun.flags import ENGINE, with_flags
-from forerun.measure.lists import plural, whole
-from forerun.sampling.params import SamplingParams
+from forerun.flags import ENGINE, Json, with_flags
+from forerun.measure.choice import choose_tasks
+from forerun.measure.lists import whole
+from forerun.measure.tables import print_columns, print_json
+from forerun.progress import progress
 
+AT_HAND = ("suffix", "suffix+recycle", "ngram")  # the drafts that need nothing but the model
 DEPTHS = "auto,2,5"
 TOKENS, ROUNDS, BATCHES = 96, 5, 3
 TRIED = replace(
@@ -29,7 +32,7 @@ def tune(
     *,
     seconds: Annotated[float, typer.Option(help="For the long look at each of the best.")] = 30.0,
     out: Annotated[Path | None, typer.Option(help="Write the choice to a file for serve --config (.toml).")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: Json = False,
     config: dict[str, Any],
     sampling: dict[str, Any],
     asked: dict[str, Any],
@@ -40,35 +43,26 @@ def tune(
     """
     wanted = Asked(**{"tokens": TOKENS} | asked)
     requests = whole(wanted.requests, "requests")
-    tried = plural(wanted.depths, config.pop("depth", None), "depth", DEPTHS)
-    weights, named = config.pop("quantization", None), config.pop("draft", None)
-    Config.of(**config, quantization=weights)
-    params = SamplingParams.of(**{"seed": 0} | sampling, max_tokens=wanted.tokens, ignore_eos=True)
+    weights = config.get("quantization")
+    Config.of(quantization=weights)  # none is a word of --quantizations
+    fields = chosen(wanted, config, sampling, ",".join(AT_HAND), DEPTHS)
     if out is not None and (out.suffix != ".toml" or out.is_dir() or not out.absolute().parent.is_dir()):
         raise ConfigError(f"--out {out} cannot be written: give a name that ends in .toml, in a directory that exists")
-    from forerun.bench.decode.kept import keep
-    from forerun.bench.decode.sweep import Plan
-    from forerun.measure.choice import choose_tasks
-    from forerun.measure.tables import print_columns, print_json
-    from forerun.progress import progress
-    from forerun.tune import AT_HAND, look_for_layers, write_choice
+    from forerun.bench.decode.sweep import Plan, keep
+    from forerun.tune import look_for_layers, write_choice
     from forerun.tune import tune as measure
 
-    names = plural(wanted.drafts, named, "draft", ",".join(AT_HAND), drafts_in)
-    plan = Plan(
-        params, names, [parse_depth(depth) for depth in tried], temperatures=[sampling.get("temperature", 0.0)],
-        requests=[requests], quantizations=[weights or "none"], repeats=ROUNDS, batches=BATCHES, settle=seconds,
-    )  # fmt: skip
+    plan = Plan(**fields, repeats=ROUNDS, batches=BATCHES, settle=seconds)
     tasks = choose_tasks(config.get("model"), wanted.prompts, wanted.categories, requests, BATCHES)
     with progress(as_json, measuring=True) as tell:
-        if any(leaf.argument == "layers=auto" for name in names for leaf in read_draft(name).leaves()):
+        if any(leaf.argument == "layers=auto" for draft in plan.drafts for leaf in read_draft(draft).leaves()):
             look_for_layers(config | {"quantization": weights}, tasks, tell)
         tuned = measure(config, plan, tasks, tell)
     keep(config.get("model"), tuned.results)
     if out is not None:
         write_choice(out, config, weights, tuned)
     if as_json:
-        print_json(tuned.as_dict())
+        print_json(asdict(tuned))
         return
     for title, results in (("all, short look", tuned.short), ("the best, long look", tuned.results)):
         print(f"{title}:")

@@ -12,7 +12,7 @@ import threading
 import pytest
 from rich.console import Console
 
-from forerun.progress import Bar, Lines, Part, Silent, progress
+from forerun.progress import Bar, Lines, Part, Tell, progress
 from tests import tiny
 
 CURSOR = ("\x1b[?25l", "\x1b[?25h")  # hidden, shown
@@ -22,7 +22,7 @@ CHECK = [
 ]  # fmt: skip
 
 
-class Heard(Silent):
+class Heard(Tell):
     """What was told."""
 
     def __init__(self) -> None:

@@ -12,7 +12,8 @@ from forerun.config import Config
 from forerun.drafts import parse_draft
 from forerun.measure.rounds import Result
 from forerun.server.settings import read_file
-from forerun.tune import AT_HAND, choose, ranked, tune
+from forerun.tune import choose, ranked, tune
+from forerun.tune_cli import AT_HAND
 from tests.test_cli import MODEL, run
 
 

@@ -9,12 +9,11 @@ from typing import Annotated, Any
 import typer
 
 from forerun.bench.decode.cli import decode, energy, page, sweep
-from forerun.bench.machine.cli import roofline
-from forerun.bench.machine.cli_start import start
+from forerun.bench.machine.cli import roofline, start
 from forerun.bench.peers.cli import peers
 from forerun.bench.recipe import PairRecipe
 from forerun.bench.server.cli import serve
-from forerun.flags import Group, with_flags
+from forerun.flags import Group, Json, with_flags
 from forerun.measure.lists import listed, number, whole
 from forerun.ranges import check_whole
 
@@ -23,7 +22,6 @@ app = typer.Typer(
     help="Measure: decoding, starts, servers, other engines, energy, kernels; make models for that; do the arithmetic.",
 )
 RECIPE = Group("recipe", PairRecipe, "Pair")
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 @app.callback(invoke_without_command=True)
@@ -89,7 +87,7 @@ def kernels(
             threads=threads, tell=tell,
         )  # fmt: skip
     if as_json:
-        print_json(report.as_dict())
+        print_json(asdict(report))
         return
     print_columns([{
         "format": k.format, "rows": str(k.rows), "us a layer": f"{k.microseconds:.0f}",

@@ -40,7 +40,7 @@ def chat(
     parameters = Parameters(sampling, llm.recommended, _stop(llm))
     commands = Commands(Conversation(llm, system), parameters, stats)
     alone = not sys.stdin.isatty()
-    failed = _talk(_piped() if alone else _typed(), commands, as_json, alone)
+    failed = _talk(_lines(alone), commands, as_json, alone)
     if failed and alone:
         raise typer.Exit(2)
 
@@ -53,12 +53,10 @@ def _stop(llm: LLM) -> tuple[str, ...]:
     return ("\nuser:",)
 
 
-def _piped() -> Iterator[str]:
-    for line in sys.stdin:
-        yield line.removesuffix("\n")
-
-
-def _typed() -> Iterator[str]:
+def _lines(alone: bool) -> Iterator[str]:
+    """What comes in by a pipe, or what is typed."""
+    if alone:
+        return (line.removesuffix("\n") for line in sys.stdin)
     from forerun.chat.line import typed
 
     return typed()

@@ -111,14 +111,10 @@ def read(path: Path) -> list[Message]:
     if not isinstance(messages, list):
         raise RequestError(f"{path} holds no conversation: it has no list of messages")
     for i, message in enumerate(messages):
-        _check(path, i, message)
+        where = f"{path}: message {i + 1}"
+        if not isinstance(message, dict) or not isinstance(message.get("content"), str):
+            raise RequestError(f"{where} has no role and content: {shown(message)}")
+        role = message.get("role")
+        if role not in ROLES or (role == "system" and i):
+            raise RequestError(f"{where} cannot have the role {shown(role)}: a system message is the first")
     return messages
-
-
-def _check(path: Path, i: int, message: Any) -> None:
-    """Raises RequestError where something is no message, or a system message that is not the first."""
-    if not isinstance(message, dict) or not isinstance(message.get("content"), str):
-        raise RequestError(f"{path}: message {i + 1} has no role and content: {shown(message)}")
-    role = message.get("role")
-    if role not in ROLES or (role == "system" and i):
-        raise RequestError(f"{path}: message {i + 1} cannot have the role {shown(role)}: a system message is the first")

@@ -67,7 +67,8 @@ class _File(FileHistory):
 
 def _history() -> History:
     """What was typed in earlier sessions too, where there is a place to keep it."""
-    path = _place()
+    state = os.environ.get("XDG_STATE_HOME")
+    path = (Path(state) if state else Path("~/.local/state").expanduser()) / "forerun" / "history"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_APPEND, 0o600))  # what one says is one's own affair
@@ -75,8 +76,3 @@ def _history() -> History:
         print(f"note: what you type is not kept: {path} cannot be written: {error.strerror}", file=sys.stderr)
         return InMemoryHistory()
     return _File(path)
-
-
-def _place() -> Path:
-    state = os.environ.get("XDG_STATE_HOME")
-    return (Path(state) if state else Path("~/.local/state").expanduser()) / "forerun" / "history"

@@ -55,15 +55,11 @@ class Parameters:
 
     def origin(self, name: str) -> str:
         """Where the value of a field comes from."""
-        return next(origin for origin in reversed(self._layers) if self._has(origin, name))
+        return next((origin for origin in reversed(self._layers) if name in self._layers[origin]), "default")
 
     def lines(self) -> list[tuple[str, str, str]]:
         """(name on the command line, value, where from) of every parameter."""
-        values = {name: getattr(self.params, f.name) for name, f in FIELDS.items()}
-        return [(name, _text(value), self.origin(FIELDS[name].name)) for name, value in values.items()]
-
-    def _has(self, origin: str, name: str) -> bool:
-        return origin == "default" or name in self._layers[origin]
+        return [(name, _text(getattr(self.params, f.name)), self.origin(f.name)) for name, f in FIELDS.items()]
 
     def _made(self, layers: Mapping[str, Mapping[str, Any]]) -> SamplingParams:
         options = {name: value for layer in layers.values() for name, value in layer.items()}

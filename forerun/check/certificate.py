@@ -78,7 +78,7 @@ class Scope:
         return [part for part, count in counts.items() for _ in range(count)]
 
 
-class Pace:
+class Pace(Tell):
     """How far a certificate is: what is told of one claim, told of all of them."""
 
     def __init__(self, claims: Sequence[str], tell: Tell) -> None:

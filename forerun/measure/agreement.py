@@ -30,8 +30,6 @@ class Agreement:
         accepted: {depth: mean tokens of a chain of that depth that would have been accepted}.
         top: mean probability of the target's likeliest token.
         looping: texts of all that end in a loop, which flatters drafters that look text up.
-        texts: how many texts.
-        positions: how many positions.
     """
 
     agree: float
@@ -61,9 +59,9 @@ class Judge:
         self.first = len(prompts[0]) - 1  # the position whose next token is the first of the output
         params = SamplingParams(max_tokens=tokens, ignore_eos=True)
         self.texts = [[*c.prompt_token_ids, *c.token_ids] for c in self.llm.generate(prompts, params)]
-
-        # [texts, tokens] bool: would the draft have said it
-        self.same = torch.stack([self._logits(self.drafter, t).argmax(-1) == self._said(t) for t in self.texts])
+        said = torch.tensor(self.texts)[:, self.first + 1 :]
+        drafted = torch.stack([self._logits(self.drafter, text).argmax(-1) for text in self.texts])
+        self.same = drafted == said  # [texts, tokens] bool: would the draft have said it
 
     @property
     def agree(self) -> float:
@@ -87,9 +85,6 @@ class Judge:
             texts=len(self.texts),
             positions=self.same.numel(),
         )
-
-    def _said(self, text: Sequence[int]) -> Tensor:
-        return torch.tensor(text[self.first + 1 :])
 
     def _logits(self, runner: Runner, text: Sequence[int]) -> Tensor:
         """Logits before each token of the output, in one pass. [tokens, V], on the CPU"""

@@ -25,7 +25,6 @@ def choose_tasks(
 
     Args:
         model: as in `Config`; its tokenizer cuts passages.
-        path: a file of tasks, or None.
         categories: names by commas, "all", or None.
         requests, rounds: how many run at once, and how often; a few passages for each place are enough.
     """

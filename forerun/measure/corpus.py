@@ -28,10 +28,11 @@ def library_texts(characters: int = 6_000_000) -> list[str]:
 def excerpts(encode: Callable[[str], list[int]], count: int, tokens: int) -> list[list[int]]:
     """`count` prompts of `tokens` tokens each, from different files where there are enough that are long enough."""
     texts = library_texts()
+    order = [i for offset in range(STRIDE) for i in range((FIRST + offset) % STRIDE, len(texts), STRIDE)]
     found: list[list[int]] = []
     for at in itertools.count(SKIPPED, max(SKIPPED, tokens)):  # further on in the files once all are used
         before = len(found)
-        for i in _strided(len(texts)):
+        for i in order:
             if len(found) == count:
                 return found
             # tokens are a few characters each: a file need not be read to its end
@@ -42,8 +43,3 @@ def excerpts(encode: Callable[[str], list[int]], count: int, tokens: int) -> lis
     raise RequestError(
         f"the standard library has no {count} passages of {tokens} tokens: ask for fewer or shorter ones"
     )
-
-
-def _strided(count: int) -> list[int]:
-    """Every index below `count` once, in strides."""
-    return [i for offset in range(STRIDE) for i in range((FIRST + offset) % STRIDE, count, STRIDE)]

@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from forerun.errors import ConfigError
 from forerun.measure.counters import Nvml, Rapl, Source, Unavailable, Zeus
@@ -22,6 +21,7 @@ from forerun.measure.counters import Nvml, Rapl, Source, Unavailable, Zeus
 MINIMUM_SECONDS = 2.0
 POWERCAP = Path("/sys/class/powercap")
 MOST_WATTS = 1000.0  # that a package could take: bounds how long a counter can run without going round unseen
+LATELY = 0.1  # seconds over which the power of a clock of joules is a mean
 ByDevice = dict[str, float | None]
 
 
@@ -66,18 +66,6 @@ class Energy:
         """Joules for each of so many tokens, idle power included; None where that is not known or there were none."""
         return self.total / tokens if self.total is not None and tokens > 0 else None
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return {
-            "seconds": self.seconds,
-            "method": self.method,
-            "joules": self.joules,
-            "above_idle": self.above_idle,
-            "total": self.total,
-            "total_above_idle": self.total_above_idle,
-            "why": self.why,
-        }
-
 
 @dataclass(slots=True)
 class Window:
@@ -99,6 +87,7 @@ class Meter:
     Attributes:
         sources: what could be opened.
         absent: why the others could not, one line each.
+        ranges: joules after which a device's counter starts again at 0; of those that do.
         devices: what the sources count, by name.
         idle_watts: by device, from the last `idle`; None where it is not known.
     """
@@ -128,6 +117,7 @@ class Meter:
                 break
             else:
                 self.absent.append(f"{kind}: {reasons[0]}")
+        self.ranges = {device: size for source in self.sources for device, size in source.ranges.items()}
         self.devices = sorted(self.read().counters)
 
     @property
@@ -158,12 +148,11 @@ class Meter:
             why = f"a window of {seconds:.2g} s is too short for coarse counters: measure {MINIMUM_SECONDS:g} s or more"
             return Energy(seconds, self.method, joules, dict(joules), why)
         reasons = [reading.failed for reading in (first, last) if reading.failed]
-        ranges = {device: size for source in self.sources for device, size in source.ranges.items()}
         for device in self.devices:
             before, after = first.counters.get(device), last.counters.get(device)
             if before is None or after is None:
                 continue  # its source failed, and said so
-            joules[device], reason = _difference(before, after, seconds, ranges.get(device))
+            joules[device], reason = _difference(before, after, seconds, self.ranges.get(device))
             reasons += [f"{device}: {reason}"] if reason else []
         above: ByDevice = {
             device: None if spent is None or idle is None else spent - idle * seconds
@@ -223,3 +212,39 @@ def _difference(before: float, after: float, seconds: float, size: float | None)
     if size is None:
         return None, "its counter went back, as when a driver is loaded again"
     return after - before + size, ""
+
+
+class JoulesClock:
+    """Joules that this machine has taken since the clock was made, whoever used them: what depths cost, where the
+    objective is energy.
+
+    Counters tick about once a millisecond (RAPL) or more seldom (NVML), which is longer than a draft takes. Between two
+    ticks the clock goes on at the power of late, and a tick puts it right: it never goes back, and what it says of a
+    long time is what the counters said.
+    """
+
+    def __init__(self, meter: Meter | None = None, seconds: Callable[[], float] = time.perf_counter) -> None:
+        """Raises ConfigError where no counter can be read, with the reason and what would help."""
+        self._meter, self._seconds = meter or Meter(), seconds
+        if not self._meter.sources:
+            raise ConfigError(f"objective=energy needs a counter of energy. {self._meter.method}")
+        self._counters, self._ticked = self._meter.read().counters, self._seconds()
+        self._counted = self._said = self._watts = 0.0
+
+    def __call__(self) -> float:
+        now, spent = self._seconds(), self._spent()
+        if spent > 0:
+            passed = max(now - self._ticked, 1e-9)
+            gain = 1 - math.exp(-passed / LATELY) if self._watts else 1.0
+            self._watts += gain * (spent / passed - self._watts)
+            self._counted, self._ticked = self._counted + spent, now
+        self._said = max(self._said, self._counted + self._watts * (now - self._ticked))
+        return self._said
+
+    def _spent(self) -> float:
+        """Joules that were counted since it was last asked. A counter that has gone back has gone round its range, or,
+        where it has none, begun anew; one that does not answer has counted nothing."""
+        before, ranges = self._counters, self._meter.ranges
+        self._counters = before | self._meter.read().counters
+        steps = {device: now - before.get(device, now) for device, now in self._counters.items()}
+        return sum(step if step >= 0 else max(step + ranges.get(device, 0), 0) for device, step in steps.items())

@@ -29,6 +29,12 @@ def median(values: Sequence[float]) -> float:
     return float(np.median(values))
 
 
+def median_if_known(values: Sequence[float | None]) -> float | None:
+    """The median of values that are all known; else None."""
+    known = [value for value in values if value is not None]
+    return median(known) if known and len(known) == len(values) else None
+
+
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
     """The first index where two outputs differ, the end of the shorter one included; None if they are the same."""
     if list(one) == list(other):

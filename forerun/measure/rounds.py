@@ -21,9 +21,8 @@ from numpy.random import default_rng
 from forerun.kernels import native
 from forerun.llm import LLM
 from forerun.measure.energy import Meter, cost_per_million
-from forerun.measure.medians import RESAMPLES, first_difference, median
-from forerun.measure.run import PLAIN, Arm, Run, Work, timed_run
-from forerun.measure.tally import tally
+from forerun.measure.medians import RESAMPLES, first_difference, median, median_if_known
+from forerun.measure.run import PLAIN, Arm, Run, Work, tally, timed_run
 from forerun.progress import Tell
 from forerun.sampling.params import SamplingParams
 
@@ -121,7 +120,8 @@ class Rounds:
     def __init__(
         self, llm: LLM, setting: Setting, arms: Sequence[Arm], params: SamplingParams, repeats: int, meter: Meter
     ) -> None:
-        self.llm, self.setting, self.params, self.repeats, self.meter = llm, setting, params, repeats, meter
+        self.llm, self.setting, self.repeats, self.meter = llm, setting, repeats, meter
+        self.params = replace(params, temperature=setting.temperature)
         self.runs: dict[Arm, list[list[Run]]] = {arm: [] for arm in arms}
         self.energies: dict[Arm, list[float | None]] = {arm: [] for arm in arms}  # joules a token of each run
         self.bandwidths: list[float] = []
@@ -135,7 +135,6 @@ class Rounds:
         before, and how many rounds are over.
         """
         llm, arms = self.llm, list(self.runs)
-        params = replace(self.params, temperature=self.setting.temperature)
         has_limit = llm.decoder.device.type == "cpu" and native.library() is not None
         if has_limit:
             native.start(llm.config.threads)  # torch kernels have not
@@ -143,9 +142,8 @@ class Rounds:
         began = time.monotonic()
         for arm in arms:
             llm.forget()
-            timed_run(llm.engine, works[0], params, arm)
-        for arm in arms:
-            self.runs[arm] = [[] for _ in works]
+            timed_run(llm.engine, works[0], self.params, arm)
+        self.runs = {arm: [[] for _ in works] for arm in arms}
         began, expected = time.monotonic(), (time.monotonic() - began) * len(works)
         while self.done < self.repeats or (time.monotonic() < began + settle and not self.settled()):
             if not fits(expected, self.done):
@@ -158,7 +156,6 @@ class Rounds:
     def _round(self, works: Sequence[Batch], tell: Tell, began: float, settle: float) -> None:
         """Every arm on every batch, the arms in turns."""
         llm, arms, done = self.llm, list(self.runs), self.done
-        params = replace(self.params, temperature=self.setting.temperature)
         of = f" of {self.repeats}" if done < self.repeats else ", until ratios have settled"
         for batch in range(len(works)):
             i = done * len(works) + batch
@@ -170,7 +167,7 @@ class Rounds:
                 arm = arms[(turn + i) % len(arms)]
                 llm.forget()
                 with self.meter.window() as window:
-                    run = timed_run(llm.engine, works[batch], params, arm)
+                    run = timed_run(llm.engine, works[batch], self.params, arm)
                 self.runs[arm][batch].append(run)
                 self.energies[arm].append(window.energy.per_token(run.tokens) if window.energy else None)
 
@@ -191,25 +188,25 @@ class Rounds:
 
     def result(self, quantization: str, arm: Arm, price: float | None) -> Result:
         """What the runs of one arm come to; `price` is that of an hour of this machine."""
-        runs, setting = [run for batch in self.runs[arm] for run in batch], self.setting
+        runs, setting = list(itertools.chain(*self.runs[arm])), self.setting
+        stats = [each for run in runs for each in run.stats]
         same, apart = self._compared(arm)
-        known = [joules for joules in self.energies[arm] if joules is not None]
         speeds, plain = self._speeds(arm), self._speeds(PLAIN)
-        steps = [s.steps for run in runs for s in run.stats]
+        steps = sum(s.steps for s in stats)
         return Result(
             quantization, arm.draft, arm.depth, arm.rule, setting.category, setting.temperature, setting.requests,
             tokens_per_second=overall(speeds),
             times_plain=overall(speeds) / overall(plain),
             interval=None if arm == PLAIN else ratio_interval(speeds, plain),
-            accepted_length=sum(s.completion_tokens for run in runs for s in run.stats) / sum(steps),
-            drafted=sum(s.drafted for run in runs for s in run.stats) / sum(steps),
+            accepted_length=sum(s.completion_tokens for s in stats) / steps,
+            drafted=sum(s.drafted for s in stats) / steps,
             draft_ms=median([run.draft_ms for run in runs]),
             pass_ms=median([run.pass_ms for run in runs]),
             other_ms=median([run.other_ms for run in runs]),
             same=same,
             first_difference=apart,
-            **tally(stats for run in runs for stats in run.stats),
-            joules_per_token=median(known) if known and len(known) == len(runs) else None,
+            **tally(stats),
+            joules_per_token=median_if_known(self.energies[arm]),
             cost_per_million=cost_per_million(price, overall(speeds)) if price else None,
         )  # fmt: skip
 

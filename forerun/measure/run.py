@@ -1,4 +1,4 @@
-"""One timed run: requests put in at once, decoded one way to their end.
+"""One timed run: requests put in at once, decoded one way to their end; and what the rounds of requests add up to.
 
 What is timed. The window opens when the last of the requests has its first token, and closes when the last has ended;
 the speed is the tokens that came within it over its length. So reading prompts is left out, as are tokens that quick
@@ -10,8 +10,10 @@ within the window, unless an earlier run left it in its cache.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from forerun.draft.base import Reference
 from forerun.draft.registry import with_references
@@ -20,6 +22,8 @@ from forerun.engine.engine import Engine
 from forerun.engine.request import OFF
 from forerun.engine.stats import RequestStats
 from forerun.sampling.params import SamplingParams
+
+FIRST_BUCKET = 32  # output positions; each later bucket is as long as all before it
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,3 +128,41 @@ def timed_run(engine: Engine, works: Sequence[Work], params: SamplingParams, arm
         step_ms=1e3 * (closed - opened) / steps if steps else 0.0,
         prefill_seconds=opened - begun,
     )
+
+
+def tally(stats: Iterable[RequestStats]) -> dict[str, Any]:
+    """What the rounds of requests add up to, as plain values.
+
+    lengths[i]: passes that gave i + 1 tokens. acceptance: for level 1, 2, .. of the drafts, [drafts that reached so
+    deep, those accepted so deep]. sources: {proposer: [drafted, accepted]}. positions: [first output position, passes
+    that began from there on, tokens they gave] by buckets of 32, 32, 64, 128, .. positions.
+    """
+    lengths, reached, stood = Counter[int](), Counter[int](), Counter[int]()
+    sources: dict[str, list[int]] = {}
+    positions: dict[int, list[int]] = {}
+    for one in stats:
+        at = 0
+        for depth, (_, accepted) in zip(one.depths, one.rounds, strict=True):
+            given = min(accepted + 1, one.completion_tokens - at)
+            lengths[given] += 1
+            reached.update(range(depth))
+            stood.update(range(min(accepted, depth)))
+            bucket = positions.setdefault(bucket_of(at), [0, 0])
+            bucket[0] += 1
+            bucket[1] += given
+            at += given
+        for name, source in one.by_source.items():
+            counts = sources.setdefault(name, [0, 0])
+            counts[0] += source.drafted
+            counts[1] += source.accepted
+    return {
+        "lengths": [lengths[given] for given in range(1, max(lengths, default=0) + 1)],
+        "acceptance": [[count, stood[level]] for level, count in sorted(reached.items())],
+        "sources": sources,
+        "positions": [[start, *counts] for start, counts in sorted(positions.items())],
+    }
+
+
+def bucket_of(position: int) -> int:
+    """The first position of the bucket that holds `position`: 0, 32, 64, 128, .."""
+    return 0 if position < FIRST_BUCKET else 1 << (position.bit_length() - 1)

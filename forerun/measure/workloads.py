@@ -153,10 +153,11 @@ def _task(value: Any, where: str) -> Task:
     if len(prompts) != 1:
         raise RequestError(f"it has {' and '.join(prompts) or 'no prompt'}: give one of {', '.join(PROMPTS)}")
     prompt, documents = given[prompts[0]], given.get("documents", [])
+    name = given.get("id", given.get("question_id", where))
     if not isinstance(documents, list):
         raise RequestError(f"documents must be a list of texts, not {_shown(documents)}")
     return Task(
-        _id(given.get("id", given.get("question_id", where))),
+        str(name) if type(name) is int else _written(name, "the id"),  # some collections count
         _written(given.get("category", WITHOUT_CATEGORY), "the category"),
         _prompt(_opening(prompt) if prompts[0] in FOREIGN else prompt),
         _written(given["prediction"], "the prediction") if "prediction" in given else None,
@@ -171,7 +172,10 @@ def _prompt(value: Any) -> str | list[int] | list[Message]:
     if isinstance(value, list) and value and all(type(item) is int and item >= 0 for item in value):  # True is no token
         return value
     if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
-        return _messages(value)
+        for message in value:
+            _written(message.get("role"), "the role of a message")
+            _written(message.get("content"), "the content of a message")
+        return value
     raise RequestError(f"{_shown(value)} is no prompt: give a text, token ids or messages")
 
 
@@ -185,19 +189,6 @@ def _opening(turns: Any) -> Any:
     if not users:
         raise RequestError("no turn or message is the user's: give texts, or a message with role user")
     return turns[: users[0] + 1]
-
-
-def _messages(messages: list[Message]) -> list[Message]:
-    """Messages that are whole."""
-    for message in messages:
-        _written(message.get("role"), "the role of a message")
-        _written(message.get("content"), "the content of a message")
-    return messages
-
-
-def _id(value: Any) -> str:
-    """An id as text: some collections count."""
-    return str(value) if type(value) is int else _written(value, "the id")
 
 
 def _written(value: Any, what: str) -> str:

@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 from forerun.engine.engine import Engine
 from forerun.engine.request import Request
 from forerun.errors import RequestError
-from forerun.measure.tally import bucket_of
+from forerun.measure.run import bucket_of
 from forerun.progress import Tell, nothing
 from forerun.sampling.params import SamplingParams
 from forerun.train.capture import AT_ONCE, Batch, Target, example_of

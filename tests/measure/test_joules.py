@@ -7,8 +7,7 @@ import pytest
 from forerun import LLM, SamplingParams
 from forerun.errors import ConfigError
 from forerun.measure import energy
-from forerun.measure.energy import Meter
-from forerun.measure.joules import JoulesClock
+from forerun.measure.energy import JoulesClock, Meter
 from tests import tiny
 from tests.measure.test_energy import RANGE, Clock, add, no_libraries, zone
 
@@ -77,7 +76,7 @@ def test_a_counter_that_ceases_to_answer_leaves_the_power_of_late(tmp_path: Path
 def test_without_a_counter_it_is_refused_before_a_model_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("forerun.measure.joules.Meter", lambda: Meter(tmp_path))
+    monkeypatch.setattr("forerun.measure.energy.Meter", lambda: Meter(tmp_path))
     with pytest.raises(ConfigError, match="objective=energy needs a counter of energy"):
         LLM(tmp_path / "no model", objective="energy")
     with pytest.raises(ConfigError, match="bounds time"):
@@ -92,7 +91,7 @@ def test_costs_are_joules_and_the_text_is_the_same(tmp_path: Path, monkeypatch: 
             add(counted, 0.5)  # each look takes half a joule
             return super().read()
 
-    monkeypatch.setattr("forerun.measure.joules.Meter", lambda: Counting(tmp_path))
+    monkeypatch.setattr("forerun.measure.energy.Meter", lambda: Counting(tmp_path))
     directory, params = tiny.spoken(), SamplingParams(max_tokens=60, temperature=0)
     llm = LLM(directory, objective="energy", context=512, kv_tokens=1024)
     said = [llm.generate("import os", params, draft=draft)[0].token_ids for draft in ("suffix", "off")]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from forerun import ForerunError, LoadError
-from forerun.progress import Silent
+from forerun.progress import Tell
 from forerun.train import checkpoint, stream
 from forerun.train.checkpoint import read_checkpoint, write_checkpoint
 from forerun.train.evaluate import Evaluation
@@ -21,7 +21,7 @@ from forerun.train.settings import Training
 from tests.train.conftest import Clock, Make
 
 
-class Each(Silent):
+class Each(Tell):
     """Does something after each step."""
 
     def __init__(self, then: Callable[[], None]) -> None:
@@ -31,7 +31,7 @@ class Each(Silent):
         self.then()
 
 
-class Interrupting(Silent):
+class Interrupting(Tell):
     """Ctrl-C after a step."""
 
     def __init__(self, at: int) -> None:

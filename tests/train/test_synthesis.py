@@ -15,7 +15,7 @@ import pytest
 from forerun import ForerunError
 from forerun.engine.request import Request
 from forerun.models.text import BROKEN
-from forerun.progress import Silent
+from forerun.progress import Tell
 from forerun.train import run as runs
 from forerun.train.capture import Target, apart
 from forerun.train.captured import Kept
@@ -204,7 +204,7 @@ class TestWriting:
             monkeypatch.setattr(
                 target.tokenizer, "encode", lambda text, special=True: [2] * special + encode(text, special=False)
             )
-        kept, told = Kept(tmp_path / "kept", target.shape(target.vocab), SETTINGS.tokens, 1.0, Silent()), Told()
+        kept, told = Kept(tmp_path / "kept", target.shape(target.vocab), SETTINGS.tokens, 1.0, Tell()), Told()
         kept.open(keep=False)
         read: list[int] = []
         batch = target.batch

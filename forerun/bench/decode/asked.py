@@ -1,11 +1,16 @@
-"""The flags of every verb that measures decoding."""
+"""The flags of every verb that measures decoding, and what they come to."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from forerun.config import Config, parse_depth
+from forerun.drafts import drafts_in
 from forerun.flags import SAMPLING, Group
+from forerun.measure.lists import listed, number, plural, whole
+from forerun.sampling.params import SamplingParams
 
 DECODED = SAMPLING.without(
     *("n", "max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "logprobs", "logit_bias")
@@ -50,3 +55,27 @@ class Asked:
 
 TYPES = dict.fromkeys(("drafts", "depths", "rules", "temperatures", "quantizations", "categories"), str)
 ASKED = Group("asked", Asked, None, TYPES | {"prompts": Path, "price": float, "out": list[Path]})
+
+
+def chosen(asked: Asked, config: dict[str, Any], sampling: dict[str, Any], draft: str, depths: str) -> dict[str, Any]:
+    """The fields of a `Plan` that follow from a command line; what is in a plan is taken out of `config`. Raises
+    ForerunError, before anything heavy is imported.
+
+    `draft` and `depths` are what is measured where nothing is said of them.
+    """
+    fields: dict[str, Any] = {
+        "drafts": plural(asked.drafts, config.pop("draft", None), "draft", draft, drafts_in),
+        "depths": [parse_depth(d) for d in plural(asked.depths, config.pop("depth", None), "depth", depths)],
+        "rules": plural(asked.rules, config.pop("rule", None), "rule", "match"),
+        "temperatures": [
+            number(degree, "temperatures")
+            for degree in plural(asked.temperatures, sampling.get("temperature"), "temperature", "0")
+        ],
+        "requests": [whole(count, "requests") for count in listed(asked.requests)],
+        "quantizations": plural(asked.quantizations, config.pop("quantization", None), "quantization", "none"),
+        "price": asked.price,
+    }
+    for name in fields["quantizations"]:
+        Config.of(**config, quantization=None if name == "none" else name)
+    params = SamplingParams.of(**{"seed": 0} | sampling, max_tokens=asked.tokens, ignore_eos=True)
+    return fields | {"params": params}

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from forerun.bench.decode.asked import ASKED, DECODED, Asked
-from forerun.config import Config, parse_depth
-from forerun.drafts import drafts_in
+from forerun.bench.decode.asked import ASKED, DECODED, Asked, chosen
+from forerun.config import Config
 from forerun.errors import ConfigError
-from forerun.flags import ENGINE, with_flags
-from forerun.measure.lists import listed, number, plural, whole
-from forerun.sampling.params import SamplingParams
+from forerun.flags import ENGINE, Json, with_flags
+from forerun.measure.choice import choose_tasks
+from forerun.measure.lists import whole
+from forerun.measure.tables import print_columns, print_json
+from forerun.progress import progress
 
 if TYPE_CHECKING:
     from forerun.bench.decode.sweep import DecodeReport
@@ -23,7 +24,6 @@ ROUNDS, SETTLE = 9, 120.0  # of decode where no number of rounds is given
 MORE = f"{ROUNDS}, and more for up to {SETTLE:.0f} seconds while a ratio is uncertain by over 3 %"
 DECODE = {"tokens": 256, "batches": 5}
 DEPTHS = "1,2,4,8,auto"  # of a sweep
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 @with_flags(ENGINE, DECODED, replace(ASKED.without("rules", "temperatures"), defaults=DECODE | {"repeats": MORE}))
@@ -56,26 +56,17 @@ def energy(
     """Count joules a token (NVML, RAPL or zeus) of plain decoding and of every draft. Never an estimate."""
     wanted = Asked(**asked)
     requests = whole(wanted.requests, "requests")
-    names = plural(wanted.drafts, config.pop("draft", None), "draft", "auto", drafts_in)
-    numbers = [parse_depth(d) for d in plural(wanted.depths, config.pop("depth", None), "depth", "auto")]
-    weights, rule = config.pop("quantization", None), config.pop("rule", "match")
-    params = SamplingParams.of(**{"seed": 0} | sampling, max_tokens=wanted.tokens, ignore_eos=True)
-    Config.of(**config, quantization=weights)
+    Config.of(quantization=config.get("quantization"))  # none is a word of --quantizations
+    fields = chosen(wanted, config, sampling, "auto", "auto")
     from forerun.bench.decode.joules import measure_energy
     from forerun.bench.decode.sweep import Plan
-    from forerun.measure.choice import choose_tasks
-    from forerun.measure.tables import print_columns, print_json
-    from forerun.progress import progress
 
-    temperature = sampling.get("temperature", 0.0)
-    plan = Plan(
-        params, names, numbers, [rule], [temperature], [requests], [weights or "none"], repeats, price=wanted.price
-    )  # fmt: skip
+    plan = Plan(**fields, repeats=repeats)
     tasks = choose_tasks(config.get("model"), wanted.prompts, wanted.categories, requests, repeats)
     with progress(as_json, measuring=True) as tell:
         report = measure_energy(config, plan, tasks, seconds, tell)
     if as_json:
-        print_json(report.as_dict())
+        print_json(asdict(report))
         return
     print_columns(
         [{
@@ -127,44 +118,26 @@ def _measure(
 ) -> None:
     """Check what was asked before anything heavy is imported, measure, show. `draft` and `depths` are what is measured
     where nothing is said of them."""
-    drafts = plural(asked.drafts, config.pop("draft", None), "draft", draft, drafts_in)
-    numbers = [parse_depth(depth) for depth in plural(asked.depths, config.pop("depth", None), "depth", depths)]
-    rules = plural(asked.rules, config.pop("rule", None), "rule", "match")
-    degrees = plural(asked.temperatures, sampling.get("temperature"), "temperature", "0")
-    temperatures = [number(degree, "temperatures") for degree in degrees]
-    requests = [whole(count, "requests") for count in listed(asked.requests)]
-    weights = plural(asked.quantizations, config.pop("quantization", None), "quantization", "none")
-    for name in weights:
-        Config.of(**config, quantization=None if name == "none" else name)
-    params = SamplingParams.of(**{"seed": 0} | sampling, max_tokens=asked.tokens, ignore_eos=True)
+    fields = chosen(asked, config, sampling, draft, depths)
     from forerun.bench.report.writing import check_out, write_out
 
     check_out(asked.out)
-    from forerun.bench.decode.kept import keep
-    from forerun.bench.decode.sweep import Plan, measure_decoding
-    from forerun.measure.choice import choose_tasks
-    from forerun.measure.tables import print_json
-    from forerun.progress import progress
+    from forerun.bench.decode.sweep import Plan, keep, measure_decoding
 
-    plan = Plan(
-        params, drafts, numbers, rules, temperatures, requests, weights, asked.repeats, asked.batches, asked.price,
-        settle,
-    )  # fmt: skip
-    tasks = choose_tasks(config.get("model"), asked.prompts, asked.categories, max(requests), asked.batches)
+    plan = Plan(**fields, repeats=asked.repeats, batches=asked.batches, settle=settle)
+    tasks = choose_tasks(config.get("model"), asked.prompts, asked.categories, max(plan.requests), asked.batches)
     with progress(as_json, measuring=True) as tell:
         report = measure_decoding(config, plan, tasks, tell, kind)
     keep(config.get("model"), report.results)
     if as_json:
-        print_json(report.as_dict())
+        print_json(asdict(report))
     else:
         _show(report)
-    write_out(asked.out, report.as_dict())
+    write_out(asked.out, asdict(report))
 
 
 def _show(report: DecodeReport) -> None:
     """A table with the columns that say something here, and a line that sets plain decoding beside its limit."""
-    from forerun.measure.tables import print_columns
-
     rows = []
     for r in report.results:
         spread = f" ({r.interval[0]:.2f} to {r.interval[1]:.2f})" if r.interval else ""

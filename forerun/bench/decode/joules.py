@@ -10,14 +10,14 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from forerun.bench.decode.sweep import Plan, batches
 from forerun.errors import ForerunError
 from forerun.llm import LLM
 from forerun.measure.energy import MINIMUM_SECONDS, Energy, Meter, cost_per_million
-from forerun.measure.medians import median
+from forerun.measure.medians import median, median_if_known
 from forerun.measure.run import PLAIN, Arm, timed_run
 from forerun.measure.where import machine
 from forerun.measure.workloads import Task
@@ -58,10 +58,6 @@ class EnergyReport:
     idle_watts: dict[str, float | None]
     results: list[Consumption]
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return asdict(self)
-
 
 def measure_energy(
     options: dict[str, Any], plan: Plan, tasks: Sequence[Task], seconds: float, tell: Tell = nothing,
@@ -80,7 +76,7 @@ def measure_energy(
     engines = plan.engines()
     whole, done = 1 + plan.repeats * sum(1 + len(arms) for _, _, arms in engines), itertools.count()
     tell("idle", next(done), whole)  # counted, so that no spinner turns
-    meter.idle(max(seconds, MINIMUM_SECONDS))
+    meter.idle(seconds)
     results: list[Consumption] = []
     for quantization, draft, arms in engines:
         llm = LLM(**options, draft=draft, quantization=None if quantization == "none" else quantization)
@@ -112,18 +108,12 @@ def _consumption(arm: Arm, windows: dict[Arm, list[tuple[Energy, int]]], price: 
     plain = [energy.per_token(tokens) for energy, tokens in windows[PLAIN]]
     above = [None if e.total_above_idle is None or not n else e.total_above_idle / n for e, n in mine]
     speed = median([tokens / energy.seconds for energy, tokens in mine])
-    each = _median(joules)
+    each = median_if_known(joules)
     return Consumption(
-        arm.draft, arm.depth, each, _median(above),
+        arm.draft, arm.depth, each, median_if_known(above),
         tokens_per_watt_hour=3600 / each if each else None,
-        times_plain=_median([a / b if a and b else None for a, b in zip(joules, plain, strict=True)]),
-        watts=_median([None if e.total is None else e.total / e.seconds for e, _ in mine]),
+        times_plain=median_if_known([a / b if a and b else None for a, b in zip(joules, plain, strict=True)]),
+        watts=median_if_known([None if e.total is None else e.total / e.seconds for e, _ in mine]),
         tokens_per_second=speed,
         cost_per_million=cost_per_million(price, speed) if price else None,
     )  # fmt: skip
-
-
-def _median(values: Sequence[float | None]) -> float | None:
-    """The median of values that are all known."""
-    known = [value for value in values if value is not None]
-    return median(known) if known and len(known) == len(values) else None

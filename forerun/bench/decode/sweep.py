@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+from forerun.catalogue.memory import remember
 from forerun.config import RULE_NAMES, Config, parse_depth
-from forerun.drafts import parse_draft
+from forerun.drafts import LOADED, parse_draft
 from forerun.engine.request import OFF
 from forerun.errors import ConfigError, RequestError, nearest
 from forerun.llm import LLM
+from forerun.machine import processor
 from forerun.measure.energy import Meter
 from forerun.measure.rounds import Batch, Limit, Result, Rounds, Setting
 from forerun.measure.run import PLAIN, Arm, Work
@@ -36,10 +38,6 @@ class DecodeReport:
     energy: str
     results: list[Result]
     limits: list[Limit]
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +114,7 @@ def measure_decoding(
 
     Args:
         options: fields of `Config` but for draft, depth, rule and quantization.
-        plan: what to measure.
         tasks: at least one of each category; a category of fewer than run at once repeats its own.
-        tell: is told what goes on.
-        kind: what the report calls itself.
 
     Raises:
         ForerunError: an option, a model or a task that cannot be.
@@ -167,3 +162,15 @@ def batches(llm: LLM, tasks: Sequence[Task], requests: int, tokens: int) -> list
     if len(works) < requests:
         works = list(itertools.islice(itertools.cycle(works), requests))
     return [works[i : i + requests] for i in range(0, len(works) - requests + 1, requests)]
+
+
+def keep(model: str | None, results: Sequence[Result]) -> None:
+    """Tell the registry, for `forerun drafters` and whoever chooses, what drafters with weights gave by themselves, one
+    request at a time and with unchanged text."""
+    for r in results:
+        (name, argument), *others = parse_draft(r.draft)
+        if name in LOADED and not others and r.requests == 1 and r.same is not False and r.rule == "match":
+            remember(
+                model or DEFAULT, argument, name, r.category or "all", r.accepted_length, r.times_plain,
+                depth=str(r.depth), temperature=r.temperature, machine=processor(),
+            )  # fmt: skip

@@ -7,12 +7,10 @@ same call that runs a decoder. All cases are timed in turn, round after round, a
 from __future__ import annotations
 
 import ctypes
-import os
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +19,7 @@ from numpy.random import default_rng
 from forerun.errors import ConfigError, nearest
 from forerun.kernels import native
 from forerun.kernels.native import CBatch, CMatrix, COp, CProgram
+from forerun.machine import cores
 from forerun.measure.medians import median
 from forerun.models.packed_cache import Kept
 from forerun.packed import Packed
@@ -66,10 +65,6 @@ class KernelReport:
     bandwidth: float
     kernels: list[KernelTime]
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return asdict(self)
-
 
 def measure_kernels(
     formats: Sequence[str],
@@ -86,11 +81,9 @@ def measure_kernels(
 
     Args:
         formats: of native.FORMATS.
-        rows: numbers of rows of activations.
+        rows: of activations.
         megabytes: the weights of each format, at least; more than the last-level cache holds.
-        repeats: rounds.
         threads: 0 takes one for each core.
-        tell: is told what goes on.
 
     Raises:
         ConfigError: something is out of range, or there are no native kernels.
@@ -114,11 +107,8 @@ def measure_kernels(
         bandwidths.append(native.read_bandwidth(megabytes))
         for form, count in cases[:: -1 if i % 2 else 1]:  # drifting one way, no case is always the later one
             times[form, count].append(layers[form].seconds(count))
-    wanted = set(rows)
-    results = [
-        _result(case, times, layers[case[0]].bytes_each, bandwidths) for case in cases if case[1] in wanted
-    ]  # fmt: skip
-    used = threads or len(os.sched_getaffinity(0))
+    results = [_result(case, times, layers[case[0]].bytes_each, bandwidths) for case in cases if case[1] in rows]
+    used = threads or cores()
     return KernelReport(instructions, used, inputs, outputs, megabytes, repeats, median(bandwidths), results)
 
 
@@ -130,15 +120,12 @@ def _check(
             raise ConfigError(f"there is no format {form!r}: {nearest(form, native.FORMATS)}")
     if not formats or not rows:
         raise ConfigError("there is nothing to measure: give at least one format and one number of rows")
-    for name, values, high in (
-        ("rows", rows, MOST_ROWS),
-        ("inputs", [inputs], 1 << 17),
-        ("outputs", [outputs], 1 << 20),
-        ("megabytes", [megabytes], 1 << 16),
-        ("repeats", [repeats], 10_000),
-    ):
-        for value in values:
-            check_whole(name, value, 1, high)
+    for count in rows:
+        check_whole("rows", count, 1, MOST_ROWS)
+    check_whole("inputs", inputs, 1, 1 << 17)
+    check_whole("outputs", outputs, 1, 1 << 20)
+    check_whole("megabytes", megabytes, 1, 1 << 16)
+    check_whole("repeats", repeats, 1, 10_000)
 
 
 def _result(

@@ -7,16 +7,15 @@ that its weights stay in the first caches. On CUDA a copy gives the bandwidth an
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 from torch.nn import functional
 
 from forerun.bench.machine.kernels import _Layers
 from forerun.kernels import native
+from forerun.machine import cores
 from forerun.models.decoder import Decoder
 from forerun.native import NativeDecoder
 
@@ -28,19 +27,7 @@ SQUARE = 4096  # side of the matrices on CUDA
 COPIES = 10
 
 
-class Limits(Protocol):
-    """The limits of one device. `absent` says which of them cannot be measured and why, empty where all can."""
-
-    absent: str
-
-    def bandwidth(self) -> float | None:
-        """GB/s now."""
-
-    def peak(self, form: str) -> float:
-        """Billions of operations a second now, a multiply-add being two, of weights in this format."""
-
-
-def limits_of(decoder: Decoder | NativeDecoder, threads: int, size: int) -> Limits:
+def limits_of(decoder: Decoder | NativeDecoder, threads: int, size: int) -> Cpu | Cuda:
     """The limits of a decoder's device, for passes that move `size` bytes. `threads` as in `Config`."""
     if decoder.device.type == "cuda":
         return Cuda(decoder.device, size)
@@ -48,7 +35,10 @@ def limits_of(decoder: Decoder | NativeDecoder, threads: int, size: int) -> Limi
 
 
 class Cpu:
-    """Limits of the processor: with the native products where those are used, with torch's where not."""
+    """Limits of the processor: with the native products where those are used, with torch's where not.
+
+    `absent` says which limit cannot be measured and why, empty where all can.
+    """
 
     def __init__(self, is_native: bool, threads: int, size: int) -> None:
         self.absent = ""
@@ -58,7 +48,7 @@ class Cpu:
             native.start(threads)  # torch kernels have not
         self._is_native = is_native
         self._megabytes = min(max(size >> 20, 1), MOST_MEGABYTES)
-        self._outputs = OUTPUTS * (threads or len(os.sched_getaffinity(0)))
+        self._outputs = OUTPUTS * (threads or cores())
         self._layers: dict[str, Callable[[], float]] = {}
 
     def bandwidth(self) -> float | None:
@@ -92,8 +82,9 @@ class Cpu:
 class Cuda:
     """Limits of a CUDA device, by torch."""
 
+    absent = ""
+
     def __init__(self, device: torch.device, size: int) -> None:
-        self.absent = ""
         self._device = device
         self._bytes = min(max(size, 1 << 20), MOST_MEGABYTES << 20) // 2
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -91,10 +91,6 @@ class RooflineReport:
     absent: str
     passes: list[PassTime]
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return asdict(self)
-
 
 def measure_roofline(
     options: dict[str, Any], rows: Sequence[int], *, context: int = 128, repeats: int = 9, tell: Tell = nothing
@@ -106,7 +102,6 @@ def measure_roofline(
         rows: numbers of tokens of a pass; one row is measured always.
         context: committed tokens that they see.
         repeats: rounds; each measures the limits and every number of rows in turn.
-        tell: is told what goes on.
 
     Raises:
         ForerunError: an option, a model, or a number of rows that cannot be.
@@ -152,20 +147,17 @@ def measure_roofline(
         peaks=rounds.peak,
         balance=_balance(rounds, decoder, context),
         absent=limits.absent,
-        passes=[rounds.of(count, demands[count]) for count in counts if count in set(rows)],
+        passes=[rounds.of(count, demands[count]) for count in counts if count in rows],
     )
 
 
 def _check(rows: Sequence[int], context: int, repeats: int) -> None:
     if not rows:
         raise ConfigError("there is nothing to measure: give at least one number of rows")
-    for name, values, high in (
-        ("rows", rows, MOST_ROWS),
-        ("context", [context], 1 << 24),
-        ("repeats", [repeats], 10_000),
-    ):
-        for value in values:
-            check_whole(name, value, 1, high)
+    for count in rows:
+        check_whole("rows", count, 1, MOST_ROWS)
+    check_whole("context", context, 1, 1 << 24)
+    check_whole("repeats", repeats, 1, 10_000)
 
 
 def _read_context(runner: Runner, context: int, rows: int) -> None:

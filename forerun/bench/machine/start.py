@@ -4,6 +4,7 @@ start them."""
 from __future__ import annotations
 
 import http.client
+import itertools
 import json
 import os
 import shlex
@@ -15,12 +16,12 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from forerun.errors import ConfigError, ForerunError, one_line
-from forerun.measure.medians import median
+from forerun.measure.medians import median, median_if_known
 from forerun.progress import Tell, nothing
 from forerun.ranges import check_whole
 
@@ -30,24 +31,15 @@ PATIENCE = 600.0  # seconds that a process may take to become ready
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """One process from its beginning.
+    """A process from its beginning; of several rounds, medians.
 
     Attributes:
+        command: how forerun is called.
         verb: generate or serve.
         ready: seconds until a server answers /health; of generate, None.
         first: seconds until the first byte of text; of a server, of the first answer after it was ready.
         memory: the most bytes that were resident at once, pages of files that are mapped included.
     """
-
-    verb: str
-    ready: float | None
-    first: float
-    memory: int
-
-
-@dataclass(frozen=True, slots=True)
-class Starts:
-    """Medians over rounds of one command and verb."""
 
     command: str
     verb: str
@@ -55,18 +47,13 @@ class Starts:
     first: float
     memory: int
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return asdict(self)
 
-
-def measure_starts(commands: Sequence[str], options: Sequence[str], repeats: int, tell: Tell = nothing) -> list[Starts]:
+def measure_starts(commands: Sequence[str], options: Sequence[str], repeats: int, tell: Tell = nothing) -> list[Start]:
     """Start every command in turn, `repeats` times after one that is not counted (files are then in memory).
 
     Args:
         commands: how forerun is called, such as "python -m forerun"; several are compared round by round.
         options: for both verbs, such as --model X.
-        repeats: rounds that count.
 
     Raises:
         ConfigError: a command that cannot be run.
@@ -74,23 +61,20 @@ def measure_starts(commands: Sequence[str], options: Sequence[str], repeats: int
     """
     check_whole("repeats", repeats, 1)
     found: dict[tuple[str, str], list[Start]] = {}
-    done = 0
-    for round_ in range(repeats + 1):
-        for command in commands:
-            for verb, start in (("generate", start_generate), ("serve", start_serve)):
-                tell(f"round {round_} of {repeats}: {command} {verb}", done, 2 * len(commands) * (repeats + 1))
-                measured, done = start(command, options), done + 1
-                if round_:
-                    found.setdefault((command, verb), []).append(measured)
-    return [_medians(command, starts) for (command, _), starts in found.items()]
-
-
-def _medians(command: str, starts: Sequence[Start]) -> Starts:
-    ready = [s.ready for s in starts if s.ready is not None]
-    return Starts(
-        command, starts[0].verb, median(ready) if ready else None, median([s.first for s in starts]),
-        int(median([s.memory for s in starts])),
-    )  # fmt: skip
+    verbs = (("generate", start_generate), ("serve", start_serve))
+    turns = list(itertools.product(range(repeats + 1), commands, verbs))
+    for i, (round_, command, (verb, start)) in enumerate(turns):
+        tell(f"round {round_} of {repeats}: {command} {verb}", i, len(turns))
+        measured = start(command, options)
+        if round_:
+            found.setdefault((command, verb), []).append(measured)
+    return [
+        replace(
+            starts[0], ready=median_if_known([s.ready for s in starts]), first=median([s.first for s in starts]),
+            memory=int(median([s.memory for s in starts])),
+        )
+        for starts in found.values()
+    ]  # fmt: skip
 
 
 def start_generate(command: str, options: Sequence[str]) -> Start:
@@ -105,7 +89,7 @@ def start_generate(command: str, options: Sequence[str]) -> Start:
         process.returncode = os.waitstatus_to_exitcode(status)
         if process.returncode or not first:
             raise ForerunError(_last(command, errors))
-    return Start("generate", None, taken, usage.ru_maxrss * 1024)
+    return Start(command, "generate", None, taken, usage.ru_maxrss * 1024)
 
 
 def start_serve(command: str, options: Sequence[str]) -> Start:
@@ -122,7 +106,7 @@ def start_serve(command: str, options: Sequence[str]) -> Start:
         process.send_signal(signal.SIGTERM)
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
-    return Start("serve", ready - began, first - ready, usage.ru_maxrss * 1024)
+    return Start(command, "serve", ready - began, first - ready, usage.ru_maxrss * 1024)
 
 
 @contextmanager

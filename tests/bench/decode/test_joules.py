@@ -1,6 +1,7 @@
 """Energy by draft: windows are long enough, ratios are made within rounds, nothing is invented where none is read."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -52,7 +53,7 @@ def test_joules_a_token_by_draft(pair: Pair, monkeypatch: pytest.MonkeyPatch, tm
     assert drafted.tokens_per_watt_hour == pytest.approx(3600) and drafted.tokens_per_second == pytest.approx(20)
     assert drafted.cost_per_million == pytest.approx(3.6 / 3600 / 20 * 1e6)
     assert report.method == "rapl" and report.idle_watts == pytest.approx({"package-0": 10.0})
-    json.dumps(report.as_dict(), allow_nan=False)
+    json.dumps(asdict(report), allow_nan=False)
 
 
 def test_nothing_is_invented(pair: Pair, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from forerun.bench.decode.kept import keep
+from forerun.bench.decode.sweep import keep
 from forerun.catalogue.memory import recall
 from forerun.measure.rounds import Result
 

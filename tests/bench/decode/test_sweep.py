@@ -16,8 +16,7 @@ from forerun.measure import rounds
 from forerun.measure import run as timing
 from forerun.measure.medians import bootstrap_interval, first_difference
 from forerun.measure.rounds import overall, ratio_interval
-from forerun.measure.run import PLAIN, Arm, Run, Work, timed_run
-from forerun.measure.tally import tally
+from forerun.measure.run import PLAIN, Arm, Run, Work, tally, timed_run
 from forerun.measure.workloads import Task
 from tests.test_cli import run
 

@@ -3,6 +3,7 @@
 import itertools
 import json
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -196,7 +197,7 @@ def test_without_a_bandwidth_nothing_is_said_to_bind(monkeypatch: pytest.MonkeyP
         assert (p.memory_ms, p.binds, p.share) == (None, None, None) and p.arithmetic_ms > 0
     assert (report.bandwidth, report.balance, report.absent) == (None, None, "the memory's bandwidth: not here")
     assert "cannot be told" in lesson(report) and "not here" in lesson(report)
-    json.dumps(report.as_dict())
+    json.dumps(asdict(report))
 
 
 def test_shares_are_made_within_rounds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ def test_commands_take_turns_and_the_first_round_is_not_counted(monkeypatch: pyt
     def fake(verb: str):
         def run(command: str, options: list[str]) -> Start:
             asked.append((command, verb))
-            return Start(verb, None, {1: 100.0, 2: 1.0, 3: 5.0, 4: 3.0}[asked.count((command, verb))], 7)
+            return Start(command, verb, None, {1: 100.0, 2: 1.0, 3: 5.0, 4: 3.0}[asked.count((command, verb))], 7)
 
         return run
 
