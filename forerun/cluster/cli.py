@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import secrets
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from forerun.cluster.key import ask_for_key
 from forerun.errors import ConfigError
 
 
@@ -32,15 +34,22 @@ def deploy(
     _need_extra("ray")
     listener = listen(plan.settings)
     if not plan.address:
-        ask_for_key()
+        _ask_for_key()
     from forerun.cluster.run import run
 
     sys.exit(run(plan, listener, verbose, file))
 
 
 def _need_extra(*more: str) -> None:
-    from importlib.util import find_spec
-
     missing = next((name for name in ("fastapi", "prometheus_client", "uvicorn", *more) if not find_spec(name)), None)
     if missing:
         raise ConfigError(f"a cluster needs {missing}: pip install 'forerun[cluster]'")
+
+
+def _ask_for_key() -> None:
+    """Make a Ray that is started by this process ask for a key, a new one unless there is one: its ports are open to
+    all who reach the machine, and who may use them may run programs. Ray reads which when it is imported: this comes
+    before."""
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    if not any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")):
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import tempfile
 from collections.abc import AsyncGenerator, Iterator
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -20,7 +19,7 @@ from ray.serve.handle import DeploymentHandle
 from starlette.types import Message
 
 from forerun.cluster.envelope import Envelope, Hold
-from forerun.cluster.ledger import Ledger, close, ledger_of
+from forerun.cluster.ledger import new_ledger
 from forerun.cluster.plan import Model, Plan, replica_settings
 from forerun.cluster.relay import LostError
 from forerun.cluster.replica import Replica
@@ -43,11 +42,8 @@ class RayCrew:
         """Start them and wait until they are up; those on this machine listen in a directory that nobody else may
         enter. Raises ForerunError."""
         self.plan, self._sockets = plan, sockets
-        self.ledgers: dict[str, Ledger] = {}
+        self.ledgers = {model.name: new_ledger(f"model-{i}", plan.routing) for i, model in enumerate(plan.models)}
         self._handles: dict[str, DeploymentHandle] = {}
-        for i, model in enumerate(plan.models):
-            close(f"model-{i}")
-            self.ledgers[model.name] = ledger_of(f"model-{i}", plan.routing)
         self._start(plan)
 
     def renew(self, plan: Plan) -> None:
@@ -60,7 +56,7 @@ class RayCrew:
         for i, model in enumerate(plan.models):
             name = f"model-{i}"
             application = _deployment(plan, model, name).bind(
-                dict(model.options) | {"threads": plan.threads(model)},
+                model.options | {"threads": plan.threads(model)},
                 replica_settings(plan, model),
                 bool(Callers.of(plan.settings)),
                 self._sockets,
@@ -77,7 +73,7 @@ class RayCrew:
         line = await Line.to(place(self._sockets, replica)) if replica else None
         # without a line it begins, it is on another machine, or there is none and Ray starts one
         by = self._past_ray(model, line, replica, envelope) if replica and line else self._called(model, envelope)
-        async with contextlib.aclosing(by) as answer:
+        async with aclosing(by) as answer:
             async for messages in answer:
                 yield messages
 
@@ -88,7 +84,7 @@ class RayCrew:
         count = self._handles[model].hold.remote
         counting = asyncio.get_running_loop().call_later(SOON, count, Hold(envelope.id, replica))
         try:
-            async with contextlib.aclosing(line.ask(envelope)) as answer:
+            async with aclosing(line.ask(envelope)) as answer:
                 async for messages in answer:
                     yield messages
         finally:
@@ -100,14 +96,12 @@ class RayCrew:
         try:
             async for messages in answer:
                 yield messages
-        except RayActorError:
+        except (RayActorError, TaskCancelledError):
             raise LostError from None
         except BackPressureError:
             raise BusyError("no replica has a place for this request: try again in a moment") from None
         except DeploymentUnavailableError:
             raise UnavailableError(f"no replica of {model} is up") from None
-        except TaskCancelledError:
-            raise LostError from None
         finally:
             answer.cancel()
 
@@ -124,9 +118,8 @@ def _reason(name: str, error: RuntimeError) -> str:
 @contextmanager
 def on_ray(plan: Plan) -> Iterator[RayCrew]:
     """Replicas until the end of the block. Raises ForerunError."""
-    here = not plan.address
     options: dict[str, Any] = {"address": plan.address}
-    if here:  # with as many processors as the plan says, however many there are
+    if not plan.address:  # with as many processors as the plan says, however many there are
         options = {"num_cpus": plan.processors, "include_dashboard": False}
     try:
         ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
@@ -139,14 +132,10 @@ def on_ray(plan: Plan) -> Iterator[RayCrew]:
         with tempfile.TemporaryDirectory(prefix="forerun-", ignore_cleanup_errors=True) as sockets:
             yield RayCrew(plan, sockets)
     finally:
-        with contextlib.suppress(Exception):  # it may be gone already
-            _delete(plan)
+        with suppress(Exception):  # it may be gone already
+            for i in range(len(plan.models)):
+                serve.delete(f"model-{i}")
         ray.shutdown()
-
-
-def _delete(plan: Plan) -> None:
-    for i in range(len(plan.models)):
-        serve.delete(f"model-{i}")
 
 
 def _deployment(plan: Plan, model: Model, name: str) -> serve.Deployment:

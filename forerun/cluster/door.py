@@ -23,16 +23,15 @@ from starlette.routing import Mount
 from starlette.types import Message, Receive, Scope, Send
 
 from forerun.cluster import pages
+from forerun.cluster.affinity import prefixes
 from forerun.cluster.envelope import Envelope, asked
 from forerun.cluster.plan import Plan
-from forerun.cluster.prefixes import prefixes
 from forerun.cluster.relay import Crew, Relay
 from forerun.errors import BusyError, ForerunError, brief
 from forerun.server import bounds, errors
 from forerun.server.errors import ApiError
 from forerun.server.gate import guard
 from forerun.server.journal import REQUEST_ID
-from forerun.server.kitchen import SMALL
 from forerun.server.ollama import ACTIONS
 from forerun.server.service import UnavailableError
 from forerun.server.tenants import CALLER, Callers, tenant_of
@@ -135,10 +134,7 @@ class Door:
     async def _parsed(self, body: bytes) -> Mapping[str, Any]:
         """What a body says, as far as it can be read: what is wrong with it, a replica says."""
         try:
-            if len(body) < SMALL:
-                value = bounds.parse(body)
-            else:
-                value = await to_thread.run_sync(bounds.parse, body, limiter=self._parsing)
+            value = await bounds.parse_aside(body, self._parsing)
         except (ApiError, ForerunError, ValueError):
             return {}
         return value if isinstance(value, dict) else {}

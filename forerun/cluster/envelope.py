@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Scope
@@ -60,56 +60,31 @@ class Trusted(Callers):
     def __len__(self) -> int:
         return int(self._keys)
 
-    @property
-    def clients(self) -> set[str]:
-        """None that an index could be for."""
-        return set()
-
     def find(self, authorization: str) -> Caller | None:
         """Who is asking."""
         return CALLER.get()
 
 
-@dataclass(eq=False, slots=True)
-class Answering:
-    """An application at work on one envelope."""
-
-    envelope: Envelope
-    gone: asyncio.Event = field(default_factory=asyncio.Event)
-    written: asyncio.Queue[Message | None] = field(default_factory=asyncio.Queue)
-    read: bool = False
-
-    async def receive(self) -> Message:
-        """The body, and then nothing until the client goes away."""
-        if not self.read:
-            self.read = True
-            return {"type": "http.request", "body": self.envelope.body, "more_body": False}
-        await self.gone.wait()
-        return {"type": "http.disconnect"}
-
-    async def send(self, message: Message) -> None:
-        """Keep a message until it is asked for."""
-        self.written.put_nowait(message)
-
-    async def run(self, app: ASGIApp) -> None:
-        """Have it answered; `None` is the last thing written."""
-        CALLER.set(self.envelope.caller)
-        try:
-            await app({"type": "http", "asgi": {"version": "3.0"}, **self.envelope.scope}, self.receive, self.send)
-        finally:
-            self.written.put_nowait(None)
-
-
 async def answers(app: ASGIApp, envelope: Envelope) -> AsyncGenerator[list[Message], None]:
     """What an application answers, as ASGI messages: each time all that have come. Closed early, it is told that the
     client has gone."""
-    work = Answering(envelope)
-    task = asyncio.create_task(work.run(app))
+    told: asyncio.Queue[Message] = asyncio.Queue()
+    written: asyncio.Queue[Message | None] = asyncio.Queue()
+
+    async def work() -> None:
+        CALLER.set(envelope.caller)
+        try:
+            await app({"type": "http", "asgi": {"version": "3.0"}, **envelope.scope}, told.get, written.put)
+        finally:
+            written.put_nowait(None)  # the last thing written
+
+    told.put_nowait({"type": "http.request", "body": envelope.body, "more_body": False})
+    task = asyncio.create_task(work())
     try:
         while True:
-            messages = [await work.written.get()]
-            while not work.written.empty():
-                messages.append(work.written.get_nowait())
+            messages = [await written.get()]
+            while not written.empty():
+                messages.append(written.get_nowait())
             known = [message for message in messages if message is not None]
             if known:
                 yield known
@@ -117,5 +92,5 @@ async def answers(app: ASGIApp, envelope: Envelope) -> AsyncGenerator[list[Messa
                 break
         await task  # raises what the application raised
     finally:
-        work.gone.set()
+        told.put_nowait({"type": "http.disconnect"})
         task.cancel()

@@ -89,11 +89,12 @@ class Ledger:
 _LEDGERS: dict[str, Ledger] = {}  # by deployment. Ray makes routers itself, so they meet whoever asks only here
 
 
+def new_ledger(deployment: str, routing: Routing) -> Ledger:
+    """The ledger of a deployment that begins, for whoever asks for it from now on."""
+    _LEDGERS.pop(deployment, None)
+    return ledger_of(deployment, routing)
+
+
 def ledger_of(deployment: str, routing: Routing) -> Ledger:
     """The ledger of a deployment, the same one for everybody in this process."""
     return _LEDGERS.setdefault(deployment, Ledger(routing))
-
-
-def close(deployment: str) -> None:
-    """The deployment is no more."""
-    _LEDGERS.pop(deployment, None)

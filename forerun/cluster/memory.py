@@ -63,8 +63,7 @@ def renewed(old: Plan, new: Plan) -> Plan:
 
 
 def _with_tokens(model: Model, tokens: int) -> Model:
-    options = {**model.options, "kv_tokens": tokens}
-    return replace(model, engine=replace(model.engine, kv_tokens=tokens), options=options)
+    return replace(model, engine=replace(model.engine, kv_tokens=tokens))
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
@@ -38,9 +38,7 @@ def merged(texts: Mapping[tuple[str, str], str], own: Iterable[Metric]) -> bytes
             for sample in family.samples:
                 labels = sample.labels | {"model": model, "replica": replica}
                 mine.add_sample(sample.name, labels, sample.value)
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Page([*own, *families.values()]))
-    return generate_latest(registry)
+    return generate_latest(_Page([*own, *families.values()]))
 
 
 def counted(ledgers: Mapping[str, Ledger], retries: Mapping[str, int]) -> Iterator[Metric]:

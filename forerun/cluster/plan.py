@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,11 @@ class Model:
     name: str
     replicas: Replicas
     engine: Config
-    options: Mapping[str, Any]  # those of the engine that were given
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Those of the engine."""
+        return asdict(self.engine)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +138,7 @@ def _model(table: object) -> Model:
     if not isinstance(name, str) or not 1 <= len(name) <= LONGEST_NAME or not name.isprintable():
         raise ConfigError(f"a model's name is {shown(name)}: give what clients call it, in 1 to {LONGEST_NAME} letters")
     try:
-        return Model(name, _replicas(table.pop("replicas", 1)), Config.of(**table), table)
+        return Model(name, _replicas(table.pop("replicas", 1)), Config.of(**table))
     except ConfigError as error:
         raise ConfigError(f"model {name!r}: {error}") from None
 

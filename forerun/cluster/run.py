@@ -7,6 +7,7 @@ import logging
 import signal
 import socket
 import sys
+from functools import partial
 from pathlib import Path
 from threading import Lock, Thread
 
@@ -17,8 +18,8 @@ from forerun.cluster.door import make_door
 from forerun.cluster.memory import renewed
 from forerun.cluster.plan import Plan, read_plan
 from forerun.errors import ForerunError
-from forerun.server.addresses import is_loopback
-from forerun.server.run import Server, start_logging
+from forerun.server.listen import is_loopback
+from forerun.server.run import serve, start_logging
 from forerun.server.tenants import Callers
 
 log = logging.getLogger("forerun.server")
@@ -33,17 +34,11 @@ def run(plan: Plan, listener: socket.socket, verbose: bool, file: Path) -> int:
         log.warning("everybody who reaches %s may use this cluster: give api_key or api_keys", settings.host)
     try:
         with on_ray(plan) as crew:
-            listener.listen(2048)
-            host, port = listener.getsockname()[:2]
-            where = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-            print(announcement(plan, where), file=sys.stderr, flush=True)
             door = make_door(plan, crew)
             signal.signal(
                 signal.SIGUSR1, lambda *_: Thread(target=_renew, args=(door, crew, file), daemon=True).start()
             )
-            server = Server(door, settings)
-            server.run(sockets=[listener])
-            return 0 if server.started else 1
+            return serve(door, settings, listener, partial(announcement, plan))
     finally:
         listener.close()
 

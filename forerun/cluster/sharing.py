@@ -23,12 +23,7 @@ LAST = 2048  # tokens of a text that are told, its end: to remember them takes a
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """The end of a text.
-
-    Attributes:
-        kind: names the model that its tokens are of.
-        tenant: whose it is.
-    """
+    """The end of a text: `kind` names the model that its tokens are of, `tenant` is whose it is."""
 
     kind: str
     tenant: str

@@ -22,7 +22,6 @@ class Answer:
     """The output of one ticket as far as it has come."""
 
     ticket: Ticket
-    texts: list[str] = field(default_factory=list)
     characters: int = 0
     token_ids: list[int] = field(default_factory=list)
     pieces: list[str] = field(default_factory=list)
@@ -30,7 +29,6 @@ class Answer:
     finish_reason: str | None = None
 
     def add(self, event: Event) -> None:
-        self.texts.append(event.text)
         self.characters += len(event.text)
         self.token_ids += event.token_ids
         self.pieces += event.pieces
@@ -40,12 +38,22 @@ class Answer:
     @property
     def text(self) -> str:
         """All of it, joined when it is wanted: not at every event."""
-        return "".join(self.texts)
+        return "".join(self.pieces)
 
     @property
     def stats(self) -> RequestStats:
         assert self.ticket.request is not None
         return self.ticket.request.stats
+
+    @property
+    def has_logprobs(self) -> bool:
+        """Whether log-probabilities were asked for."""
+        return self.ticket.order.params.logprobs is not None
+
+    @property
+    def size(self) -> int:
+        """About how many values it is written with."""
+        return len(self.token_ids) * (1 + (self.ticket.order.params.logprobs or 0))
 
 
 def finish(reason: str | None) -> str | None:
@@ -99,14 +107,6 @@ def metrics(answers: Sequence[Answer]) -> dict[str, Any] | None:
         },
         "forerun": stats.as_dict(),
     }
-
-
-def completion_choice(answer: Answer, index: int, tokenizer: Tokenizer | None, text: str) -> dict[str, Any]:
-    """One choice of /v1/completions; `text` is the whole text, an echoed prompt included."""
-    choice = {"index": index, "text": text, "finish_reason": finish(answer.finish_reason), "logprobs": None}
-    if answer.ticket.order.params.logprobs is not None:
-        choice["logprobs"] = completion_logprobs(answer.logprobs, answer.pieces, 0, tokenizer)
-    return choice
 
 
 def completion_logprobs(

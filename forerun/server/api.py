@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from typing import Any
 
 from fastapi import Request, Response
 from fastapi.responses import StreamingResponse
 
-from forerun.server import errors, fields, tools, translate
-from forerun.server.answers import Answer, trace, usage
+from forerun.server import fields, tools, translate
+from forerun.server.answers import Answer
 from forerun.server.dialects import Chat, Completions, Dialect
 from forerun.server.errors import ApiError
 from forerun.server.kitchen import Kitchen
 from forerun.server.protocol import ChatRequest, CompletionRequest
+from forerun.server.service import Service
 from forerun.server.tickets import Group, Order
 
 GONE = 499  # nginx's status for a client that did not wait
@@ -53,7 +53,6 @@ async def chat(kitchen: Kitchen, body: ChatRequest, http: Request) -> Response:
 def chat_orders(kitchen: Kitchen, body: ChatRequest, prompt: list[int] | None = None) -> tuple[Chat, list[Order]]:
     """A chat as orders for the engine, and the dialect its answer is written in. `prompt` stands for its messages."""
     llm = kitchen.service.llm
-    kitchen.check(body.model)
     if prompt is None:
         prompt = translate.chat_prompt(llm, body, kitchen.check_characters)
     kitchen.check_prompt(prompt)
@@ -66,7 +65,7 @@ def chat_orders(kitchen: Kitchen, body: ChatRequest, prompt: list[int] | None = 
     params = translate.sampling(
         llm,
         body,
-        translate.room(llm, prompt, asked),
+        max(1, llm.room - len(prompt)) if asked is None else asked,
         (body.top_logprobs or 0) if body.logprobs else None,
         forced or translate.grammar_of(body.response_format),
     )
@@ -78,31 +77,22 @@ def chat_orders(kitchen: Kitchen, body: ChatRequest, prompt: list[int] | None = 
 async def answer(kitchen: Kitchen, dialect: Dialect, orders: Sequence[Order], http: Request) -> Response:
     """Have the orders done and write the answer; the requests end when the client goes away."""
     service = kitchen.service
-    group = await submit(kitchen, orders)
-    if dialect.body.stream:
-        await accepted(kitchen, group)
-        return sse(stream(kitchen, dialect, group))
-    return await unless_gone(http, lambda: whole(kitchen, dialect, group), lambda: service.cancel(group))
-
-
-async def submit(kitchen: Kitchen, orders: Sequence[Order]) -> Group:
-    """Hand orders to the engine, with their grammar compiled."""
-    return kitchen.service.submit(await kitchen.grammars.compile(orders), kitchen.timeout)
-
-
-async def accepted(kitchen: Kitchen, group: Group) -> None:
-    """Wait until the engine has taken a group that is to be streamed: what it says against it is an HTTP status."""
-    try:
-        await group.accepted()
-    except BaseException:
-        kitchen.service.cancel(group)
-        raise
-
-
-def sse(lines: AsyncIterator[str]) -> StreamingResponse:
-    """A stream of server-sent events."""
-    headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-    return StreamingResponse(lines, media_type="text/event-stream", headers=headers)
+    group = await kitchen.submit(orders)
+    response: Response
+    if dialect.streams:
+        try:
+            await group.accepted()  # what the engine says against it is an HTTP status
+        except BaseException:
+            service.cancel(group)
+            raise
+        lines = stream(service, dialect, group)
+        response = StreamingResponse(lines, media_type=dialect.media_type, headers=dialect.headers)
+    else:
+        try:
+            response = await unless_gone(http, whole(kitchen, dialect, group))
+        finally:
+            service.cancel(group)
+    return warned(response, dialect.left_out)
 
 
 async def whole(kitchen: Kitchen, dialect: Dialect, group: Group) -> Response:
@@ -111,42 +101,27 @@ async def whole(kitchen: Kitchen, dialect: Dialect, group: Group) -> Response:
     await group.accepted()
     async for ticket, event in group.events():
         answers[ticket.index].add(event)
-    return await kitchen.write(lambda: dialect.whole(answers), sum(map(size_of, answers)))
+    return await kitchen.write(lambda: dialect.whole(answers), sum(answer.size for answer in answers))
 
 
-def size_of(answer: Answer) -> int:
-    """About how many values it is written with."""
-    return len(answer.token_ids) * (1 + (answer.ticket.order.params.logprobs or 0))
-
-
-async def stream(kitchen: Kitchen, dialect: Dialect, group: Group) -> AsyncIterator[str]:
-    """The answer event by event. An error on the way is an event too."""
+async def stream(service: Service, dialect: Dialect, group: Group) -> AsyncIterator[str]:
+    """The answer event by event. An error on the way is a line too."""
     answers = [Answer(ticket) for ticket in group.tickets]
-    options = dialect.body.stream_options
     try:
-        for choice in dialect.first(len(answers)):
-            yield event_line(dialect.chunk([choice]))
+        for line in dialect.begin(answers):
+            yield line
         async for ticket, event in group.events():
-            mine = answers[ticket.index]
-            mine.add(event)
-            more: dict[str, Any] = {}
-            if event.round is not None:
-                more["x_spec"] = trace(event.round, event, dialect.tokenizer)
-            if options and options.continuous_usage_stats:
-                more["usage"] = usage(answers, dialect.n)
-            yield event_line(dialect.chunk(dialect.deltas(mine, ticket.index, event), **more))
-        if options and options.include_usage:
-            yield event_line(dialect.last(answers))
+            answers[ticket.index].add(event)
+            for line in dialect.lines(answers, ticket.index, event):
+                yield line
+        for line in dialect.end(answers):
+            yield line
     except Exception as error:
-        yield event_line(errors.told(error)[1])
+        yield dialect.failed(error)
     finally:
-        kitchen.service.cancel(group)
-    yield "data: [DONE]\n\n"
-
-
-def event_line(value: dict[str, Any]) -> str:
-    """One server-sent event."""
-    return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
+        service.cancel(group)
+    if dialect.closing:
+        yield dialect.closing
 
 
 def warned(response: Response, left_out: Sequence[str]) -> Response:
@@ -156,9 +131,9 @@ def warned(response: Response, left_out: Sequence[str]) -> Response:
     return response
 
 
-async def unless_gone(http: Request, work: Callable[[], Awaitable[Response]], cancel: Callable[[], None]) -> Response:
-    """What `work` answers; as soon as the client is gone, `cancel` and no answer."""
-    task = asyncio.ensure_future(work())
+async def unless_gone(http: Request, work: Coroutine[Any, Any, Response]) -> Response:
+    """What `work` answers; as soon as the client is gone, it is cancelled and there is no answer."""
+    task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_gone(http))
     try:
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -166,7 +141,6 @@ async def unless_gone(http: Request, work: Callable[[], Awaitable[Response]], ca
     finally:
         for pending in (task, gone):
             pending.cancel()
-        cancel()
 
 
 async def _gone(http: Request) -> None:

@@ -21,11 +21,11 @@ from forerun.models.hub import DEFAULT
 from forerun.models.names import title
 from forerun.server import api, errors, ollama, translate
 from forerun.server.answers import started
+from forerun.server.bodies import BoundedRoute
 from forerun.server.embeddings import Embedder, embeddings
 from forerun.server.errors import ApiError
 from forerun.server.gate import guard
-from forerun.server.grammars import Grammars
-from forerun.server.indices import Indices, load_all, mount
+from forerun.server.indices import Indices, mount
 from forerun.server.journal import Journal
 from forerun.server.kitchen import Kitchen
 from forerun.server.metrics import Metrics
@@ -39,7 +39,6 @@ from forerun.server.protocol import (
 )
 from forerun.server.reference import add_page
 from forerun.server.responses import responses
-from forerun.server.routes import BoundedRoute
 from forerun.server.service import Service
 from forerun.server.settings import Settings
 from forerun.server.tenants import CALLER, Callers
@@ -64,13 +63,11 @@ FAILURES = {
 def make_app(llm: LLM, settings: Settings, callers: Callers | None = None) -> FastAPI:
     """The server's application around a loaded model. `app.state.service` is its service; `callers`, unless somebody
     else knows them, are those of the settings."""
-    metrics = Metrics(settings.metrics_compat)
     name = served_name(llm, settings)
-    service = Service(llm, settings.max_queue, (metrics, Journal(name)))
-    metrics.attach(service)
-    grammars = Grammars(llm.engine.grammars, settings.timeout)
-    kitchen = Kitchen(service, name, fingerprint(llm), settings.timeout, settings.max_prompt, grammars)
-    root = public_name(llm)
+    service = Service(llm, settings.max_queue)
+    metrics = Metrics(service, settings.metrics_compat)
+    service.watchers = (metrics, Journal(name))
+    kitchen = Kitchen(service, name, fingerprint(llm), settings.timeout, settings.max_prompt)
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
@@ -96,15 +93,15 @@ def make_app(llm: LLM, settings: Settings, callers: Callers | None = None) -> Fa
     _generation(app, kitchen, embedder)
     ollama.mount(app, kitchen, embedder)
     _texts(app, kitchen)
-    _operation(app, kitchen, metrics, root)
+    _operation(app, kitchen, metrics)
     _playground(app)
     callers = Callers.of(settings) if callers is None else callers
     if settings.indices:
-        folder = Path(settings.indices).expanduser()
-        load_all(llm, folder)
+        indices = Indices(service, Path(settings.indices).expanduser(), callers.clients)
+        indices.load_all()
         if f"{RETRIEVAL}+{llm.draft}" in llm.engine.proposers:
             llm.draft = f"{RETRIEVAL}+{llm.draft}"
-        mount(app, Indices(service, folder, callers.clients))
+        mount(app, indices)
     add_page(app, name, bool(callers))
     guard(app, settings, callers, kitchen.turn)
     return app
@@ -132,17 +129,17 @@ def _generation(app: FastAPI, kitchen: Kitchen, embedder: Embedder) -> None:
     @app.post("/v1/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continue texts, as OpenAI's API does."""
-        return api.warned(await api.completions(kitchen, body, request), body.left_out)
+        return await api.completions(kitchen, body, request)
 
     @app.post("/v1/chat/completions")
     async def chat(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation, as OpenAI's API does."""
-        return api.warned(await api.chat(kitchen, body, request), body.left_out)
+        return await api.chat(kitchen, body, request)
 
     @app.post("/v1/responses")
     async def respond(body: ResponsesRequest, request: Request) -> Response:
         """OpenAI's Responses, without memory."""
-        return api.warned(await responses(kitchen, body, request), body.left_out)
+        return await responses(kitchen, body, request)
 
     @app.post("/v1/embeddings")
     async def embed(body: EmbeddingsRequest, request: Request) -> Response:
@@ -168,8 +165,9 @@ def _texts(app: FastAPI, kitchen: Kitchen) -> None:
         return {"prompt": await kitchen.prepare(translate.detokenized, llm, body.tokens)}
 
 
-def _operation(app: FastAPI, kitchen: Kitchen, metrics: Metrics, root: str) -> None:
+def _operation(app: FastAPI, kitchen: Kitchen, metrics: Metrics) -> None:
     service, llm = kitchen.service, kitchen.service.llm
+    root = public_name(llm)
 
     @app.get("/health")
     async def health() -> dict[str, str]:

@@ -25,7 +25,6 @@ from forerun.progress import Tell, progress
 from forerun.server import api, bounds, errors
 from forerun.server.app import fingerprint, served_name
 from forerun.server.errors import ApiError
-from forerun.server.grammars import Grammars
 from forerun.server.kitchen import Kitchen
 from forerun.server.protocol import ChatRequest, CompletionRequest, ResponsesRequest
 from forerun.server.responses import responses
@@ -112,7 +111,7 @@ def resume(target: Path) -> set[str]:
 async def _work(llm: LLM, jobs: list[dict[str, Any]], target: Path, tell: Tell) -> None:
     settings = Settings()
     service = Service(llm, max_queue=1 << 20)
-    kitchen = Kitchen(service, served_name(llm, settings), fingerprint(llm), 0, 0, Grammars(llm.engine.grammars, 0))
+    kitchen = Kitchen(service, served_name(llm, settings), fingerprint(llm), 0, 0)
     service.start()
     places = asyncio.Semaphore(2 * llm.config.max_rows)
     try:

@@ -1,16 +1,24 @@
-"""The bodies of requests: how large one may be and how long it may take, and how much is held of all of them."""
+"""The bodies of requests: how large one may be and how long it may take, how much is held of all of them, and where
+they are parsed."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
+from typing import Any
 
+from fastapi import Request, Response
+from fastapi.routing import APIRoute
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive
 
+from forerun.errors import BusyError
+from forerun.server import errors
 from forerun.server.errors import ApiError
+from forerun.server.service import UnavailableError
 from forerun.server.settings import Settings
 
 SMALL = 64 << 10  # bytes of each body that the bound on all does not count: large ones must not shut out small ones
@@ -64,3 +72,31 @@ class Bodies:
 
     def _too_large(self) -> str:
         return f"the request body is over {self.largest} bytes (--max-body)"
+
+
+class BoundedRoute(APIRoute):
+    """A route that takes no body before there is a place for its request."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handler = super().get_route_handler()
+
+        async def bounded(request: Request) -> Response:
+            return await handler(BoundedRequest(request.scope, request.receive))
+
+        return bounded
+
+
+class BoundedRequest(Request):
+    """A request whose JSON is parsed by `bounds`."""
+
+    async def json(self) -> Any:
+        """The body. Raises HTTPException (others would be told as bodies that cannot be read), ValueError."""
+        body, kitchen = await self.body(), self.app.state.kitchen
+        await kitchen.turn()
+        if await self.is_disconnected():
+            raise ClientDisconnect  # while it waited for its turn
+        try:
+            return await kitchen.parse(body)
+        except (ApiError, BusyError, UnavailableError) as error:
+            status, content = errors.body(error)
+            raise HTTPException(status, content["error"]["message"]) from None

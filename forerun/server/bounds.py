@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from anyio import CapacityLimiter, to_thread
 
-from forerun.llm import CHARACTERS
 from forerun.server.errors import ApiError
 
 VALUES = 1 << 18  # of lists and objects together: token ids, mostly
@@ -19,7 +19,7 @@ FIELDS = 1 << 15  # of all objects together
 ENTRIES = 1 << 12  # of one object
 DEPTH = 100
 DIGITS = 640  # of one number; Python takes quadratic time to read one
-FEWEST = 4096  # characters that any prompt may have: they take no time worth a refusal
+SMALL = 1 << 14  # bytes of a body that is parsed on the spot
 
 NOT_JSON = "a number or a character in this request is none that JSON has"
 QUOTE, COMMA, COLON = b'",:'
@@ -36,6 +36,13 @@ def parse(body: bytes) -> Any:
         except UnicodeEncodeError:
             raise ApiError(400, NOT_JSON) from None
     return value
+
+
+async def parse_aside(body: bytes, limiter: CapacityLimiter) -> Any:
+    """The same, beside the event loop where it is large, one at a time: each holds the interpreter for up to 30 ms."""
+    if len(body) < SMALL:
+        return parse(body)
+    return await to_thread.run_sync(parse, body, limiter=limiter)
 
 
 def _check_structure(body: bytes) -> None:
@@ -94,11 +101,6 @@ def _constant(name: str) -> Any:
 
 
 _whole, _number = _short(int), _short(_finite)
-
-
-def most_characters(tokens: int) -> int:
-    """Characters of the longest text that is tokenized where so many tokens are taken."""
-    return max(FEWEST, CHARACTERS * tokens)
 
 
 def characters_of(value: Any) -> int:

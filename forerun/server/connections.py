@@ -22,12 +22,7 @@ class Clock:
     """Calls back after some seconds, unless it is stopped before; after 0 seconds never."""
 
     def __init__(self) -> None:
-        self.handle: asyncio.TimerHandle | None = None
-
-    @property
-    def running(self) -> bool:
-        """Whether it will call back."""
-        return self.handle is not None
+        self.handle: asyncio.TimerHandle | None = None  # while it will call back
 
     def start(self, seconds: float, call: Callable[[], None]) -> None:
         """Call back after so many seconds from now, and not when it was to before."""
@@ -114,7 +109,7 @@ class Connection(H11Protocol):
         """The clock runs from the start and from the end of each answer until the next request has its headers."""
         if self.answering or self.transport.is_closing():
             self.request_clock.stop()
-        elif not self.request_clock.running:
+        elif self.request_clock.handle is None:
             self.request_clock.start(self.settings.header_timeout, self._no_request)
 
     def _no_request(self) -> None:

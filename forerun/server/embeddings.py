@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,7 @@ log = logging.getLogger("forerun.server")
 MOST_TEXTS = 2048  # of one request, as with OpenAI
 TOGETHER = 16  # texts in one pass
 CHUNK = 128  # most tokens of one pass, which others wait for
+Content = Callable[[np.ndarray, int], dict[str, Any]]  # what an answer holds, of vectors and the tokens read
 
 
 class Embedder:
@@ -40,10 +41,16 @@ class Embedder:
         self.kitchen, self.service, self.llm = kitchen, kitchen.service, kitchen.service.llm
         self.waiting, self._turn = 0, asyncio.Lock()
 
-    @property
-    def most(self) -> int:
-        """Tokens of the longest text that is read."""
-        return self.llm.room
+    async def answer(self, http: Request, given: str | list[Any], content: Content, cut: bool = False) -> Response:
+        """The answer with this content, for vectors of what is given and how many tokens were read; none once the
+        client is gone. `cut` is that of `tokens_of`. Raises as `embed` does."""
+
+        async def work() -> Response:
+            texts = await self.kitchen.prepare(tokens_of, self.kitchen, given, cut)
+            vectors = await self.embed(texts)
+            return await self.kitchen.write(lambda: content(vectors, sum(map(len, texts))), vectors.size)
+
+        return await unless_gone(http, work())
 
     async def embed(self, texts: Sequence[Sequence[int]]) -> np.ndarray:
         """One vector a text: float32 [texts, hidden]. Raises ApiError, BusyError, UnavailableError, TimeoutError."""
@@ -126,8 +133,8 @@ def _groups(llm: LLM, texts: Sequence[Sequence[int]]) -> list[list[Sequence[int]
     return groups
 
 
-def tokens_of(kitchen: Kitchen, given: str | list[Any], most: int | None = None) -> list[list[int]]:
-    """What is to be embedded, as token ids; with `most`, texts are cut to so many. Raises ApiError."""
+def tokens_of(kitchen: Kitchen, given: str | list[Any], cut: bool = False) -> list[list[int]]:
+    """What is to be embedded, as token ids; `cut` shortens texts to what the model takes. Raises ApiError."""
     llm = kitchen.service.llm
     many = isinstance(given, list) and not (given and isinstance(given[0], int))
     items: list[Any] = given if many and isinstance(given, list) else [given]
@@ -135,11 +142,11 @@ def tokens_of(kitchen: Kitchen, given: str | list[Any], most: int | None = None)
         raise ApiError(400, f"input has {len(items)} texts: give 1 to {MOST_TEXTS}", "input")
     texts, vocab = list[list[int]](), llm.decoder.config.vocab
     for item in items:
-        if most is not None:
+        if cut:
             item = item[: kitchen.most_characters]
         elif isinstance(item, str):
             kitchen.check_characters(len(item))
-        texts.append(llm.tokens(item)[:most])
+        texts.append(llm.tokens(item)[: llm.room if cut else None])
         kitchen.check_limit(texts[-1])
         if len(texts[-1]) > llm.room:
             message = f"a text has {len(texts[-1])} tokens, this model takes {llm.room}: shorten it"
@@ -161,26 +168,19 @@ def check_size(llm: LLM, wanted: int | None) -> None:
 
 async def embeddings(kitchen: Kitchen, embedder: Embedder, body: EmbeddingsRequest, http: Request) -> Response:
     """Answer /v1/embeddings."""
-    llm = kitchen.service.llm
     kitchen.check(body.model)
-    check_size(llm, body.dimensions)
-    texts = await kitchen.prepare(tokens_of, kitchen, body.input)
+    check_size(kitchen.service.llm, body.dimensions)
 
-    async def work() -> Response:
-        vectors = await embedder.embed(texts)
+    def content(vectors: np.ndarray, count: int) -> dict[str, Any]:
+        packed = body.encoding_format == "base64"
+        data = [
+            {"object": "embedding", "index": i, "embedding": _base64(vector) if packed else vector.tolist()}
+            for i, vector in enumerate(vectors)
+        ]
+        usage = {"prompt_tokens": count, "total_tokens": count}
+        return {"object": "list", "data": data, "model": kitchen.name, "usage": usage}
 
-        def content() -> dict[str, Any]:
-            packed, count = body.encoding_format == "base64", sum(map(len, texts))
-            data = [
-                {"object": "embedding", "index": i, "embedding": _base64(vector) if packed else vector.tolist()}
-                for i, vector in enumerate(vectors)
-            ]
-            usage = {"prompt_tokens": count, "total_tokens": count}
-            return {"object": "list", "data": data, "model": kitchen.name, "usage": usage}
-
-        return await kitchen.write(content, vectors.size)
-
-    return await unless_gone(http, work, lambda: None)
+    return await embedder.answer(http, body.input, content)
 
 
 def _base64(vector: np.ndarray) -> str:

@@ -35,17 +35,13 @@ class Idle:
     why: str
 
 
-def _always(_body: Json) -> bool:
-    return True
-
-
 @dataclass(frozen=True, slots=True)
 class Only:
     """Accepted with these values, which mean what happens here anyway; with others refused where `when` holds."""
 
     values: tuple[Any, ...]
     advice: str
-    when: Callable[[Json], bool] = _always
+    when: Callable[[Json], bool] = lambda _body: True
 
 
 def _penalised(body: Json) -> bool:
@@ -64,26 +60,19 @@ def _schema(name: str, value: Any) -> Json:
     return {"type": "json_schema", "json_schema": {"schema": value}}
 
 
-def _regex(name: str, value: Any) -> Json:
-    return {"type": "regex", "regex": _text(name, value)}
+def _form(kind: str, type_: type, said: str) -> Callable[[str, Any], Json]:
+    """A response_format that says nothing but its value."""
+
+    def form(name: str, value: Any) -> Json:
+        if not isinstance(value, type_):
+            raise ApiError(400, f"{name} must be {said}", name)
+        return {"type": kind, kind: value}
+
+    return form
 
 
-def _grammar(name: str, value: Any) -> Json:
-    return {"type": "grammar", "grammar": _text(name, value)}
-
-
-def _choice(name: str, value: Any) -> Json:
-    if not isinstance(value, list):
-        raise ApiError(400, f"{name} must be a list of texts", name)
-    return {"type": "choice", "choice": value}
-
-
-def _text(name: str, value: Any) -> str:
-    if not isinstance(value, str):
-        raise ApiError(400, f"{name} must be a text", name)
-    return value
-
-
+_regex, _grammar = _form("regex", str, "a text"), _form("grammar", str, "a text")
+_choice = _form("choice", list, "a list of texts")
 STRUCTURED = {"json": _schema, "regex": _regex, "choice": _choice, "grammar": _grammar}
 
 

@@ -50,6 +50,14 @@ class Indices:
         assert isinstance(found, Retrieval)
         return found
 
+    def load_all(self) -> None:
+        """Draft from all that lie in the folder, but not below, for all clients. Raises LoadError."""
+        if not self.folder.is_dir():
+            advice = f"make it, and indices in it with forerun index --out {self.folder}/NAME"
+            raise LoadError(f"there is no folder {self.folder}: {advice}")
+        for place in sorted(path.parent for path in self.folder.glob(f"*/{LIST}")):
+            self.shelf.add(place.name, self.service.llm.index(place))
+
     async def found(self) -> list[dict[str, Any]]:
         """All of the folder, and what is known of those in use."""
         there = await asyncio.to_thread(lambda: {str(p.parent.relative_to(self.folder)) for p in _lists(self.folder)})
@@ -65,9 +73,8 @@ class Indices:
                 index = await asyncio.to_thread(read, self.service.llm, self.folder, name)
             except LoadError as error:
                 log.warning("an index was not loaded: %s", error)
-                raise ApiError(
-                    400, f"{name!r} holds no index that can be used; the server's log says why", "name"
-                ) from None
+                why = f"{name!r} holds no index that can be used; the server's log says why"
+                raise ApiError(400, why, "name") from None
             await self.service.call(partial(self.shelf.add, name, index, client))
         return self._card(name, index, client)
 
@@ -91,18 +98,6 @@ def read(llm: LLM, folder: Path, name: str) -> Index:
     if place == folder or not place.is_relative_to(folder.resolve()) or not (place / LIST).is_file():
         raise ApiError(404, f"there is no index {name!r} in the folder of --indices", "name")
     return llm.index(place)
-
-
-def load_all(llm: LLM, folder: Path) -> None:
-    """Draft from all indices that lie in a folder, but not below, for all clients. Raises LoadError."""
-    shelf = llm.engine.proposers[RETRIEVAL]
-    assert isinstance(shelf, Retrieval)
-    if not folder.is_dir():
-        raise LoadError(
-            f"there is no folder {folder}: make it, and indices in it with forerun index --out {folder}/NAME"
-        )
-    for place in sorted(path.parent for path in folder.glob(f"*/{LIST}")):
-        shelf.add(place.name, llm.index(place))
 
 
 def _lists(folder: Path) -> list[Path]:

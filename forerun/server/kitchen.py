@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -14,15 +14,17 @@ from fastapi.responses import JSONResponse
 
 from forerun.engine.admission import check_ids
 from forerun.errors import RequestError, brief
+from forerun.llm import CHARACTERS
+from forerun.sandbox import WORKERS
 from forerun.server import bounds
 from forerun.server.errors import ApiError
-from forerun.server.grammars import Grammars
 from forerun.server.service import Service
-from forerun.server.writing import WholeAnswer
+from forerun.server.tickets import Group, Order
+from forerun.server.writing import written
 
 R = TypeVar("R")
 PREPARATIONS = 2  # at once: each that computes may keep the interpreter from the engine for a moment
-SMALL = 1 << 14  # bytes of a body that is parsed on the spot
+FEWEST = 4096  # characters that any prompt may have: they take no time worth a refusal
 SHORT = 1024  # values of an answer that is written on the spot
 
 
@@ -35,7 +37,7 @@ class Kitchen:
     fingerprint: str
     timeout: float
     max_prompt: int
-    grammars: Grammars
+    compiling: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(WORKERS))
     parsing: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(1))
     preparing: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(PREPARATIONS))
     writing: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(PREPARATIONS))
@@ -50,9 +52,8 @@ class Kitchen:
     def check(self, model: str | None) -> None:
         """Refuse a model that is not served."""
         if model is not None and model.removesuffix(":latest") != self.name.removesuffix(":latest"):
-            raise ApiError(
-                404, f"there is no model {brief(model)} here, only {self.name!r}", "model", "model_not_found"
-            )
+            message = f"there is no model {brief(model)} here, only {self.name!r}"
+            raise ApiError(404, message, "model", "model_not_found")
 
     def check_limit(self, tokens: Sequence[int]) -> None:
         """Refuse a prompt over this server's limit."""
@@ -71,7 +72,7 @@ class Kitchen:
     def most_characters(self) -> int:
         """Characters of the longest text that is tokenized."""
         room = self.service.llm.room
-        return bounds.most_characters(min(self.max_prompt or room, room))
+        return max(FEWEST, CHARACTERS * min(self.max_prompt or room, room))
 
     def check_characters(self, count: int) -> None:
         """Refuse a text that cannot be short enough, before it is tokenized."""
@@ -91,12 +92,9 @@ class Kitchen:
         return tokens
 
     async def parse(self, body: bytes) -> Any:
-        """The value that a body is, read beside the event loop where it is large, one at a time: each holds the
-        interpreter for up to 30 ms. Raises as `prepare` does, and ValueError."""
+        """The value that a body is. Raises as `prepare` does, and ValueError."""
         with self.service.place(1):
-            if len(body) < SMALL:
-                return bounds.parse(body)
-            return await to_thread.run_sync(bounds.parse, body, limiter=self.parsing)
+            return await bounds.parse_aside(body, self.parsing)
 
     async def prepare(self, work: Callable[..., R], *given: Any, count: int = 1) -> R:
         """What `work` makes of something given, beside the event loop: of few requests at once, and only where there
@@ -104,8 +102,25 @@ class Kitchen:
         with self.service.place(count):
             return await to_thread.run_sync(partial(work, *given), limiter=self.preparing)
 
+    async def submit(self, orders: Sequence[Order]) -> Group:
+        """Hand the orders of one request to the engine, with their grammar compiled: its thread never does that. As
+        many are compiled at once as there are processes for it; others wait, and hold no thread meanwhile. Raises as
+        the service does, RequestError for the grammar, TimeoutError."""
+        grammar, compiler = orders[0].params.grammar, self.service.llm.engine.grammars
+        if grammar is not None:
+            compiled = compiler.kept(grammar)
+            if compiled is None:
+                async with asyncio.timeout(self.timeout or None):
+                    compiled = await to_thread.run_sync(compiler.compiled, grammar, limiter=self.compiling)
+            orders = [replace(order, compiled=compiled) for order in orders]
+        return self.service.submit(orders, self.timeout)
+
     async def write(self, content: Callable[[], dict[str, Any]], count: int) -> Response:
         """The answer whose content has `count` values; a long one is written beside the event loop."""
         if count < SHORT:
             return JSONResponse(content())
-        return await to_thread.run_sync(lambda: WholeAnswer(content()), limiter=self.writing)
+
+        def made() -> Response:
+            return Response(written(content()).encode(), media_type="application/json")
+
+        return await to_thread.run_sync(made, limiter=self.writing)

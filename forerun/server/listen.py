@@ -4,9 +4,27 @@ from __future__ import annotations
 
 import errno
 import socket
+from ipaddress import ip_address
+from typing import TYPE_CHECKING
 
 from forerun.errors import ConfigError
-from forerun.server.settings import Settings
+
+if TYPE_CHECKING:
+    from forerun.server.settings import Settings
+
+
+def is_address(host: str) -> bool:
+    """Whether a host is an address and no name."""
+    try:
+        ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches what listens on a host."""
+    return host == "localhost" or (is_address(host) and ip_address(host).is_loopback)
 
 
 def listen(settings: Settings) -> socket.socket:

@@ -31,18 +31,17 @@ VLLM_GAUGES = {
     "vllm:kv_cache_usage_perc": "forerun_kv_used",
 }
 VLLM_HISTOGRAMS = {
-    "vllm:time_to_first_token_seconds": "first",
-    "vllm:inter_token_latency_seconds": "between",
-    "vllm:e2e_request_latency_seconds": "total",
+    "vllm:time_to_first_token_seconds": "forerun_time_to_first_token_seconds",
+    "vllm:inter_token_latency_seconds": "forerun_inter_token_seconds",
+    "vllm:e2e_request_latency_seconds": "forerun_request_seconds",
 }
 
 
 class Metrics(Watcher):
-    """Counts what tickets do. Everything is in `registry`; nothing is global."""
+    """Counts what tickets of a service do. Everything is in `registry`; nothing is global."""
 
-    def __init__(self, compat: str) -> None:
-        self.registry, self.compat = CollectorRegistry(), compat
-        r = self.registry
+    def __init__(self, service: Service, compat: str) -> None:
+        self.registry, r = CollectorRegistry(), CollectorRegistry()
         self.requests = Counter("forerun_requests", "Requests that ended", ["reason"], registry=r)
         self.prompt = Counter("forerun_prompt_tokens", "Prompt tokens read", registry=r)
         self.cached = Counter("forerun_cached_tokens", "Prompt tokens found in the cache", registry=r)
@@ -61,6 +60,10 @@ class Metrics(Watcher):
         )
         self.length = Histogram("forerun_accepted_length", "Tokens of a target pass", buckets=TOKENS, registry=r)
         self.total = Histogram("forerun_request_seconds", "From arrival to end", buckets=SECONDS, registry=r)
+        r.register(_Now(service))
+        self.registry.register(r)
+        if compat == "vllm":
+            self.registry.register(_Vllm(r, service))
 
     def event(self, ticket: Ticket, event: Event, now: float) -> None:
         """Times between tokens and lengths of steps."""
@@ -100,12 +103,6 @@ class Metrics(Watcher):
             len(stats.rounds) - len(rounds)
         )
 
-    def attach(self, service: Service) -> None:
-        """Also report what the service is doing at the moment it is asked."""
-        self.registry.register(_Now(service))
-        if self.compat == "vllm":
-            self.registry.register(_Vllm(self, service))
-
 
 class _Now(Collector):
     """Gauges read when asked for."""
@@ -128,35 +125,29 @@ class _Now(Collector):
 class _Vllm(Collector):
     """The names vLLM has for the same things, so that dashboards and schedulers made for it work."""
 
-    def __init__(self, metrics: Metrics, service: Service) -> None:
-        self.metrics, self.now = metrics, _Now(service)
-        self.counters = {next(iter(m.collect())).name: m for m in vars(metrics).values() if isinstance(m, Counter)}
+    def __init__(self, registry: CollectorRegistry, service: Service) -> None:
+        self.registry, self.service = registry, service
 
     def collect(self) -> Iterator[Metric]:
+        families = {family.name: family for family in self.registry.collect()}
         for theirs, (ours, labels) in VLLM_COUNTERS.items():
             family = CounterMetricFamily(theirs, f"As {ours}", labels=labels or None)
             totals: dict[tuple[str, ...], float] = {} if labels else {(): 0.0}
-            for sample in next(iter(self.counters[ours].collect())).samples:
+            for sample in families[ours].samples:
                 if sample.name.endswith("_total"):
                     key = tuple(str(int(sample.labels[name]) - 1) for name in labels)  # vLLM counts positions from 0
                     totals[key] = totals.get(key, 0.0) + sample.value
             for key, value in totals.items():
                 family.add_metric(list(key), value)
             yield family
-        values = {family.name: family.samples[0].value for family in self.now.collect() if family.samples}
         for theirs, ours in VLLM_GAUGES.items():
-            yield GaugeMetricFamily(theirs, f"As {ours}", values[ours])
-        pages = self.now.service.llm.engine.target.cache.pages  # schedulers learn from it what a cache can hold
+            yield GaugeMetricFamily(theirs, f"As {ours}", families[ours].samples[0].value)
+        pages = self.service.llm.engine.target.cache.pages  # schedulers learn from it what a cache can hold
         cache = GaugeMetricFamily("vllm:cache_config_info", "The KV cache", labels=["block_size", "num_gpu_blocks"])
         cache.add_metric([str(pages.size), str(pages.count)], 1)
         yield cache
-        for theirs, name in VLLM_HISTOGRAMS.items():
-            yield from self._renamed(theirs, getattr(self.metrics, name))
-
-    @staticmethod
-    def _renamed(name: str, histogram: Histogram) -> Iterator[Metric]:
-        for family in histogram.collect():
-            renamed = Metric(name, family.documentation, "histogram")
-            for sample in family.samples:
-                renamed.add_sample(sample.name.replace(family.name, name, 1), sample.labels, sample.value)
+        for theirs, ours in VLLM_HISTOGRAMS.items():
+            renamed = Metric(theirs, families[ours].documentation, "histogram")
+            for sample in families[ours].samples:
+                renamed.add_sample(sample.name.replace(ours, theirs, 1), sample.labels, sample.value)
             yield renamed

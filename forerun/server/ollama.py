@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from datetime import UTC, datetime
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse
 from starlette.concurrency import run_in_threadpool
 
 from forerun import __version__
 from forerun.server import errors
 from forerun.server.answers import Answer, finish
-from forerun.server.api import accepted, chat_orders, submit, unless_gone, warned
-from forerun.server.dialects import Chat
-from forerun.server.embeddings import Embedder, check_size, tokens_of
+from forerun.server.api import answer, chat_orders, warned
+from forerun.server.dialects import Chat, Dialect
+from forerun.server.embeddings import Content, Embedder, check_size
 from forerun.server.errors import ApiError
 from forerun.server.kitchen import Kitchen
-from forerun.server.ollama_card import Card
+from forerun.server.ollama_card import Card, stamp
 from forerun.server.ollama_protocol import (
     OllamaChat,
     OllamaEmbed,
@@ -34,7 +33,8 @@ from forerun.server.ollama_protocol import (
     chat_of_prompt,
 )
 from forerun.server.protocol import ChatRequest
-from forerun.server.tickets import Group, Order
+from forerun.server.tickets import Order
+from forerun.types import Event
 
 NOT_HERE = "this server has the one model that it was started with: for another, start forerun serve MODEL"
 ACTIONS = (("POST", "pull"), ("POST", "push"), ("POST", "create"), ("POST", "copy"), ("DELETE", "delete"))
@@ -61,7 +61,7 @@ def _generation(app: FastAPI, kitchen: Kitchen) -> None:
         """Answer a conversation, as Ollama's API does."""
         if not body.messages:
             return _loaded(kitchen, body, {"message": {"role": "assistant", "content": ""}})
-        return await _answer(kitchen, body, partial(chat_of, body), request)
+        return await _answer(kitchen, body, request, partial(chat_of, body))
 
     @app.post("/api/generate")
     async def ollama_generate(body: OllamaGenerate, request: Request) -> Response:
@@ -69,71 +69,57 @@ def _generation(app: FastAPI, kitchen: Kitchen) -> None:
         if not body.prompt:
             chat_of_prompt(body)
             return _loaded(kitchen, body, {"response": ""})
-        return await _answer(kitchen, body, partial(chat_of_prompt, body), request, body.prompt if body.raw else None)
+        return await _answer(kitchen, body, request, partial(chat_of_prompt, body), body.prompt if body.raw else None)
 
 
 def _loaded(kitchen: Kitchen, body: OllamaGeneration, said: Json) -> Response:
     """The answer to a request that says nothing: it asks for the model to be loaded, or unloaded."""
     kitchen.check(body.model)
     reason = "unload" if body.keep_alive in (0, "0") else "load"
-    return JSONResponse({"model": body.model, "created_at": _now(), **said, "done": True, "done_reason": reason})
+    return JSONResponse({"model": body.model, "created_at": stamp(), **said, "done": True, "done_reason": reason})
 
 
 async def _answer(
-    kitchen: Kitchen, body: OllamaGeneration, read: Callable[[], ChatRequest], http: Request, raw: str | None = None
+    kitchen: Kitchen, body: OllamaGeneration, http: Request, read: Callable[[], ChatRequest], raw: str | None = None
 ) -> Response:
+    """The answer to a chat; `raw` is a prompt that stands for its messages."""
     kitchen.check(body.model)
 
-    def ordered() -> tuple[ChatRequest, Chat, list[Order]]:
-        chat = read()
-        return chat, *chat_orders(kitchen, chat, None if raw is None else kitchen.tokens(raw))
+    def ordered() -> tuple[Chat, list[Order]]:
+        return chat_orders(kitchen, read(), None if raw is None else kitchen.tokens(raw))
 
-    chat, dialect, orders = await kitchen.prepare(ordered)
-    group = await submit(kitchen, orders)
-    writer = Writer(dialect, body)
-    response: Response
-    if body.stream is False:
-        response = await unless_gone(http, lambda: writer.whole(group), lambda: kitchen.service.cancel(group))
-    else:
-        await accepted(kitchen, group)
-        response = StreamingResponse(writer.stream(group), media_type="application/x-ndjson")
-    return warned(response, [*chat.left_out, *(["keep_alive"] if body.keep_alive is not None else [])])
+    chat, orders = await kitchen.prepare(ordered)
+    return await answer(kitchen, Ollama(chat, body), orders, http)
 
 
-class Writer:
-    """Writes one answer, whole or line by line."""
+class Ollama(Dialect):
+    """Ollama's chats and generations, whole or as lines of JSON."""
+
+    media_type = "application/x-ndjson"
+    headers: ClassVar[dict[str, str]] = {}
 
     def __init__(self, chat: Chat, body: OllamaGeneration) -> None:
+        idle = ["keep_alive"] if body.keep_alive is not None else []
+        super().__init__(body.stream is not False, [*chat.left_out, *idle])
         self.chat, self.body, self.talks = chat, body, isinstance(body, OllamaChat)
 
-    async def whole(self, group: Group) -> Response:
-        """The answer in one piece."""
-        answer = Answer(group.tickets[0])
-        await group.accepted()
-        async for _, event in group.events():
-            answer.add(event)
-        message = self.chat.choice(answer, 0)["message"]
-        return JSONResponse(self._line(message) | self._end(answer))
+    def whole(self, answers: Sequence[Answer]) -> Json:
+        return self._line(self.chat.choice(answers[0], 0)["message"]) | self._end(answers[0])
 
-    async def stream(self, group: Group) -> AsyncIterator[str]:
-        """The answer line by line. An error on the way is a line too."""
-        answer = Answer(group.tickets[0])
-        try:
-            async for _, event in group.events():
-                answer.add(event)
-                for choice in self.chat.deltas(answer, 0, event):
-                    delta = choice["delta"]
-                    if delta.get("content") or delta.get("tool_calls"):
-                        yield _json_line(self._line(delta) | {"done": False})
-            yield _json_line(self._line({}) | self._end(answer))
-        except Exception as error:
-            yield _json_line({"error": errors.told(error)[1]["error"]["message"]})
-        finally:
-            self.chat.kitchen.service.cancel(group)
+    def lines(self, answers: Sequence[Answer], index: int, event: Event) -> Iterable[str]:
+        delta = self.chat.change(answers[0], 0, event)["delta"]
+        if delta.get("content") or delta.get("tool_calls"):
+            yield _json_line(self._line(delta) | {"done": False})
+
+    def end(self, answers: Sequence[Answer]) -> Iterable[str]:
+        yield _json_line(self._line({}) | self._end(answers[0]))
+
+    def failed(self, error: Exception) -> str:
+        return _json_line({"error": errors.told(error)[1]["error"]["message"]})
 
     def _line(self, said: Json) -> Json:
         text = said.get("content") or ""
-        line: Json = {"model": self.body.model, "created_at": _now()}
+        line: Json = {"model": self.body.model, "created_at": stamp()}
         if not self.talks:
             return line | {"response": text}
         message: Json = {"role": "assistant", "content": text}
@@ -179,13 +165,13 @@ def _arguments(text: str) -> Any:
 def _embedding(app: FastAPI, kitchen: Kitchen, embedder: Embedder) -> None:
     llm = kitchen.service.llm
 
-    def idle(body: OllamaEmbed | OllamaEmbeddings) -> list[str]:
-        return [name for name in ("options", "keep_alive") if getattr(body, name) is not None]
-
-    async def vectors(texts: list[str], cut: bool) -> tuple[Sequence[np.ndarray], int]:
-        """(a vector for each text, how many tokens were read)."""
-        tokens = await kitchen.prepare(tokens_of, kitchen, texts, embedder.most if cut else None) if texts else []
-        return list(await embedder.embed(tokens)) if tokens else [], sum(map(len, tokens))
+    async def answered(
+        http: Request, body: OllamaEmbed | OllamaEmbeddings, texts: list[str], content: Content, cut: bool = True
+    ) -> Response:
+        idle = [name for name in ("options", "keep_alive") if getattr(body, name) is not None]
+        if not texts:
+            return warned(JSONResponse(content(np.empty((0, 0)), 0)), idle)
+        return warned(await embedder.answer(http, texts, content, cut), idle)
 
     @app.post("/api/embed")
     async def ollama_embed(body: OllamaEmbed, request: Request) -> Response:
@@ -195,28 +181,18 @@ def _embedding(app: FastAPI, kitchen: Kitchen, embedder: Embedder) -> None:
         texts = ([body.input] if body.input else []) if isinstance(body.input, str) else body.input
         start = time.perf_counter()
 
-        async def work() -> Response:
-            made, count = await vectors(texts, body.truncate is not False)
+        def content(vectors: np.ndarray, count: int) -> Json:
             took = {"total_duration": _nanoseconds(time.perf_counter() - start), "load_duration": 0}
+            return {"model": body.model, "embeddings": vectors.tolist(), **took, "prompt_eval_count": count}
 
-            def content() -> Json:
-                listed = [vector.tolist() for vector in made]
-                return {"model": body.model, "embeddings": listed, **took, "prompt_eval_count": count}
-
-            return await kitchen.write(content, sum(map(len, made)))
-
-        return warned(await unless_gone(request, work, lambda: None), idle(body))
+        return await answered(request, body, texts, content, body.truncate is not False)
 
     @app.post("/api/embeddings")
     async def ollama_embeddings(body: OllamaEmbeddings, request: Request) -> Response:
         """The vector of one text."""
         kitchen.check(body.model)
-
-        async def work() -> Response:
-            made, _ = await vectors([body.prompt] if body.prompt else [], True)
-            return JSONResponse({"embedding": made[0].tolist() if made else []})
-
-        return warned(await unless_gone(request, work, lambda: None), idle(body))
+        texts = [body.prompt] if body.prompt else []
+        return await answered(request, body, texts, lambda vectors, _: {"embedding": vectors.ravel().tolist()})
 
 
 def _models(app: FastAPI, kitchen: Kitchen) -> None:
@@ -248,10 +224,6 @@ def _models(app: FastAPI, kitchen: Kitchen) -> None:
 
 def _json_line(value: Json) -> str:
     return json.dumps(value, ensure_ascii=False) + "\n"
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat().replace("+00:00", "Z")
 
 
 def _nanoseconds(seconds: float) -> int:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from datetime import UTC, datetime, timedelta
+import time
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from forerun.server.answers import started
 from forerun.server.kitchen import Kitchen
 
 Json = dict[str, Any]
-FOR_GOOD = timedelta(days=36500)  # how long the model stays loaded
+FOR_GOOD = 36500 * 86400  # seconds that the model stays loaded
 
 
 class Card:
@@ -44,10 +45,10 @@ class Card:
 
     def listed(self) -> Json:
         """Its entry in /api/tags."""
-        names = {"name": self.name, "model": self.name}
         return {
-            **names,
-            "modified_at": _time(self.modified),
+            "name": self.name,
+            "model": self.name,
+            "modified_at": stamp(self.modified),
             "size": self.file.bytes,
             "digest": self.digest,
             "details": self.details,
@@ -61,7 +62,7 @@ class Card:
         return listed | {
             "size": size,
             "size_vram": size if on_gpu else 0,
-            "expires_at": (datetime.fromtimestamp(started(), UTC) + FOR_GOOD).isoformat().replace("+00:00", "Z"),
+            "expires_at": stamp(started() + FOR_GOOD),
             "context_length": self.llm.decoder.context,
         }
 
@@ -85,7 +86,7 @@ class Card:
             "details": self.details,
             "model_info": general | {f"{c.family}.{name}": value for name, value in sizes.items()},
             "capabilities": ["completion", *(["tools"] if "tools" in template else [])],
-            "modified_at": _time(self.modified),
+            "modified_at": stamp(self.modified),
         }
 
 
@@ -93,5 +94,6 @@ def _size(count: int) -> str:
     return f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.1f}M"
 
 
-def _time(seconds: int) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
+def stamp(seconds: float | None = None) -> str:
+    """A time as Ollama writes it; now unless it says otherwise."""
+    return datetime.fromtimestamp(time.time() if seconds is None else seconds, UTC).isoformat().replace("+00:00", "Z")

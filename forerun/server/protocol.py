@@ -120,32 +120,37 @@ class ResponseFormat(Strict):
     choice: List[str] | None = None
 
 
-class Generation(Ignored):
-    """What completions and chats have in common."""
+class Sampled(Ignored):
+    """What everything that generates has in common."""
 
     model: str | None = None
     temperature: Number | None = None
     top_p: Number | None = None
-    n: int | None = None
     stop: Stops | None = None
     seed: int | None = None
-    logit_bias: Annotated[dict[str, Number], BeforeValidator(_biases)] | None = None
     presence_penalty: Number | None = None
     frequency_penalty: Number | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     top_k: int | None = None
     min_p: Number | None = None
     repetition_penalty: Number | None = None
     min_tokens: int | None = None
+    speculative: bool | Speculative | None = None
+    cache_salt: Salt | None = None
+
+
+class Generation(Sampled):
+    """What completions and chats have in common."""
+
+    n: int | None = None
+    logit_bias: Annotated[dict[str, Number], BeforeValidator(_biases)] | None = None
+    stream_options: StreamOptions | None = None
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[List[int], Field(max_length=1024)] | None = None
     return_token_ids: bool | None = None
-    speculative: bool | Speculative | None = None
     documents: Annotated[List[str], Field(max_length=64)] | None = None
     trace: bool | None = None
-    cache_salt: Salt | None = None
 
 
 class CompletionRequest(Generation):
@@ -276,17 +281,12 @@ class FlatToolChoice(Strict):
     name: str
 
 
-class ResponsesRequest(Ignored):
-    """OpenAI's Responses, without memory: what was said before comes with the request. The fields behind `seed` are
-    those of chats."""
+class ResponsesRequest(Sampled):
+    """OpenAI's Responses, without memory: what was said before comes with the request."""
 
     input: str | Annotated[List[InputItem], Field(min_length=1, max_length=MOST_MESSAGES)]
-    model: str | None = None
     instructions: str | None = None
     max_output_tokens: int | None = None
-    temperature: Number | None = None
-    top_p: Number | None = None
-    stream: bool | None = None
     text: TextOptions | None = None
     tools: Annotated[List[FlatTool], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | FlatToolChoice | None = None
@@ -295,17 +295,6 @@ class ResponsesRequest(Ignored):
     reasoning: dict[str, Any] | None = None
     include: List[str] | None = None
     background: bool | None = None
-    seed: int | None = None
-    speculative: bool | Speculative | None = None
-    cache_salt: Salt | None = None
-    stop: Stops | None = None
-    top_k: int | None = None
-    min_p: Number | None = None
-    min_tokens: int | None = None
-    presence_penalty: Number | None = None
-    frequency_penalty: Number | None = None
-    repetition_penalty: Number | None = None
-    response_format: ResponseFormat | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import shlex
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -36,28 +35,6 @@ EXAMPLES: dict[str, dict[str, Any]] = {
 }
 BASES = 8  # addresses of the server for which the page is kept
 TEMPLATE = Path(__file__).with_name("docs.html")
-
-
-@dataclass(frozen=True, slots=True)
-class FieldRow:
-    """One field of a request."""
-
-    name: str
-    kind: str
-    needed: bool
-    says: str
-
-
-@dataclass(frozen=True, slots=True)
-class Endpoint:
-    """One operation. `others` are the fields that other servers have."""
-
-    method: str
-    path: str
-    says: str
-    fields: list[FieldRow]
-    others: list[FieldRow]
-    command: str
 
 
 def add_page(app: FastAPI, model: str, keyed: bool) -> None:
@@ -97,26 +74,27 @@ def page(document: dict[str, Any], model: str, base: str, keyed: bool) -> str:
 
 def _endpoint(
     document: dict[str, Any], method: str, path: str, operation: dict[str, Any], model: str, base: str, keyed: bool
-) -> Endpoint:
-    rows: list[FieldRow] = []
+) -> dict[str, Any]:
+    """What the template says of one operation; `others` are the fields that other servers have."""
+    rows: list[dict[str, Any]] = []
     body = operation.get("requestBody")
     if body is not None:
         schema = _resolved(document, body["content"]["application/json"]["schema"])
         needed = schema.get("required", ())
         rows = [
-            FieldRow(name, _kind(document, field), name in needed, field.get("description", ""))
-            for name, field in schema["properties"].items()
+            {"name": name, "kind": _kind(document, f), "needed": name in needed, "says": f.get("description", "")}
+            for name, f in schema["properties"].items()
         ]
-    rows.sort(key=lambda row: not row.needed)
-    others = [row for row in rows if row.says.startswith(MOVED)]
-    return Endpoint(
-        method.upper(),
-        path,
-        operation.get("description", ""),
-        [row for row in rows if row not in others],
-        others,
-        _command(method.upper(), path, model, base, keyed),
-    )
+    rows.sort(key=lambda row: not row["needed"])
+    others = [row for row in rows if row["says"].startswith(MOVED)]
+    return {
+        "method": method.upper(),
+        "path": path,
+        "says": operation.get("description", ""),
+        "fields": [row for row in rows if row not in others],
+        "others": others,
+        "command": _command(method.upper(), path, model, base, keyed),
+    }
 
 
 def _resolved(document: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from fastapi import Request, Response
 from pydantic import ValidationError
 
-from forerun.server import errors, tools
+from forerun.server import errors
 from forerun.server.answers import Answer, finish, usage
-from forerun.server.api import accepted, chat_orders, event_line, size_of, sse, submit, unless_gone
-from forerun.server.dialects import Chat
+from forerun.server.api import answer, chat_orders
+from forerun.server.dialects import Chat, Dialect, event_line
 from forerun.server.errors import ApiError
 from forerun.server.kitchen import Kitchen
-from forerun.server.protocol import ChatRequest, FlatToolChoice, InputItem, ResponsesRequest
-from forerun.server.tickets import Group
+from forerun.server.protocol import ChatRequest, FlatToolChoice, InputItem, ResponsesRequest, Sampled
+from forerun.types import Event
 
-SAME = (  # as in a chat
-    *("model", "temperature", "top_p", "stream", "seed", "speculative", "stop", "top_k", "min_p", "min_tokens"),
-    *("presence_penalty", "frequency_penalty", "repetition_penalty", "response_format", "chat_template_kwargs"),
-    "cache_salt",
-)
+SAME = {*Sampled.__annotations__, "chat_template_kwargs"}  # as in a chat
 
 
 async def responses(kitchen: Kitchen, body: ResponsesRequest, http: Request) -> Response:
@@ -37,22 +33,15 @@ async def responses(kitchen: Kitchen, body: ResponsesRequest, http: Request) -> 
     except ApiError as error:
         error.param = "input" if error.param == "messages" else error.param
         raise
-    group = await submit(kitchen, orders)
-    writer = Writer(chat, body)
-    if body.stream:
-        await accepted(kitchen, group)
-        return sse(writer.stream(group))
-    return await unless_gone(http, lambda: writer.whole(group), lambda: kitchen.service.cancel(group))
+    return await answer(kitchen, Responses(chat, body), orders, http)
 
 
 def as_chat(body: ResponsesRequest) -> ChatRequest:
     """The chat that a Responses request asks for."""
     messages = [{"role": "system", "content": body.instructions}] if body.instructions else []
     items = [InputItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
-    chat: dict[str, Any] = {"messages": messages + [_message(item) for item in items]}
-    for name in SAME:
-        if (value := getattr(body, name)) is not None:
-            chat[name] = value.model_dump(exclude_none=True, by_alias=True) if hasattr(value, "model_dump") else value
+    chat = body.model_dump(include=SAME, exclude_none=True, by_alias=True)
+    chat["messages"] = messages + [_message(item) for item in items]
     if body.max_output_tokens is not None:
         chat["max_tokens"] = body.max_output_tokens
     if body.tools:
@@ -94,65 +83,55 @@ def _message(item: InputItem) -> dict[str, Any]:
     return {"role": item.role or "user", "content": parts}
 
 
-class Writer:
-    """Writes one response, whole or as events with rising sequence numbers."""
+class Responses(Dialect):
+    """OpenAI's Responses: one answer, whole or as events with rising sequence numbers."""
 
     def __init__(self, chat: Chat, body: ResponsesRequest) -> None:
+        super().__init__(bool(body.stream), body.left_out)
         self.chat, self.body, self.number = chat, body, 0
         self.id, self.item = f"resp_{secrets.token_hex(16)}", f"msg_{secrets.token_hex(16)}"
+        self.at: dict[str, Any] = {"item_id": self.item, "output_index": 0, "content_index": 0}
+        self.texts: list[str] = []
 
-    async def whole(self, group: Group) -> Response:
-        """The answer in one piece."""
-        answer = Answer(group.tickets[0])
-        await group.accepted()
-        async for _, event in group.events():
-            answer.add(event)
-        return await self.chat.kitchen.write(lambda: self._response(answer), size_of(answer))
+    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        return self._response(answers[0])
 
-    async def stream(self, group: Group) -> AsyncIterator[str]:
-        """The answer event by event."""
-        answer, at = Answer(group.tickets[0]), {"item_id": self.item, "output_index": 0, "content_index": 0}
-        empty = {"id": self.item, "type": "message", "role": "assistant", "status": "in_progress", "content": []}
-        texts: list[str] = []
-        try:
-            yield self._event("response.created", response=self._response(None))
-            yield self._event("response.in_progress", response=self._response(None))
-            async for _, event in group.events():
-                answer.add(event)
-                for choice in self.chat.deltas(answer, 0, event):
-                    text = choice["delta"].get("content")
-                    if not text:
-                        continue
-                    if not texts:
-                        yield self._event("response.output_item.added", output_index=0, item=empty)
-                        yield self._event("response.content_part.added", **at, part=_part(""))
-                    texts.append(text)
-                    yield self._event("response.output_text.delta", **at, delta=text, logprobs=[])
-            for line in self._end(answer, "".join(texts), at):
-                yield line
-        except Exception as error:
-            yield self._event("error", **{k: v for k, v in errors.told(error)[1]["error"].items() if k != "type"})
-        finally:
-            self.chat.kitchen.service.cancel(group)
+    def begin(self, answers: Sequence[Answer]) -> Iterable[str]:
+        yield self._event("response.created", response=self._response(None))
+        yield self._event("response.in_progress", response=self._response(None))
 
-    def _end(self, answer: Answer, sent: str, at: dict[str, Any]) -> list[str]:
-        """The events behind the last text: what was streamed is done, then calls, then the whole."""
-        response, lines = self._response(answer), []
+    def lines(self, answers: Sequence[Answer], index: int, event: Event) -> Iterable[str]:
+        text = self.chat.change(answers[0], 0, event)["delta"].get("content")
+        if not text:
+            return
+        if not self.texts:
+            empty = {"id": self.item, "type": "message", "role": "assistant", "status": "in_progress", "content": []}
+            yield self._event("response.output_item.added", output_index=0, item=empty)
+            yield self._event("response.content_part.added", **self.at, part=_part(""))
+        self.texts.append(text)
+        yield self._event("response.output_text.delta", **self.at, delta=text, logprobs=[])
+
+    def end(self, answers: Sequence[Answer]) -> Iterable[str]:
+        """What was streamed is done, then calls, then the whole."""
+        response, sent = self._response(answers[0]), "".join(self.texts)
         for i, item in enumerate(response["output"]):
             if item["type"] == "message" and sent:
-                lines.append(self._event("response.output_text.done", **at, text=sent, logprobs=[]))
-                lines.append(self._event("response.content_part.done", **at, part=_part(sent)))
+                yield self._event("response.output_text.done", **self.at, text=sent, logprobs=[])
+                yield self._event("response.content_part.done", **self.at, part=_part(sent))
             else:
                 begun = item | ({"arguments": "", "status": "in_progress"} if item["type"] == "function_call" else {})
-                lines.append(self._event("response.output_item.added", output_index=i, item=begun))
+                yield self._event("response.output_item.added", output_index=i, item=begun)
             if item["type"] == "function_call":
                 where, said = {"item_id": item["id"], "output_index": i}, item["arguments"]
-                lines.append(self._event("response.function_call_arguments.delta", **where, delta=said))
+                yield self._event("response.function_call_arguments.delta", **where, delta=said)
                 done = where | {"name": item["name"], "arguments": said}
-                lines.append(self._event("response.function_call_arguments.done", **done))
-            lines.append(self._event("response.output_item.done", output_index=i, item=item))
+                yield self._event("response.function_call_arguments.done", **done)
+            yield self._event("response.output_item.done", output_index=i, item=item)
         kind = "response.incomplete" if response["status"] == "incomplete" else "response.completed"
-        return [*lines, self._event(kind, response=response)]
+        yield self._event(kind, response=response)
+
+    def failed(self, error: Exception) -> str:
+        return self._event("error", **{k: v for k, v in errors.told(error)[1]["error"].items() if k != "type"})
 
     def _event(self, kind: str, **values: Any) -> str:
         line = event_line({"type": kind, "sequence_number": self.number, **values})
@@ -193,7 +172,7 @@ class Writer:
         }
 
     def _output(self, answer: Answer, status: str) -> list[dict[str, Any]]:
-        text, calls = tools.find(answer.text, self.chat.tools) if self.chat.tools else (answer.text, [])
+        text, calls = self.chat.found(answer)
         items: list[dict[str, Any]] = []
         if text or not calls:
             message = {"id": self.item, "type": "message", "role": "assistant", "status": status}

@@ -10,7 +10,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from functools import partial
 from types import FrameType
 from typing import Any, Protocol
 
@@ -20,9 +21,9 @@ from starlette.applications import Starlette
 from forerun.llm import LLM
 from forerun.probe import probe
 from forerun.sandbox import stop_all
-from forerun.server.addresses import is_loopback
 from forerun.server.app import describe, make_app
 from forerun.server.connections import connections
+from forerun.server.listen import is_loopback
 from forerun.server.settings import Settings
 from forerun.server.tenants import Callers
 
@@ -30,7 +31,7 @@ log = logging.getLogger("forerun.server")
 
 
 def run(options: dict[str, Any], settings: Settings, listener: socket.socket, verbose: bool) -> int:
-    """Serve on a socket of `listen` until a signal ends it. Returns the exit code: 0 after an orderly shutdown."""
+    """Serve a model on a socket of `listen` until a signal ends it. Returns the exit code, as `serve` does."""
     start_logging(verbose, sys.stderr.isatty())
     try:
         llm = LLM(**options)
@@ -41,15 +42,20 @@ def run(options: dict[str, Any], settings: Settings, listener: socket.socket, ve
     except BaseException:
         listener.close()
         raise
-    host, port = listener.getsockname()[:2]
     if fault:
         log.warning("%s", fault)
     if not is_loopback(settings.host) and not Callers.of(settings):
         log.warning("everybody who reaches %s may use this server: give --api-key or --api-keys", settings.host)
-    listener.listen(2048)
-    where = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     say = greeting if sys.stderr.isatty() else announcement
-    print(say(describe(llm, settings), where), file=sys.stderr, flush=True)
+    return serve(app, settings, listener, partial(say, describe(llm, settings)))
+
+
+def serve(app: Starlette, settings: Settings, listener: socket.socket, say: Callable[[str], str]) -> int:
+    """Serve an application on a socket of `listen` until a signal ends it; `say` makes of the address what is printed
+    first. Returns the exit code: 0 after an orderly shutdown."""
+    host, port = listener.getsockname()[:2]
+    listener.listen(2048)
+    print(say(f"http://{f'[{host}]' if ':' in host else host}:{port}"), file=sys.stderr, flush=True)
     server = Server(app, settings)
     server.run(sockets=[listener])
     server.service.stop()  # a second signal leaves its thread running, under which Python may abort as it ends

@@ -36,8 +36,9 @@ class UnavailableError(Exception):
 class Service:
     """Takes orders while it is up; `watchers` are told of every event and end (metrics, logs)."""
 
-    def __init__(self, llm: LLM, max_queue: int, watchers: Sequence[Watcher] = ()) -> None:
-        self.llm, self.watchers, self.draining = llm, watchers, False
+    def __init__(self, llm: LLM, max_queue: int) -> None:
+        self.llm, self.draining = llm, False
+        self.watchers: tuple[Watcher, ...] = ()
         self.limit = max_queue + llm.config.max_rows
         self.tickets: set[Ticket] = set()
         self.reserved = 0  # places of requests that are being prepared

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from forerun.errors import ConfigError
-from forerun.server.addresses import is_loopback
+from forerun.server.listen import is_loopback
 from forerun.types import SALT
 
 if TYPE_CHECKING:
@@ -82,11 +82,8 @@ class Callers:
     @property
     def clients(self) -> set[str]:
         """The names of clients with keys in the file."""
-        return (
-            set()
-            if self._shared
-            else {caller.tenant for caller in self._known.values() if caller.tenant and not caller.operator}
-        )
+        named = {caller.tenant for caller in self._known.values() if caller.tenant and not caller.operator}
+        return set() if self._shared else named
 
     def find(self, authorization: str) -> Caller | None:
         """Who sends this header; None is nobody. All keys are compared, so that the time says nothing."""

@@ -29,9 +29,8 @@ def required(tools: Sequence[Tool], choice: Any) -> Grammar | None:
     names = [tool.function.name for tool in tools]
     if isinstance(choice, NamedTool):
         if choice.function.name not in names:
-            raise ApiError(
-                400, f"tool_choice names {brief(choice.function.name)}, which is not among tools", "tool_choice"
-            )
+            message = f"tool_choice names {brief(choice.function.name)}, which is not among tools"
+            raise ApiError(400, message, "tool_choice")
         tools = [tool for tool in tools if tool.function.name == choice.function.name]
     if not tools:
         raise ApiError(400, "tool_choice demands a call, but there are no tools", "tool_choice")
@@ -57,9 +56,8 @@ def _definitions(tools: Sequence[Tool]) -> dict[str, Any]:
         own = (tool.function.parameters or {}).get("$defs", {})
         for name, definition in own.items() if isinstance(own, dict) else ():
             if shared.setdefault(name, definition) != definition:
-                raise ApiError(
-                    400, f"two tools define {brief(name)} in different ways: rename it in one of them", "tools"
-                )
+                message = f"two tools define {brief(name)} in different ways: rename it in one of them"
+                raise ApiError(400, message, "tools")
     return shared
 
 

@@ -164,13 +164,6 @@ def sampling(
     return SamplingParams.of(**options)
 
 
-def room(llm: LLM, tokens: Sequence[int], wanted: int | None) -> int:
-    """max_tokens of a chat: what was asked for, or all there is room for."""
-    if wanted is not None:
-        return wanted
-    return max(1, llm.room - len(tokens))
-
-
 def orders(
     llm: LLM,
     prompts: Sequence[list[int]],

@@ -5,17 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from fastapi.responses import JSONResponse
-
 SLICE = 64  # items of a list that are written at once
 LEVELS = 5  # down to the entries of log-probabilities
-
-
-class WholeAnswer(JSONResponse):
-    """An answer in one piece; to be made beside the event loop."""
-
-    def render(self, content: Any) -> bytes:
-        return written(content).encode()
 
 
 def written(value: Any, levels: int = LEVELS) -> str:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from forerun.cluster.affinity import Routing
+from forerun.cluster.affinity import Routing, prefixes
 from forerun.cluster.ledger import Ledger
-from forerun.cluster.prefixes import prefixes
 
 
 @dataclass(frozen=True)

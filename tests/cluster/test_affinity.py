@@ -4,9 +4,8 @@ from collections.abc import Callable
 
 import pytest
 
-from forerun.cluster.affinity import HOLDERS, Affinity, Routing
+from forerun.cluster.affinity import HOLDERS, Affinity, Routing, prefixes
 from forerun.cluster.ledger import Ledger
-from forerun.cluster.prefixes import prefixes
 from forerun.errors import ConfigError
 from tests.cluster.fleet import play
 

@@ -35,7 +35,7 @@ def test_one_goes_on_in_a_round() -> None:
     passed: list[int] = []
 
     async def main() -> None:
-        kitchen, number = Kitchen(nothing, "", "", 0.0, 0, nothing), 0
+        kitchen, number = Kitchen(nothing, "", "", 0.0, 0), 0
 
         async def one() -> None:
             await kitchen.turn()

@@ -8,7 +8,7 @@ import pytest
 from starlette.datastructures import Headers
 
 from forerun.llm import LLM
-from forerun.server.hosts import Hosts, is_loopback
+from forerun.server.gate import Hosts, is_loopback
 from forerun.server.settings import Settings
 from tests.server.serving import Serving, serving
 
