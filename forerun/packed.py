@@ -21,6 +21,7 @@ from torch import Tensor
 from forerun.kernels import native
 from forerun.kernels.native import CMatrix, COp
 from forerun.kernels.native.layout import interleave, lay_out
+from forerun.machine import give_back
 from forerun.models.gguf.blocks import FLOATS, FORMS, TYPE_IDS, Blocks, floats, no_numbers
 from forerun.models.gguf.container import open_gguf
 from forerun.models.packed_cache import Broken, Kept, PackedCache
@@ -62,7 +63,7 @@ class Packed:
         )  # fmt: skip
         self._fill(weight, gated, padded)
         if size >= LARGE:
-            native.give_back()
+            give_back()
 
     def _fill(self, weight: Tensor | Exact | Kept | Blocks, gated: bool, padded: int) -> None:
         if isinstance(weight, Kept):

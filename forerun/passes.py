@@ -36,7 +36,7 @@ class Pass:
             at = cache.length[s.slot]
             want += [len(ids) + i for i in s.want]
             ids += s.tokens
-            lines += [cache.pages.line(s.slot)] * len(s.tokens)
+            lines += [cache.pages.lines[s.slot]] * len(s.tokens)
             store += table[s.slot, at + s.offset : at + len(s.parents)].tolist()
             for straight, path in _sights(s.parents)[s.offset :]:
                 positions.append(at + straight + len(path) - 1)
@@ -149,7 +149,7 @@ class Steps(Pass):
         self.positions, self.direct = array("q", positions), array("i", [at + 1 for at in positions])
         lines = [cache.pages.rows[x.slot, at : at + draws.levels].tolist() for x, at in zip(links, starts, strict=True)]
         self.store = array("q", _by_level(lines))
-        self.lines = array("Q", [cache.pages.line(link.slot) for link in links])
+        self.lines = array("Q", [cache.pages.lines[link.slot] for link in links])
         self.want, self.extra = array("q", range(len(links))), array("q")
         self.extra_at, self.ids = array("i", [0] * (len(links) + 1)), array("q", [link.token for link in links])
 

@@ -66,14 +66,9 @@ class Attention:
         lengths = [cache.length[s.slot] for s in segments]
         new = [d[s.offset :] for s, d in zip(segments, depths, strict=True)]
         self.positions = self._tensor(np.concatenate([n + at for n, at in zip(new, lengths, strict=True)]))
-        self.rows = self._compact(
-            np.concatenate(
-                [
-                    cache.pages.rows[s.slot, at + s.offset : at + len(s.parents)]
-                    for s, at in zip(segments, lengths, strict=True)
-                ]
-            )
-        )
+        spans = [slice(at + s.offset, at + len(s.parents)) for s, at in zip(segments, lengths, strict=True)]
+        rows = [cache.pages.rows[s.slot, span] for s, span in zip(segments, spans, strict=True)]
+        self.rows = self._compact(np.concatenate(rows))
         short = [i for i, s in enumerate(segments) if len(s.tokens) <= TOGETHER]
         batches = ([short] if short else []) + [[i] for i, s in enumerate(segments) if len(s.tokens) > TOGETHER]
         self.groups = [self._group([segments[i] for i in b], [depths[i] for i in b], starts[b]) for b in batches]
@@ -82,21 +77,21 @@ class Attention:
         """Store k, v [T, Hkv, D] of this layer, attend with q [T, Hq, D] -> [T, Hq, D]."""
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         keys[self.rows], values[self.rows] = k, v
-        sight, c = self.config.sight(layer), self.config
+        sight = self.config.sight(layer)
         if len(self.groups) == 1 and isinstance(self.groups[0].queries, slice):
-            return self._attend(self.groups[0], q, keys, values, sight, c)[0]
+            return self._attend(self.groups[0], q, keys, values, sight)[0]
         out = torch.empty_like(q)
         for group in self.groups:
-            attended = self._attend(group, q, keys, values, sight, c)
+            attended = self._attend(group, q, keys, values, sight)
             if group.filled is None:
-                out[group.queries] = attended[0] if isinstance(group.queries, slice) else attended
+                out[group.queries] = attended  # of one segment alone [1, N, Hq, D]
             else:
                 assert isinstance(group.queries, Tensor)
                 out[group.queries[group.filled]] = attended[group.filled]
         return out
 
-    @staticmethod
-    def _attend(group: _Group, q: Tensor, keys: Tensor, values: Tensor, sight: Sight, c: ModelConfig) -> Tensor:
+    def _attend(self, group: _Group, q: Tensor, keys: Tensor, values: Tensor, sight: Sight) -> Tensor:
+        c = self.config
         q, keys, values = q[group.queries], keys[group.keys], values[group.keys]
         if isinstance(group.queries, slice):
             q = q[None]
@@ -109,22 +104,17 @@ class Attention:
         counts = [len(s.tokens) for s in segments]
         totals = [at + len(s.parents) for s, at in zip(segments, lengths, strict=True)]
         queries, width = max(counts), max(totals)
+        masks = self._masks(segments, depths, queries, width)
         if len(segments) == 1:
             at = int(starts[0])
             rows = self._compact(self.cache.pages.rows[segments[0].slot, :width])
-            keys = rows if isinstance(rows, slice) else rows[None]
-            return _Group(slice(at, at + queries), keys, self._masks(segments, depths, queries, width), None)
+            return _Group(slice(at, at + queries), rows if isinstance(rows, slice) else rows[None], masks, None)
         index = np.minimum(np.arange(queries), np.asarray(counts)[:, None] - 1) + np.asarray(starts)[:, None]
         table = np.stack([self.cache.pages.rows[s.slot, :width] for s in segments])
         # past a slot's own end stand rows of whoever had them before: masked, but read, so read something finite
         table = np.where(np.arange(width) < np.asarray(totals)[:, None], table, table[:, :1])
         filled = np.arange(queries) < np.asarray(counts)[:, None]
-        return _Group(
-            self._tensor(index),
-            self._tensor(table),
-            self._masks(segments, depths, queries, width),
-            None if filled.all() else self._tensor(filled),
-        )
+        return _Group(self._tensor(index), self._tensor(table), masks, None if filled.all() else self._tensor(filled))
 
     def _masks(
         self, segments: list[Segment], depths: list[np.ndarray], queries: int, width: int
@@ -136,13 +126,13 @@ class Attention:
             seen[r, :count, :at] = True
             seen[r, :count, at : at + len(segment.parents)] = _ancestors(segment.parents)[segment.offset :]
             seen[r, count:, 0] = True  # a padding query must see something, or it is NaN
-        masks: dict[Sight, np.ndarray] = {}
+        masks: dict[Sight, Tensor | None] = {}
         for window, sinks in set(map(self.config.sight, range(self.config.layers))):
             mask = seen
             if window is not None:
                 mask = seen & ((self._distances(segments, depths, seen.shape) < window) | (np.arange(width) < sinks))
-            masks[window, sinks] = mask
-        return {sight: None if mask.all() else self._tensor(mask) for sight, mask in masks.items()}
+            masks[window, sinks] = None if mask.all() else self._tensor(mask)
+        return masks
 
     def _distances(self, segments: list[Segment], depths: list[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
         """How many positions each key lies before each query; 0 for padding. int32 [R, N, K]"""

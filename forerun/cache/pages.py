@@ -26,7 +26,7 @@ class Pages:
         self.count, self.size, self.ahead = count, size, ahead
         # rows[slot, i]: the row of the KV tensors that holds logical index i
         self.rows = np.zeros((slots, -(-context // size) * size), dtype=np.int64)
-        self._lines: list[int] = [self.rows[slot].ctypes.data for slot in range(slots)]
+        self.lines: list[int] = [self.rows[slot].ctypes.data for slot in range(slots)]  # addresses
         self.held: list[list[int]] = [[] for _ in range(slots)]
         self.free = list(range(count - 1, -1, -1))
         self.idle: OrderedDict[int, None] = OrderedDict()
@@ -35,10 +35,6 @@ class Pages:
         self.page_of: dict[bytes, int] = {}
         self.chain: list[list[bytes]] = [[] for _ in range(slots)]
         self.root = [_root("")] * slots  # what stands before the first page: prefixes are shared within a tenant
-
-    def line(self, slot: int) -> int:
-        """The address of a slot's line in `rows`."""
-        return self._lines[slot]
 
     @property
     def available(self) -> int:

@@ -23,7 +23,7 @@ from forerun.check.rules import ENUMERABLE
 from forerun.rng import Lane
 from forerun.types import Draft, Law, Verdict
 from forerun.verify import RULES, Noise, Rule, block, match
-from forerun.verify.base import Coins, RatioRule, Verify, law_of, one_hot, ratio, residual
+from forerun.verify.base import Coins, RatioRule, Verify, law_of, ratio, residual
 
 LENIENCE = 0.8
 UNLIKELY = 0.3
@@ -141,7 +141,7 @@ def _rows_late(rule: RatioRule, draft: Draft, p: np.ndarray, coins: Coins) -> Ve
 def _independent_match(rule: RatioRule, draft: Draft, p: np.ndarray, coins: Coins) -> Verdict:
     for node in range(1, len(draft)):
         if coins.draw(p[node - 1], node - 1) != draft.tokens[node]:
-            rest = residual(p[node - 1], _law(draft, node, p))
+            rest = residual(p[node - 1], law_of(draft, node, p))
             return Verdict([*draft.tokens[1:node], coins.draw(rest, node + len(draft))], list(range(node)))
     last = len(draft) - 1
     return Verdict([*draft.tokens[1:], coins.draw(p[last], last)], list(range(len(draft))))
@@ -149,7 +149,7 @@ def _independent_match(rule: RatioRule, draft: Draft, p: np.ndarray, coins: Coin
 
 @_fault("skipped-rejection", "a token is accepted behind a rejected one", "token")
 def _skipped_rejection(rule: RatioRule, draft: Draft, p: np.ndarray, coins: Coins) -> Verdict:
-    laws = [_law(draft, node, p) for node in range(1, len(draft))]
+    laws = [law_of(draft, node, p) for node in range(1, len(draft))]
     tests = [(p[i][draft.tokens[i + 1]], q[draft.tokens[i + 1]]) for i, q in enumerate(laws)]
     last = max((i + 1 for i, (a, b) in enumerate(tests) if coins.accept(a, b, i + 1)), default=0)
     law = p[last] if last == len(draft) - 1 else residual(p[last], laws[last])
@@ -162,7 +162,7 @@ def _residual_of_token(rule: RatioRule, draft: Draft, p: np.ndarray, coins: Coin
     last = len(verdict.path) - 1
     if last == len(draft) - 1:
         return verdict
-    rest = residual(p[last], _law(draft, last + 1, p))
+    rest = residual(p[last], law_of(draft, last + 1, p))
     return Verdict([*verdict.tokens[:-1], coins.draw(rest, last + len(draft))], verdict.path)
 
 
@@ -170,7 +170,7 @@ def _residual_of_token(rule: RatioRule, draft: Draft, p: np.ndarray, coins: Coin
 def _uncapped(rule: RatioRule, draft: Draft, p: np.ndarray, coins: Coins) -> Verdict:
     product, last = 1, len(draft) - 1
     for node in range(1, len(draft)):
-        product *= p[node - 1][draft.tokens[node]] / _law(draft, node, p)[draft.tokens[node]]
+        product *= p[node - 1][draft.tokens[node]] / law_of(draft, node, p)[draft.tokens[node]]
 
     def accept(mass: float, whole: float, node: int) -> bool:
         return coins.accept(product if node == last else mass, whole, node)
@@ -184,7 +184,7 @@ def _one_law_for_siblings(rule: RatioRule, draft: Draft, p: np.ndarray, coins: C
     while True:
         rest = p[node]
         for child in children[node]:
-            q = _law(draft, child, p)
+            q = law_of(draft, child, p)
             if coins.accept(p[node][draft.tokens[child]], q[draft.tokens[child]], child):
                 node = child
                 break
@@ -192,12 +192,6 @@ def _one_law_for_siblings(rule: RatioRule, draft: Draft, p: np.ndarray, coins: C
         else:
             path = draft.path_to(node)
             return Verdict([*(draft.tokens[i] for i in path[1:]), coins.draw(rest, node)], path)
-
-
-def _law(draft: Draft, node: int, p: np.ndarray) -> np.ndarray:
-    """q of a node, one-hot rows written out. [V]"""
-    q = law_of(draft, node)
-    return one_hot(draft.tokens[node], p[draft.parents[node]]) if q is None else q
 
 
 # Mistakes of the drafter, as the rule sees them: what was drawn is not what q says.
@@ -246,7 +240,7 @@ def _unlikely_dropped(rule: RatioRule, draft: Draft, p: np.ndarray, coins: Coins
     if draft.parents != list(range(-1, len(draft) - 1)):
         return rule(draft, p, coins)
     sampled = [n for n in range(1, len(draft)) if draft.laws[n] is Law.SAMPLED]
-    cut = next((n for n in sampled if _law(draft, n, p)[draft.tokens[n]] < UNLIKELY), len(draft))
+    cut = next((n for n in sampled if law_of(draft, n, p)[draft.tokens[n]] < UNLIKELY), len(draft))
     return rule(draft.first(cut - 1), p[:cut], coins)
 
 

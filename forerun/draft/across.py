@@ -14,10 +14,8 @@ import torch
 from torch import Tensor
 
 from forerun import rng
-from forerun.cache.attention import Segment
 from forerun.draft.base import Proposer, Reference, Row
-from forerun.draft.model import DraftModel
-from forerun.draft.pard import draft_model
+from forerun.draft.model import DraftModel, draft_model
 from forerun.draft.retold import Retold, behind, continued
 from forerun.draft.tree import Tree, grow
 from forerun.draft.vocabularies import Shared, Words, same_tokens
@@ -25,37 +23,32 @@ from forerun.errors import LoadError
 from forerun.kernels.draw import gumbel_argmax
 from forerun.models.config import note
 from forerun.models.text import Tokenizer
-from forerun.passes import Link
 from forerun.runner import Runner
 from forerun.sampling.filters import shape_logits
 from forerun.types import Draft
 
 
-class Chain:
-    """A draft under construction: what the drafter `said`, in its own tokens, behind its reading of the text.
-
-    `inner` is the request in the drafter's tokens.
-    """
+class Retelling(Tree):
+    """A chain under construction in the drafter's tokens; `row` is the request in these, `asked` in the target's."""
 
     def __init__(self, row: Row, text: Retold, shared: Shared, source: str) -> None:
-        self.row, self.inner, self.shared, self.source = row, replace(row, tokens=text.tokens), shared, source
-        self.said: list[int] = []
+        super().__init__(row)
+        self.row, self.asked, self.shared, self.source = replace(row, tokens=text.tokens), row, shared, source
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether nothing more can be said."""
-        return len(self.said) == self.row.depth or (bool(self.said) and not self.shared.drafter.meanings[self.said[-1]])
+    def extend(self, tokens: Sequence[int], source: str) -> None:
+        """Add a chain behind the last node, up to a token without text: nothing more can be said behind that."""
+        for token in tokens:
+            super().extend([token], source)
+            if not self.shared.drafter.meanings[token]:
+                self.frontier = []
+                break
 
     def grow(self, logits: Tensor) -> None:
         """Say one more token. logits [1, D]: the drafter's after the last."""
         raise NotImplementedError
 
-    def finish(self) -> Draft:
-        """The draft in the target's tokens."""
-        raise NotImplementedError
 
-
-class Spelled(Chain):
+class Spelled(Retelling):
     """One of tokens that the target may not have: what it says is text."""
 
     def __init__(self, row: Row, text: Retold, shared: Shared, source: str) -> None:
@@ -69,13 +62,14 @@ class Spelled(Chain):
         return self.row.params.greedy
 
     def grow(self, logits: Tensor) -> None:
-        scores = logits if self.is_plain else shape_logits(logits, [self.row.params])
-        self.said.append(int(scores.argmax()) if self.is_plain else self._draw(scores))
+        token = int(logits.argmax()) if self.is_plain else self._draw(shape_logits(logits, [self.row.params]))
+        self.extend([token], self.source)
 
     def _draw(self, scores: Tensor) -> int:
         """Draw with the noise of the target's next token; of the tokens that are not shared the likeliest takes part,
         with the noise of the target's token that it begins with. scores [1, D]"""
-        shared, depth = self.shared, len(self._tokens(self.said))
+        shared, said = self.shared, self.draft.tokens[1:]
+        depth = len(self._tokens(said))
         key = self.row.noise.target(depth)
         common, others = shared.across(scores), shared.others(scores)
         other = int(others.argmax())
@@ -83,7 +77,7 @@ class Spelled(Chain):
             return other
         token = int(gumbel_argmax(common, [key]))
         value, best = float(others[0, other]), float(common[0, token]) + rng.gumbel_scalar(key, token)
-        for begun in self._tokens([*self.said, other])[depth : depth + 1]:
+        for begun in self._tokens([*said, other])[depth : depth + 1]:
             value += rng.gumbel_scalar(key, begun)
         return other if value > best else shared.to_draft[token]
 
@@ -94,11 +88,12 @@ class Spelled(Chain):
         end = self.shared.to_target[said[-1]] if said and not meanings[said[-1]] else -1
         return [*continued(self.shared.target, self._before, text), *([end] if end >= 0 else [])]
 
-    def finish(self) -> Draft:
-        return Draft.chain(self.row.tokens[-1], self._tokens(self.said)[: self.row.depth], self.source)
+    def finish(self, vocab: int) -> Draft:
+        tokens = self._tokens(self.draft.tokens[1:])[: self.row.depth]
+        return Draft.chain(self.asked.tokens[-1], tokens, self.source)
 
 
-class Common(Chain):
+class Common(Retelling):
     """One of tokens that both have, with the laws they were drawn from."""
 
     def __init__(self, row: Row, text: Retold, shared: Shared, source: str) -> None:
@@ -107,17 +102,17 @@ class Common(Chain):
 
     def grow(self, logits: Tensor) -> None:
         grow([self._tree], self.shared.across(logits), 1, self.source)
-        self.said = [self.shared.to_draft[token] for token in self._tree.draft.tokens[1:]]
+        self.extend([self.shared.to_draft[self._tree.draft.tokens[-1]]], self.source)
 
-    def finish(self) -> Draft:
+    def finish(self, vocab: int) -> Draft:
         return self._tree.finish(len(self.shared.to_draft))
 
 
 class AcrossModel(DraftModel):
     """Proposes what `runner`'s model would say, in the target's tokens: chains."""
 
-    def __init__(self, runner: Runner, shared: Shared, name: str = "model") -> None:
-        super().__init__(runner, len(shared.to_target), 1, name)
+    def __init__(self, runner: Runner, shared: Shared) -> None:
+        super().__init__(runner, len(shared.to_target))
         self.shared = shared
         self.texts: dict[int, Retold] = {}
 
@@ -135,56 +130,32 @@ class AcrossModel(DraftModel):
         self.texts.clear()
 
     def propose(self, rows: Sequence[Row]) -> list[Draft]:
-        chains = [self._begin(row) for row in rows]
-        active = [chain for chain in chains if self._can_draft(chain)]
-        logits = self.read([chain.inner for chain in active]) if active else None
-        while logits is not None:
-            for chain, line in zip(active, logits, strict=True):
-                chain.grow(line[None])
-            active = [chain for chain in active if not chain.has_ended]
-            logits = None if not active or self._at_once(active) else self._hear(active)
-        return [chain.finish() for chain in chains]
+        return self.complete([self._begin(row) for row in rows])
 
-    def _begin(self, row: Row) -> Chain:
+    def _begin(self, row: Row) -> Retelling:
         """A draft to be, with what the slot has read brought in line with the text."""
         text, cache = self.texts[row.slot], self.runner.cache
         stands = min(text.read(row.tokens), max(len(text.tokens) - 1, 0))
         cache.rewind(row.slot, min(stands, cache.length[row.slot]))
         return (Spelled if row.coupled else Common)(row, text, self.shared, self.name)
 
-    def _can_draft(self, chain: Chain) -> bool:
-        """Whether there is room, a text to go on from and, under the ratio rules, a token that may follow it."""
-        if not chain.row.coupled:
+    def _grow(self, trees: Sequence[Tree], logits: Tensor) -> None:
+        for tree, line in zip(trees, logits, strict=True):
+            assert isinstance(tree, Retelling)
+            tree.grow(line[None])
+
+    def _has_room(self, row: Row) -> bool:
+        """Whether there is a text to go on from, room and, under the ratio rules, a token that may follow it."""
+        if not row.coupled:
             if not len(self.shared):
                 note("the draft model shares no token with the target: under this rule it drafts nothing")
                 return False
-            if self.texts[chain.row.slot].pending:
+            if self.texts[row.slot].pending:
                 return False
-        return bool(chain.inner.tokens) and self._has_room(chain.inner)
+        return bool(row.tokens) and super()._has_room(row)
 
     def _settled(self, slot: int) -> int:
         return min(self.texts[slot].settled, super()._settled(slot))
-
-    def _hear(self, chains: Sequence[Chain]) -> Tensor:
-        """Run the tokens said last; the logits after them. [F, D]"""
-        return self.say(
-            [
-                Segment(c.row.slot, c.said[-1:], list(range(-1, len(c.said))), [0], offset=len(c.said))
-                for c in chains
-            ]
-        )  # fmt: skip
-
-    def _at_once(self, chains: Sequence[Chain]) -> bool:
-        """Finish chains of likeliest tokens in one native call. False, and nothing done, where that is not possible."""
-        if not all(isinstance(chain, Spelled) and chain.is_plain for chain in chains):
-            return False
-        links = [Link(c.row.slot, c.said[-1], len(c.said), 0.0, [0] * (c.row.depth - len(c.said))) for c in chains]
-        found = self.runner.chain(links, self.vocab)
-        for chain, tokens in zip(chains, found, strict=True) if found else ():
-            for token in tokens:
-                if not chain.has_ended:
-                    chain.said.append(token)
-        return found is not None
 
 
 def make_draft_model(

@@ -14,7 +14,7 @@ Under a coupled rule the noise that the target will draw with is known, so outco
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from threading import Event
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from forerun.cache.attention import Segment
-from forerun.draft.base import Proposer, Reference, Row
+from forerun.draft.base import Reference, Relay, Row
 from forerun.draft.cascade import Cascade
 from forerun.draft.model import DraftModel
 from forerun.draft.tree import Tree, grow
@@ -31,7 +31,7 @@ from forerun.drafts import AHEAD
 from forerun.kernels import native
 from forerun.kernels.draw import say
 from forerun.sampling.filters import shape_logits
-from forerun.types import Draft, States
+from forerun.types import Draft
 from forerun.verify import Noise
 
 OUTCOMES = 8  # that are drafted for in a step, of all requests together, but one of each at least
@@ -42,11 +42,10 @@ TOKEN = 0.5  # and that the target says the likeliest of its tokens at the end o
 KEEP = 0.98  # of what was counted, with each verdict
 
 
-class Ahead(Proposer):
+class Ahead(Relay):
     """Proposes what `model` would, sooner where an outcome came true that it had drafted for.
 
     Attributes:
-        ahead: the engine says when a pass begins and ends (`begin_ahead`, `end_ahead`).
         asked, hits: verdicts since something was drafted ahead, and those that were foreseen.
     """
 
@@ -55,7 +54,7 @@ class Ahead(Proposer):
     def __init__(self, model: DraftModel, outcomes: int = OUTCOMES, *, coupled: bool = True) -> None:
         """Of a cascade it is the draft model at its end that goes on. `coupled` ranks outcomes with the target's noise
         where the rule shares it."""
-        self.model, self.name, self.width = model, f"{AHEAD}({model.name})", model.width
+        self.model, self.told, self.name, self.width = model, (model,), f"{AHEAD}({model.name})", model.width
         self.inner = model.model if isinstance(model, Cascade) else model
         self.boundaries, self.learns = model.boundaries, model.learns
         self.outcomes, self.coupled, self.asked, self.hits = outcomes, coupled, 0, 0
@@ -67,27 +66,18 @@ class Ahead(Proposer):
 
     def open(self, slot: int, tokens: Sequence[int], references: Sequence[Reference] = (), tenant: str = "") -> None:
         self._wait()
-        self.model.open(slot, tokens, references, tenant)
+        super().open(slot, tokens, references, tenant)
 
     def close(self, slot: int, finished: Sequence[int] | None = None) -> None:
         self._wait()
         self._foreseen.pop(slot, None)
-        self.model.close(slot, finished)
-
-    def observe(self, slot: int, start: int, features: Mapping[int, States]) -> None:
-        self.model.observe(slot, start, features)
-
-    def learn(self, slot: int, before: Sequence[int], tokens: Sequence[int], logits: Tensor) -> None:
-        self.model.learn(slot, before, tokens, logits)
-
-    def forget(self) -> None:
-        self.model.forget()
+        super().close(slot, finished)
 
     def reset(self) -> None:
         self.end_ahead()
         self._wait()
         self._foreseen.clear()
-        self.model.reset()
+        super().reset()
 
     def propose(self, rows: Sequence[Row]) -> list[Draft]:
         error = self._wait()
@@ -97,8 +87,8 @@ class Ahead(Proposer):
         missed = [row for row in rows if row.slot not in recalled]
         begun = [tree for tree in recalled.values() if tree.frontier and tree.level < tree.row.depth]
         drafts = {slot: tree.finish(self.inner.vocab) for slot, tree in recalled.items()}
-        drafts |= _by_slot(missed, self.model.propose(missed) if missed else [])
-        drafts |= _by_slot([tree.row for tree in begun], self.inner.complete(begun) if begun else [])
+        drafts |= zip((row.slot for row in missed), self.model.propose(missed), strict=True)
+        drafts |= zip((tree.row.slot for tree in begun), self.inner.complete(begun), strict=True)
         return [drafts[row.slot] for row in rows]
 
     def begin_ahead(self, rows: Sequence[Row], drafts: Sequence[Draft]) -> None:
@@ -126,11 +116,10 @@ class Ahead(Proposer):
     def steps(self, foresights: Sequence[_Foresight]) -> Iterator[None]:
         """All that is done ahead, a pass of the model at a time; it may end behind any of them."""
         drafts = [(foresight.draft, range(len(foresight.draft))) for foresight in foresights]
-        logits, start = self.inner.read([foresight.row for foresight in foresights], drafts), 0
-        for foresight in foresights:
-            count = len(foresight.draft)
-            foresight.choose(self._ranked(foresight, logits[start : start + count]), self._odds)
-            start += count
+        logits = self.inner.read([foresight.row for foresight in foresights], drafts)
+        parts = torch.split(logits, [len(nodes) for _, nodes in drafts])
+        for foresight, part in zip(foresights, parts, strict=True):
+            foresight.choose(self._ranked(foresight, part), self._odds)
         yield
         while growing := [foresight for foresight in foresights if foresight.growing]:
             grow([b.tree for f in growing for b in f.growing], self._feed(growing), self.width, self._source)
@@ -208,10 +197,6 @@ class Ahead(Proposer):
             if not free and not torch.isfinite(scores).any(-1).all():
                 break
         return [list(tokens) for tokens in zip(*found, strict=True)]
-
-
-def _by_slot(rows: Sequence[Row], drafts: Sequence[Draft]) -> dict[int, Draft]:
-    return {row.slot: draft for row, draft in zip(rows, drafts, strict=True)}
 
 
 @dataclass(slots=True)

@@ -25,15 +25,12 @@ class SuffixAutomaton:
     def append(self, token: int) -> None:
         """Add one token; amortised constant time."""
         self.text.append(token)
-        new = self._state(dict(), self.length[self.last] + 1, len(self.text) - 1)
+        new = self._state({}, self.length[self.last] + 1, len(self.text) - 1)
         at = self.last
         while at >= 0 and token not in self.next[at]:
             self.next[at][token] = new
             at = self.link[at]
-        if at < 0:
-            self.link[new] = 0
-        else:
-            self.link[new] = self._suffix(at, token)
+        self.link[new] = 0 if at < 0 else self._suffix(at, token)
         self.last = new
         self.match = (self.length[self.link[new]], self.end[self.link[new]])
         self._refresh(self.link[new])

@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Generic, TypeVar
 
 from torch import Tensor
 
@@ -19,6 +20,8 @@ from forerun.draft.automaton import SuffixAutomaton
 from forerun.sampling.params import SamplingParams
 from forerun.types import Draft, States
 from forerun.verify import Noise
+
+Kept = TypeVar("Kept")
 
 
 @dataclass(slots=True)
@@ -172,3 +175,55 @@ class Proposer:
     def propose(self, rows: Sequence[Row]) -> list[Draft]:
         """One draft a row, at most `row.depth` deep. Must not change what a later call would propose for others."""
         raise NotImplementedError
+
+
+class BySlot(Proposer, Generic[Kept]):
+    """Base of those that draft for one request at a time, from what they keep of it in `slots`."""
+
+    def __init__(self) -> None:
+        self.slots: dict[int, Kept] = {}
+
+    def close(self, slot: int, finished: Sequence[int] | None = None) -> None:
+        self.slots.pop(slot, None)
+
+    def reset(self) -> None:
+        self.slots.clear()
+
+    def propose(self, rows: Sequence[Row]) -> list[Draft]:
+        return [self.draft(row, self.slots[row.slot]) for row in rows]
+
+    def draft(self, row: Row, kept: Kept) -> Draft:
+        """What `propose` says for one of its rows."""
+        raise NotImplementedError
+
+
+class Relay(Proposer):
+    """Base of those made of others, which are `told` what happens to a request."""
+
+    told: Sequence[Proposer]
+
+    def open(self, slot: int, tokens: Sequence[int], references: Sequence[Reference] = (), tenant: str = "") -> None:
+        for part in self.told:
+            part.open(slot, tokens, references, tenant)
+
+    def close(self, slot: int, finished: Sequence[int] | None = None) -> None:
+        for part in self.told:
+            part.close(slot, finished)
+
+    def observe(self, slot: int, start: int, features: Mapping[int, States]) -> None:
+        for part in self.told:
+            if part.boundaries:
+                part.observe(slot, start, {b: features[b] for b in part.boundaries})
+
+    def learn(self, slot: int, before: Sequence[int], tokens: Sequence[int], logits: Tensor) -> None:
+        for part in self.told:
+            if part.learns:
+                part.learn(slot, before, tokens, logits)
+
+    def forget(self) -> None:
+        for part in self.told:
+            part.forget()
+
+    def reset(self) -> None:
+        for part in self.told:
+            part.reset()

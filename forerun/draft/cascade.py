@@ -11,19 +11,20 @@ asked once. How deep is decided by what both cost here and by what was accepted 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from forerun import rng
 from forerun.cache.attention import Segment
 from forerun.costs import TICK, Curve
-from forerun.draft.base import Proposer, Reference, Row
+from forerun.draft.base import Proposer, Relay, Row
 from forerun.draft.model import DraftModel
 from forerun.draft.tree import Tree, grow
 from forerun.sampling.filters import shape_logits
-from forerun.types import Draft, Law, States
+from forerun.types import Draft, Law
 from forerun.verify import Noise
 from forerun.verify.token import verify_chain
 
@@ -34,38 +35,17 @@ KEEP = 0.98  # of what was counted of drafts, with each round
 SHORT = 32  # tokens that a model may have missed: to read more is another matter than a round
 
 
-class Cascade(DraftModel):
+class Cascade(Relay, DraftModel):
     """Chains of `model`, for which `first` drafts. Statistics count a token that both said for both."""
 
     def __init__(self, first: Proposer, model: DraftModel) -> None:
         super().__init__(model.runner, model.vocab, 1, f"{first.name}>{model.name}")
-        self.first, self.model = first, model
+        self.first, self.model, self.told = first, model, (first, model)
         self.boundaries, self.learns, self.plan = first.boundaries, first.learns, Plan()
 
     @property
     def source(self) -> str:
         return self.model.source
-
-    def open(self, slot: int, tokens: Sequence[int], references: Sequence[Reference] = (), tenant: str = "") -> None:
-        super().open(slot, tokens, references, tenant)
-        self.first.open(slot, tokens, references, tenant)
-
-    def close(self, slot: int, finished: Sequence[int] | None = None) -> None:
-        super().close(slot, finished)
-        self.first.close(slot, finished)
-
-    def observe(self, slot: int, start: int, features: Mapping[int, States]) -> None:
-        self.first.observe(slot, start, features)
-
-    def learn(self, slot: int, before: Sequence[int], tokens: Sequence[int], logits: Tensor) -> None:
-        self.first.learn(slot, before, tokens, logits)
-
-    def forget(self) -> None:
-        self.first.forget()
-
-    def reset(self) -> None:
-        super().reset()
-        self.first.reset()
 
     def _say_first(self, trees: Sequence[Tree]) -> None:
         def read(drafts: Sequence[Draft]) -> Tensor:
@@ -88,26 +68,21 @@ class Cascade(DraftModel):
         return self.plan.depth(max(tree.row.depth - tree.level for tree in trees) - 1, len(trees))
 
     def _round(
-        self,
-        trees: Sequence[Tree],
-        depth: int,
-        read: Callable[[Sequence[Draft]], Tensor],
-        missed: Sequence[int] = (0,),
+        self, trees: Sequence[Tree], depth: int, read: Callable[[Sequence[Draft]], Tensor], missed: Sequence[int] = (0,)
     ) -> None:
         """Let the first draft, and the model check it; `read` gives its logits behind each node of these drafts, and
         reads so many tokens before them that the model had `missed`."""
         begun = time.thread_time()
         drafts = self._drafted(trees, depth) if depth else [Draft.root(tree.draft.tokens[-1]) for tree in trees]
         drafted = time.thread_time()
-        logits, start = read(drafts), 0
+        logits = read(drafts)
         if max(missed) <= SHORT:
             rows = sum(missed) + sum(map(len, drafts))
             self.plan.record(depth, drafted - begun, rows, time.thread_time() - drafted)
-        for tree, draft in zip(trees, drafts, strict=True):
+        for tree, draft, said in zip(trees, drafts, torch.split(logits, list(map(len, drafts))), strict=True):
             before = len(tree.draft)
-            (self._follow if tree.row.coupled else self._verify)(tree, draft, logits[start : start + len(draft)])
+            (self._follow if tree.row.coupled else self._verify)(tree, draft, said)
             self.plan.learn(len(draft) - 1, len(tree.draft) - before - 1)
-            start += len(draft)
 
     def _drafted(self, trees: Sequence[Tree], depth: int) -> list[Draft]:
         """What the first says behind the last node of each tree, so deep at most, as chains from there."""
@@ -118,7 +93,9 @@ class Cascade(DraftModel):
         for tree in trees:
             last = len(tree.draft) - 1
             row = _inner(tree.row, last, min(last + depth, tree.row.depth - 1))
-            begun.append(Tree(row).resume(tree.draft.first(last)))
+            own = Tree(row, frontier=[last])
+            own.draft = tree.draft.first(last)
+            begun.append(own)
         whole = self.first.complete(begun)
         return [
             self._readable(draft.behind(len(tree.draft) - 1), tree.row)

@@ -9,20 +9,19 @@ from __future__ import annotations
 
 import functools
 import heapq
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from torch import Tensor
 
 from forerun import drafts
 from forerun.draft.ahead import Ahead
-from forerun.draft.base import Proposer, Reference
+from forerun.draft.base import Proposer, Relay
 from forerun.draft.cascade import Cascade
 from forerun.draft.model import DraftModel
 from forerun.drafts import SIGNS, Leaf, Said, read_name
 from forerun.errors import ConfigError
-from forerun.types import Draft, Law, States
+from forerun.types import Draft, Law
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +42,8 @@ Ranking = Callable[[Sequence[Proposer]], Sequence[Proposer]]  # proposers, those
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What matters to who is asked.
-
-    Attributes:
-        branching: drafts may be trees; otherwise they have to be chains.
-        ranking: which proposers are expected to do best for this request.
-    """
+    """What matters to who is asked: whether drafts may be trees (otherwise they have to be chains), and which proposers
+    are expected to do best for this request."""
 
     branching: bool
     ranking: Ranking
@@ -57,11 +52,7 @@ class Asked:
 def ask(proposer: Proposer, asked: Asked) -> Asking:
     """Who is asked for a draft of a proposer, one after the other."""
     if isinstance(proposer, Composition):
-        return proposer.ask(asked)
-    return _alone(proposer)
-
-
-def _alone(proposer: Proposer) -> Asking:
+        return (yield from proposer.ask(asked))
     return (yield proposer).taken
 
 
@@ -73,14 +64,16 @@ def _in_turn(parts: Sequence[Proposer], asked: Asked) -> Asking:
     return draft
 
 
-class Composition(Proposer):
+class Composition(Relay):
     """Base of those made of others."""
 
     sign = ""
 
     def __init__(self, parts: Sequence[Proposer]) -> None:
         self.inner = tuple(parts)
-        self._leaves = tuple(own for part in parts for own in part.parts)
+        self.told = tuple(own for part in parts for own in part.parts)
+        whole: Callable[[Iterable[int]], int] = sum if self.sign == "&" else max  # all draft, or one of them
+        self.width, self.beside = whole(part.width for part in parts), whole(part.beside for part in parts)
         self.name = self.sign.join(
             f"({part.name})"
             if isinstance(part, Composition) and SIGNS.index(part.sign) < SIGNS.index(self.sign)
@@ -90,53 +83,22 @@ class Composition(Proposer):
         self.boundaries = tuple(sorted({b for part in parts for b in part.boundaries}))
         self.learns = any(part.learns for part in parts)
         self.merges = self.sign == "&" or any(part.merges for part in parts)
-        rivals = self._leaves if self.sign == "?" else [own for part in parts for own in part.rivals]
+        rivals = self.told if self.sign == "?" else [own for part in parts for own in part.rivals]
         self.rivals = tuple(own for own in rivals if not own.copies)
 
     @property
     def parts(self) -> Sequence[Proposer]:
-        return self._leaves
+        return self.told
 
     def ask(self, asked: Asked) -> Asking:
         """See `ask`."""
         raise NotImplementedError
-
-    def open(self, slot: int, tokens: Sequence[int], references: Sequence[Reference] = (), tenant: str = "") -> None:
-        for part in self.parts:
-            part.open(slot, tokens, references, tenant)
-
-    def close(self, slot: int, finished: Sequence[int] | None = None) -> None:
-        for part in self.parts:
-            part.close(slot, finished)
-
-    def observe(self, slot: int, start: int, features: Mapping[int, States]) -> None:
-        for part in self.parts:
-            if part.boundaries:
-                part.observe(slot, start, {b: features[b] for b in part.boundaries})
-
-    def learn(self, slot: int, before: Sequence[int], tokens: Sequence[int], logits: Tensor) -> None:
-        for part in self.parts:
-            if part.learns:
-                part.learn(slot, before, tokens, logits)
-
-    def forget(self) -> None:
-        for part in self.parts:
-            part.forget()
-
-    def reset(self) -> None:
-        for part in self.parts:
-            part.reset()
 
 
 class Either(Composition):
     """Asks its parts in order: whoever has a draft for a request first drafts it alone."""
 
     sign = "+"
-
-    def __init__(self, parts: Sequence[Proposer]) -> None:
-        super().__init__(parts)
-        self.width = max(part.width for part in parts)
-        self.beside = max(part.beside for part in parts)
 
     def ask(self, asked: Asked) -> Asking:
         return _in_turn(self.inner, asked)
@@ -164,11 +126,6 @@ class Both(Composition):
     """Asks its parts in order until one settles it, and makes one tree of what they said."""
 
     sign = "&"
-
-    def __init__(self, parts: Sequence[Proposer]) -> None:
-        super().__init__(parts)
-        self.width = sum(part.width for part in parts)
-        self.beside = sum(part.beside for part in parts)
 
     def ask(self, asked: Asked) -> Asking:
         if not asked.branching:

@@ -71,7 +71,7 @@ class Index:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         about = _read(directory)
-        self.tokenizer, self.vocab = str(about["tokenizer"]), int(about["vocab"])
+        self.tokenizer, self.vocab = about["tokenizer"], about["vocab"]
         self.segments = [_open(directory, segment, self.vocab) for segment in about["segments"]]
 
     @property
@@ -116,8 +116,7 @@ def _open(directory: Path, segment: Any, vocab: int) -> Segment:
         parts = {}
         for part, kind in PARTS.items():
             path = directory / f"{name}.{part}"
-            if path.stat().st_size != count[part] * np.dtype(kind).itemsize:
-                raise LoadError(f"{path} is damaged (another size): make the index again with forerun index")
+            _check_size(path, count[part] * np.dtype(kind).itemsize)
             parts[part] = np.memmap(path, kind, "r", shape=(count[part],))
         if parts["starts"][0] != 0 or parts["starts"][-1] != count["suffixes"] or (np.diff(parts["starts"]) < 0).any():
             raise LoadError(f"{directory / name}.starts is damaged: make the index again with forerun index")
@@ -133,9 +132,13 @@ def _open_table(path: Path, segment: Any) -> Passages | None:
     if TABLE not in segment:
         return None
     count, size = map(int, segment[TABLE])
+    _check_size(path, size)
+    return Passages(path, count)
+
+
+def _check_size(path: Path, size: int) -> None:
     if path.stat().st_size != size:
         raise LoadError(f"{path} is damaged (another size): make the index again with forerun index")
-    return Passages(path, count)
 
 
 @contextmanager
@@ -187,7 +190,7 @@ class Writer:
     def __init__(self, directory: Path, name: str, vocab: int) -> None:
         self.directory, self.name, self.vocab = directory, name, vocab
         self.files: list[File] = []
-        self.count = 0
+        self.count = self._texts = 0  # tokens, and breaks behind texts
         self._tokens = (directory / f"{name}.tokens").open("wb")
 
     def add(self, file: File, texts: Iterable[Sequence[int]]) -> None:
@@ -198,13 +201,14 @@ class Writer:
                 raise RequestError(f"an index takes {MOST:,} tokens at a time: give some files, and others afterwards")
             self._tokens.write(np.array([*ids, BREAK], np.uint32).tobytes())
             self.count += len(ids) + 1
+            self._texts += 1
 
     def finish(self) -> dict[str, Any]:
         """Sort the suffixes, write the passages; what the list says of the segment."""
         self._tokens.flush()
         os.fsync(self._tokens.fileno())
         tokens = np.memmap(self._path("tokens"), np.uint32, "r", shape=(self.count,))
-        suffixes = self._mapped("suffixes", self.count - self._breaks(tokens))
+        suffixes = self._mapped("suffixes", self.count - self._texts)
         starts = self._mapped("starts", self.vocab + 1)
         sort_suffixes(tokens, suffixes, starts)
         suffixes.flush()
@@ -226,10 +230,6 @@ class Writer:
         with self._path(part).open("wb") as file:
             os.posix_fallocate(file.fileno(), 0, count * kind.itemsize)
         return np.memmap(self._path(part), kind, "r+", shape=(count,))
-
-    def _breaks(self, tokens: np.ndarray) -> int:
-        step = 1 << 24
-        return sum(int((tokens[i : i + step] == BREAK).sum()) for i in range(0, len(tokens), step))
 
     def _path(self, part: str) -> Path:
         return self.directory / f"{self.name}.{part}"

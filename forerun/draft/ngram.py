@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import cycle, islice
 
-from forerun.draft.base import Proposer, Reference, Row
+from forerun.draft.base import BySlot, Reference, Row
 from forerun.types import Draft
 
 
@@ -20,37 +21,28 @@ class _Index:
     read: int = 0
 
 
-class NGram(Proposer):
+class NGram(BySlot[_Index]):
     """Proposes the continuation of the most recent occurrence of the longest suffix of `longest`..`shortest` tokens."""
 
     name = "ngram"
     copies = True
 
     def __init__(self, longest: int = 4, shortest: int = 2) -> None:
+        super().__init__()
         self.sizes = range(longest, shortest - 1, -1)
-        self.slots: dict[int, _Index] = {}
 
     def open(self, slot: int, tokens: Sequence[int], references: Sequence[Reference] = (), tenant: str = "") -> None:
         self.slots[slot] = _Index()
 
-    def close(self, slot: int, finished: Sequence[int] | None = None) -> None:
-        del self.slots[slot]
-
-    def reset(self) -> None:
-        self.slots.clear()
-
-    def propose(self, rows: Sequence[Row]) -> list[Draft]:
-        return [self._propose(row) for row in rows]
-
-    def _propose(self, row: Row) -> Draft:
-        tokens, index = row.tokens, self.slots[row.slot]
-        for end in range(max(index.read, 1), len(tokens)):  # a gram counts once the token after it is known
+    def draft(self, row: Row, kept: _Index) -> Draft:
+        tokens = row.tokens
+        for end in range(max(kept.read, 1), len(tokens)):  # a gram counts once the token after it is known
             for size in self.sizes:
                 if size <= end:
-                    index.after[tuple(tokens[end - size : end])] = end
-        index.read = len(tokens)
+                    kept.after[tuple(tokens[end - size : end])] = end
+        kept.read = len(tokens)
         for size in self.sizes:
-            at = index.after.get(tuple(tokens[-size:])) if size <= len(tokens) else None
+            at = kept.after.get(tuple(tokens[-size:])) if size <= len(tokens) else None
             if at is not None:
                 return Draft.chain(tokens[-1], copy_from(tokens, at, row.depth), self.name, size)
         return Draft.root(tokens[-1])
@@ -58,7 +50,4 @@ class NGram(Proposer):
 
 def copy_from(tokens: Sequence[int], start: int, count: int) -> list[int]:
     """`count` tokens from `start`; past the end the copy goes on with what it has copied, as a loop would."""
-    copied = list(tokens[start : start + count])
-    while len(copied) < count:
-        copied.append(copied[len(copied) - (len(tokens) - start)])
-    return copied
+    return list(islice(cycle(tokens[start : start + count]), count))

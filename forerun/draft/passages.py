@@ -23,13 +23,10 @@ TABLE = "CREATE VIRTUAL TABLE passages USING fts5(tokens, content='', detail=non
 
 
 class Passages:
-    """A table that was written before; any thread may ask, one at a time. Raises LoadError where it is damaged.
-
-    Attributes:
-        count: how many passages there are, as the index says.
-    """
+    """A table that was written before; any thread may ask, one at a time."""
 
     def __init__(self, path: Path, count: int) -> None:
+        """`count`: passages, as the index says. Raises LoadError where it is damaged."""
         self.count = count
         try:
             place = f"{path.absolute().as_uri()}?mode=ro&immutable=1"

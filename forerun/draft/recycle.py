@@ -7,29 +7,25 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from forerun.draft.base import Proposer, Reference, Row
+from forerun.draft.base import BySlot, Reference, Row
 from forerun.draft.successors import NONE, Growth, Successors, branch
 from forerun.types import RECYCLE, Draft
 
 TENANTS = 8  # tables that are kept at once
 
 
-class Recycle(Proposer):
+class Recycle(BySlot[str]):
     """Drafts by tables of successors: the tenant's own, which learns from every law of its requests, and then `made`,
-    which was made beforehand and serves all.
-
-    Attributes:
-        tables: by tenant, the one of the latest request last.
-    """
+    which was made beforehand and serves all."""
 
     name = RECYCLE
     weighs = learns = True
 
     def __init__(self, made: Successors | None = None, width: int = 2) -> None:
         """At most `width` nodes a level deep: the likeliest, so that one level may have more of them than another."""
+        super().__init__()
         self.made, self.width = made, width
-        self.tables: OrderedDict[str, Successors] = OrderedDict()
-        self.slots: dict[int, str] = {}
+        self.tables: OrderedDict[str, Successors] = OrderedDict()  # by tenant, that of the latest request last
 
     def open(self, slot: int, tokens: Sequence[int], references: Sequence[Reference] = (), tenant: str = "") -> None:
         self.slots[slot] = tenant
@@ -39,9 +35,6 @@ class Recycle(Proposer):
         for oldest in idle[: max(len(self.tables) - TENANTS, 0)]:
             del self.tables[oldest]
 
-    def close(self, slot: int, finished: Sequence[int] | None = None) -> None:
-        self.slots.pop(slot, None)
-
     def learn(self, slot: int, before: Sequence[int], tokens: Sequence[int], logits: Tensor) -> None:
         self.tables[self.slots[slot]].learn(before, tokens, logits)
 
@@ -50,14 +43,11 @@ class Recycle(Proposer):
             self.tables[tenant] = Successors()
 
     def reset(self) -> None:
-        self.slots.clear()
+        super().reset()
         self.tables.clear()
 
-    def propose(self, rows: Sequence[Row]) -> list[Draft]:
-        return [self._propose(row) for row in rows]
-
-    def _propose(self, row: Row) -> Draft:
-        own, made = self.tables[self.slots[row.slot]], self.made
+    def draft(self, row: Row, kept: str) -> Draft:
+        own, made = self.tables[kept], self.made
         growth = Growth(
             before=row.tokens[-2] if len(row.tokens) > 1 else NONE,
             root=row.tokens[-1],

@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Sequence
 
 from forerun.draft.automaton import Cursor
-from forerun.draft.base import Proposer, Reference, Row
+from forerun.draft.base import BySlot, Reference, Row
 from forerun.types import Draft
 
 SHORTEST = 2  # tokens that must agree before a place counts as found again
@@ -30,6 +30,13 @@ class Alignment:
         self._text = reference.packed
         self._seen = array("i")
         self._cursor = Cursor(reference.index)
+        self._read = max(0, reference.start - (0 if reference.whole else CONTEXT))  # tokens of the text
+
+    def read(self, text: Sequence[int]) -> None:
+        """Follow what the text, prompt and output, has got since."""
+        for token in text[self._read :]:
+            self.follow(token)
+        self._read = len(text)
 
     def follow(self, token: int) -> None:
         """One more token of the output."""
@@ -69,34 +76,18 @@ class Alignment:
         return found // size
 
 
-class References(Proposer):
+class References(BySlot[list[Alignment]]):
     """Proposes from the request's own references, the one that has agreed longest first."""
 
     name = "reference"
 
-    def __init__(self) -> None:
-        self.slots: dict[int, tuple[list[Alignment], list[int]]] = {}
-
     def open(self, slot: int, tokens: Sequence[int], references: Sequence[Reference] = (), tenant: str = "") -> None:
-        alignments = [Alignment(reference) for reference in references]
-        self.slots[slot] = (alignments, [max(0, r.start - (0 if r.whole else CONTEXT)) for r in references])
+        self.slots[slot] = [Alignment(reference) for reference in references]
 
-    def close(self, slot: int, finished: Sequence[int] | None = None) -> None:
-        del self.slots[slot]
-
-    def reset(self) -> None:
-        self.slots.clear()
-
-    def propose(self, rows: Sequence[Row]) -> list[Draft]:
-        return [self._propose(row) for row in rows]
-
-    def _propose(self, row: Row) -> Draft:
-        alignments, read = self.slots[row.slot]
-        for i, alignment in enumerate(alignments):
-            for token in row.tokens[read[i] :]:
-                alignment.follow(token)
-            read[i] = len(row.tokens)
-        for alignment in sorted(alignments, key=lambda a: -a.run):
+    def draft(self, row: Row, kept: list[Alignment]) -> Draft:
+        for alignment in kept:
+            alignment.read(row.tokens)
+        for alignment in sorted(kept, key=lambda a: -a.run):
             tokens = alignment.continuation(row.depth)
             if tokens:
                 return Draft.chain(row.tokens[-1], tokens, alignment.reference.name)

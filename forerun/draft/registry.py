@@ -110,12 +110,7 @@ class Loading(Protocol):
 
 
 def make_proposers(
-    said: Said,
-    load: Loading,
-    target: TargetView,
-    cache: KVCache,
-    width: int,
-    threshold: float,
+    said: Said, load: Loading, target: TargetView, cache: KVCache, width: int, threshold: float
 ) -> dict[str, Proposer]:
     """The proposers of an engine: those that need no weights, and what is asked for, as `read_draft` gives it. One with
     a cache of its own gets as much room as the target's `cache` has; `threshold` is that of a block drafter."""

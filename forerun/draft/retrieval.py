@@ -6,8 +6,9 @@ import ctypes
 from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from forerun.draft.base import Proposer, Reference, Row
+from forerun.draft.base import BySlot, Reference, Row
 from forerun.draft.corpus import BREAK, SORTED, Index, Segment
 from forerun.draft.ground import Ground, ground
 from forerun.kernels import native
@@ -18,22 +19,26 @@ SHORTEST = 3  # tokens of a match
 JUDGES = 64  # occurrences, at most, that say what follows
 
 
-class Retrieval(Proposer):
-    """Proposes what most occurrences of the longest suffix of the text go on with, no further than that has matched; of
-    several indices the one with the longest match, but first of all the passages that fit the request.
+@dataclass(slots=True)
+class _Slot:
+    """A request's tenant, and the passages that fit it."""
 
-    Attributes:
-        indices: by name, each with the client whose requests it serves; "" serves all.
-    """
+    tenant: str
+    near: Ground | None
+
+
+class Retrieval(BySlot[_Slot]):
+    """Proposes what most occurrences of the longest suffix of the text go on with, no further than that has matched; of
+    several indices the one with the longest match, but first of all the passages that fit the request."""
 
     name = RETRIEVAL
     copies = True
 
     def __init__(self, indices: Mapping[str, Index] | None = None) -> None:
         """`indices` by name; they serve all."""
+        super().__init__()
+        # each with the client whose requests it serves; "" serves all
         self.indices: dict[str, tuple[Index, str]] = {name: (index, "") for name, index in (indices or {}).items()}
-        self.slots: dict[int, str] = {}
-        self._grounds: dict[int, Ground] = {}
         self._shelves: dict[str, _Shelf] = {}
 
     def add(self, name: str, index: Index, client: str = "") -> None:
@@ -49,29 +54,16 @@ class Retrieval(Proposer):
     def _forget(self) -> None:
         """What was found may be of an index that is no longer there."""
         self._shelves.clear()
-        self._grounds.clear()
+        for kept in self.slots.values():
+            kept.near = None
 
     def open(self, slot: int, tokens: Sequence[int], references: Sequence[Reference] = (), tenant: str = "") -> None:
-        self.slots[slot] = tenant
-        found = ground(self._shelf(tenant).segments, tokens)
-        if found:
-            self._grounds[slot] = found
+        self.slots[slot] = _Slot(tenant, ground(self._shelf(tenant).segments, tokens))
 
-    def close(self, slot: int, finished: Sequence[int] | None = None) -> None:
-        self.slots.pop(slot, None)
-        self._grounds.pop(slot, None)
-
-    def reset(self) -> None:
-        self.slots.clear()
-        self._grounds.clear()
-
-    def propose(self, rows: Sequence[Row]) -> list[Draft]:
-        return [self._propose(row) for row in rows]
-
-    def _propose(self, row: Row) -> Draft:
-        end, near = row.tokens[-SORTED:], self._grounds.get(row.slot)
-        match, tokens = self._shelf(self.slots[row.slot]).retrieve(end, row.depth)
-        closer = near.retrieve(end, row.depth) if near else (0, [])
+    def draft(self, row: Row, kept: _Slot) -> Draft:
+        end = row.tokens[-SORTED:]
+        match, tokens = self._shelf(kept.tenant).retrieve(end, row.depth)
+        closer = kept.near.retrieve(end, row.depth) if kept.near else (0, [])
         if closer[0] >= match:
             match, tokens = closer
         return Draft.chain(row.tokens[-1], tokens, self.name, match)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from forerun.draft.automaton import BREAK, Cursor, SuffixAutomaton
-from forerun.draft.base import Proposer, Reference, Row
+from forerun.draft.base import BySlot, Reference, Row
 from forerun.draft.ngram import copy_from
 from forerun.types import MEMORY, Draft
 
@@ -26,23 +26,21 @@ class _Slot:
     read: int = 0
 
 
-class Suffix(Proposer):
+class Suffix(BySlot[_Slot]):
     """Proposes after the longest match of at least `shortest` tokens, as many tokens as have matched at most.
 
     A tenant's memory holds two generations of at most `memory` tokens; the older goes when the newer is full. All
     memories together hold no more than one could: those go first that were used longest ago.
-
-    Attributes:
-        memories: by tenant its generations, newest first; the tenant of the latest request last.
     """
 
     name = "suffix"
     copies = True
 
     def __init__(self, shortest: int = 2, memory: int = 50_000) -> None:
+        super().__init__()
         self.shortest, self.memory = shortest, memory
+        # by tenant, that of the latest request last: its generations, newest first
         self.memories: OrderedDict[str, list[SuffixAutomaton]] = OrderedDict()
-        self.slots: dict[int, _Slot] = {}
 
     def open(self, slot: int, tokens: Sequence[int], references: Sequence[Reference] = (), tenant: str = "") -> None:
         self.slots[slot] = _Slot(tenant)
@@ -69,23 +67,19 @@ class Suffix(Proposer):
         self.memories.clear()
 
     def reset(self) -> None:
-        self.slots.clear()
+        super().reset()
         self.forget()
 
-    def propose(self, rows: Sequence[Row]) -> list[Draft]:
-        return [self._propose(row) for row in rows]
-
-    def _propose(self, row: Row) -> Draft:
-        state, root = self.slots[row.slot], row.tokens[-1]
-        self._read(state, row.tokens)
-        (length, end), source = state.own.match, self.name
+    def draft(self, row: Row, kept: _Slot) -> Draft:
+        self._read(kept, row.tokens)
+        (length, end), source = kept.own.match, self.name
         tokens = copy_from(row.tokens, end + 1, min(row.depth, length)) if length >= self.shortest else []
-        for cursor in state.cursors:
+        for cursor in kept.cursors:
             if cursor.length > length and cursor.length >= self.shortest:
                 found = cursor.continuation(min(row.depth, cursor.length))
                 if found:
                     length, tokens, source = cursor.length, found, MEMORY
-        return Draft.chain(root, tokens, source, length)
+        return Draft.chain(row.tokens[-1], tokens, source, length)
 
     def _read(self, state: _Slot, tokens: Sequence[int]) -> None:
         memory = self.memories.get(state.tenant, [])

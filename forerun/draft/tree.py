@@ -58,15 +58,9 @@ class Tree:
 
     def link(self, offset: int) -> Link:
         """What a native call has to know to go on behind its last node, `offset` rows behind what is committed."""
-        params, keys = self.row.params, range(self.fed, self.row.depth)
-        temperature = 0.0 if params.greedy else params.temperature
-        noise = [self.row.noise.target(k) for k in keys]
-        return Link(self.row.slot, self.draft.tokens[-1], offset, temperature, noise, self.row.floor)
-
-    def resume(self, draft: Draft) -> Tree:
-        """This tree, to go on behind the last node of a chain that has been drafted."""
-        self.draft, self.frontier = draft, [len(draft) - 1]
-        return self
+        row = self.row
+        keys = [row.noise.target(depth) for depth in range(self.fed, row.depth)]
+        return Link(row.slot, self.draft.tokens[-1], offset, row.params.heat, keys, row.floor)
 
     def until(self, row: Row) -> Tree:
         """The same tree as another row asks for it: no deeper, and to be gone on with where it is not as deep."""
@@ -120,14 +114,13 @@ def grow(trees: Sequence[Tree], logits: Tensor, width: int, source: str) -> None
         return _plain(trees, logits, source)
     beams = [tree.row.params.greedy and (tree.row.coupled or tree.row.branching) for tree in trees]
     shaped = logits if all(beams) else shape_logits(logits, [tree.row.params for tree in trees for _ in tree.frontier])
-    start = 0
-    for tree, greedy in zip(trees, beams, strict=True):
-        end = start + len(tree.frontier)
+    counts = [len(tree.frontier) for tree in trees]
+    parts = zip(torch.split(logits, counts), torch.split(shaped, counts), strict=True)
+    for tree, greedy, (raw, scores) in zip(trees, beams, parts, strict=True):
         if tree.row.coupled or greedy:
-            _coupled(tree, logits[start:end] if greedy else shaped[start:end], greedy, width, source)
+            _coupled(tree, raw if greedy else scores, greedy, width, source)
         else:
-            _sampled(tree, shaped[start:end], width if tree.row.branching else 1, source)
-        start = end
+            _sampled(tree, scores, width if tree.row.branching else 1, source)
     return None
 
 
@@ -135,7 +128,7 @@ def _plain(trees: Sequence[Tree], logits: Tensor, source: str) -> None:
     """Chains where only temperatures count: a level of all of them in one call."""
     nodes = [tree.frontier[0] for tree in trees]
     keys = [tree.row.noise.target(tree.level) for tree in trees]
-    heat = [0.0 if tree.row.params.greedy else tree.row.params.temperature for tree in trees]
+    heat = [tree.row.params.heat for tree in trees]
     for tree, node, token in zip(trees, nodes, say(logits, heat, keys, strict=False), strict=True):
         tree.frontier = [tree.draft.add(token, node, source)]
 

@@ -61,10 +61,7 @@ def view_of(decoder: Decoder | NativeDecoder, form: str | None = "int8") -> Targ
     config, norm = decoder.config, decoder.weights.norm
 
     def normalise(x: Tensor) -> Tensor:
-        x = _precise(x)
-        if norm.bias is not None:
-            return kernels.layer_norm(x, norm.weight, norm.bias, config.norm_eps)
-        return kernels.rms_norm(x, norm.weight, config.norm_eps)
+        return kernels.norm(_precise(x), norm.weight, norm.bias, config.norm_eps)
 
     multiply = _product(decoder)
 

@@ -1,5 +1,1 @@
 """The few operations that take the time, one signature each. `reference` is plain torch and runs anywhere."""
-
-from forerun.kernels import reference
-
-__all__ = ["reference"]

@@ -15,14 +15,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm over the last axis, at least in float32. `weight` is kept in the computing precision."""
-    return F.rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(x.dtype)
-
-
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """Layer norm over the last axis, at least in float32."""
-    return F.layer_norm(x.to(weight.dtype), weight.shape, weight, bias, eps).to(x.dtype)
+def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """Layer norm over the last axis, root-mean-square norm without a bias, at least in float32. `weight` is kept in the
+    computing precision."""
+    wide = x.to(weight.dtype)
+    if bias is None:
+        return F.rms_norm(wide, weight.shape, weight, eps).to(x.dtype)
+    return F.layer_norm(wide, weight.shape, weight, bias, eps).to(x.dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -131,9 +131,7 @@ class Decoder:
         return x + (self._norm(out, layer.mlp_out_norm) if layer.mlp_out_norm else out)
 
     def _norm(self, x: Tensor, norm: Norm) -> Tensor:
-        if norm.bias is not None:
-            return kernels.layer_norm(x, norm.weight, norm.bias, self.config.norm_eps)
-        return kernels.rms_norm(x, norm.weight, self.config.norm_eps)
+        return kernels.norm(x, norm.weight, norm.bias, self.config.norm_eps)
 
     def _linear(self, x: Tensor, linear: Linear) -> Tensor:
         return kernels.linear(x, linear.weight, linear.bias)

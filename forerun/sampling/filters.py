@@ -100,11 +100,10 @@ def filter_logits(logits: Tensor, drafts: Sequence[Draft], states: Sequence[Samp
     check_finite(logits)
     if any(state.special for state in states):
         logits = logits.clone()
-        start = 0
-        for draft, state in zip(drafts, states, strict=True):
+        rows = torch.split(logits, [len(draft) for draft in drafts])
+        for own, draft, state in zip(rows, drafts, states, strict=True):
             if state.special:
-                _adjust(logits[start : start + len(draft)], draft, state)
-            start += len(draft)
+                _adjust(own, draft, state)
     return shape_logits(logits, [s.params for d, s in zip(drafts, states, strict=True) for _ in d.tokens])
 
 
@@ -157,12 +156,12 @@ def draw_tokens(logits: Tensor, drafts: Sequence[Draft], states: Sequence[Sampli
     if any(state.special or not (state.params.greedy or state.params.unfiltered) for state in states):
         with torch.inference_mode():
             return gumbel_argmax(filter_logits(logits, drafts, states), keys).tolist()
-    return say(logits, _temperatures([s.params for d, s in zip(drafts, states, strict=True) for _ in d.tokens]), keys)
+    return say(logits, [s.params.heat for d, s in zip(drafts, states, strict=True) for _ in d.tokens], keys)
 
 
 def shape_logits(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """Temperature, top-k, top-p and min-p, each row with its own parameters. [M, V], M parameters -> scores [M, V]"""
-    scores = temper(logits, _temperatures(params))
+    scores = temper(logits, [p.heat for p in params])
     params = [SamplingParams() if p.greedy else p for p in params]  # of one token there is nothing to filter
     if any(p.top_k or p.top_p < 1 for p in params):
         scores = _top_k_top_p(scores, params)
@@ -171,10 +170,6 @@ def shape_logits(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
         floor = torch.tensor(floors, dtype=scores.dtype, device=scores.device)[:, None]
         scores = scores.masked_fill(scores < floor + scores.amax(-1, keepdim=True), -math.inf)
     return scores
-
-
-def _temperatures(params: Sequence[SamplingParams]) -> list[float]:
-    return [0.0 if p.greedy else p.temperature for p in params]
 
 
 def _top_k_top_p(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:

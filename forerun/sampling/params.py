@@ -113,6 +113,11 @@ class SamplingParams:
         return self.temperature < 1e-6
 
     @property
+    def heat(self) -> float:
+        """The temperature, and 0 where they are greedy."""
+        return 0.0 if self.greedy else self.temperature
+
+    @property
     def unfiltered(self) -> bool:
         """Whether every token can be drawn: no top-k, top-p or min-p."""
         return not self.top_k and self.top_p >= 1 and not self.min_p

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from forerun import rng
@@ -79,12 +80,8 @@ def ratio(rule: RatioRule) -> Verify:
     """Run a rule on float64 probabilities, one request at a time."""
 
     def verify(drafts: Sequence[Draft], scores: Tensor, noises: Sequence[Noise]) -> list[Verdict]:
-        p = scores.double().softmax(-1).cpu().numpy()
-        verdicts, start = [], 0
-        for draft, noise in zip(drafts, noises, strict=True):
-            verdicts.append(rule(draft, p[start : start + len(draft)], noise))
-            start += len(draft)
-        return verdicts
+        laws = torch.split(scores.double().softmax(-1).cpu(), [len(draft) for draft in drafts])
+        return [rule(draft, p.numpy(), noise) for draft, p, noise in zip(drafts, laws, noises, strict=True)]
 
     return verify
 
@@ -95,24 +92,19 @@ def residual(p: np.ndarray, q: np.ndarray) -> np.ndarray:
     return rest if rest.sum() > 0 else p
 
 
-def law_of(draft: Draft, node: int) -> np.ndarray | None:
-    """q of `node` given everything drafted before it [V]; None means one-hot."""
+def law_of(draft: Draft, node: int, p: np.ndarray) -> np.ndarray:
+    """q of `node` given everything drafted before it; one-hot where it is GIVEN, in the dtype of p [N, V]. [V]"""
+    parent, token = draft.parents[node], draft.tokens[node]
     if draft.laws[node] is Law.GIVEN:
-        return None
+        q: np.ndarray = np.zeros_like(p[parent])
+        q[token] = 1
+        return q
     assert draft.probs is not None, "a sampled node needs the law it was drawn from"
-    parent = draft.parents[node]
-    q: np.ndarray = draft.probs[parent]
+    q = draft.probs[parent]
     if draft.laws[node] is Law.WITHOUT_REPLACEMENT:
         earlier = [i for i in range(1, node) if draft.parents[i] == parent and draft.laws[i] is Law.WITHOUT_REPLACEMENT]
         q = q.copy()
         q[[draft.tokens[i] for i in earlier]] = 0
         q = q / q.sum()
-    assert q[draft.tokens[node]] > 0, "a drafter proposed a token its own law forbids"
-    return q
-
-
-def one_hot(token: int, like: np.ndarray) -> np.ndarray:
-    """The law that always gives `token`, in the shape and dtype of `like`. [V]"""
-    q = np.zeros_like(like)
-    q[token] = 1
+    assert q[token] > 0, "a drafter proposed a token its own law forbids"
     return q

@@ -9,7 +9,7 @@ Promises the target's distribution.
 import numpy as np
 
 from forerun.types import Draft, Verdict
-from forerun.verify.base import Coins, law_of, one_hot, residual
+from forerun.verify.base import Coins, law_of, residual
 
 
 def verify_chain(draft: Draft, p: np.ndarray, coins: Coins) -> Verdict:
@@ -17,10 +17,9 @@ def verify_chain(draft: Draft, p: np.ndarray, coins: Coins) -> Verdict:
     last = len(draft) - 1
     laws, mass = [], [1]  # laws[i] is q of node i + 1; mass[i] is pi_i
     for node in range(1, len(draft)):
-        token = draft.tokens[node]
-        q = law_of(draft, node)
-        laws.append(one_hot(token, p[node - 1]) if q is None else q)
-        mass.append(min(1, mass[-1] * p[node - 1][token] / laws[-1][token]))
+        token, q = draft.tokens[node], law_of(draft, node, p)
+        laws.append(q)
+        mass.append(min(1, mass[-1] * p[node - 1][token] / q[token]))
     if coins.accept(mass[last], 1, last):
         return Verdict([*draft.tokens[1:], coins.draw(p[last], last)], list(range(last + 1)))
     for node in range(last - 1, -1, -1):

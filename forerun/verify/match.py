@@ -6,6 +6,7 @@ any temperature and with any draft, tree or pruning: what was drafted decides on
 """
 
 from collections.abc import Sequence
+from itertools import islice
 
 from torch import Tensor
 
@@ -31,11 +32,8 @@ def streams(drafts: Sequence[Draft], noises: Sequence[Noise]) -> list[int]:
 
 def follow_all(drafts: Sequence[Draft], drawn: Sequence[int]) -> list[Verdict]:
     """One verdict a draft, from the target's own tokens [M]."""
-    verdicts, start = [], 0
-    for draft in drafts:
-        verdicts.append(follow(draft, drawn[start : start + len(draft)]))
-        start += len(draft)
-    return verdicts
+    said = iter(drawn)
+    return [follow(draft, list(islice(said, len(draft)))) for draft in drafts]
 
 
 def follow(draft: Draft, drawn: Sequence[int]) -> Verdict:

@@ -7,16 +7,13 @@ Promises the target's distribution.
 import numpy as np
 
 from forerun.types import Draft, Verdict
-from forerun.verify.base import Coins, law_of, one_hot, residual
+from forerun.verify.base import Coins, law_of, residual
 
 
 def verify_chain(draft: Draft, p: np.ndarray, coins: Coins) -> Verdict:
     """p [N, V]: the target's law after each node."""
     for node in range(1, len(draft)):
-        token, law = draft.tokens[node], p[node - 1]
-        q = law_of(draft, node)
-        if q is None:
-            q = one_hot(token, law)
+        token, law, q = draft.tokens[node], p[node - 1], law_of(draft, node, p)
         if not coins.accept(law[token], q[token], node):
             drawn = coins.draw(residual(law, q), node - 1)
             return Verdict([*draft.tokens[1:node], drawn], list(range(node)))

@@ -10,7 +10,7 @@ given ones. Promises the target's distribution.
 import numpy as np
 
 from forerun.types import Draft, Verdict
-from forerun.verify.base import Coins, law_of, one_hot
+from forerun.verify.base import Coins, law_of
 
 
 def verify_tree(draft: Draft, p: np.ndarray, coins: Coins) -> Verdict:
@@ -21,10 +21,7 @@ def verify_tree(draft: Draft, p: np.ndarray, coins: Coins) -> Verdict:
         """(last node kept, token drawn after it), or None when the prefix ending in `node` is rejected."""
         rest = mass * p[node]
         for child in children[node]:
-            token = draft.tokens[child]
-            q = law_of(draft, child)
-            if q is None:
-                q = one_hot(token, rest)
+            token, q = draft.tokens[child], law_of(draft, child, p)
             accepted = visit(child, min(1, rest[token] / q[token]))
             if accepted:
                 return accepted

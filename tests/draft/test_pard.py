@@ -17,9 +17,8 @@ from transformers import AutoModelForCausalLM
 
 from forerun import LLM, LoadError, SamplingParams
 from forerun.draft import model as draft_model
-from forerun.draft import pard
 from forerun.draft.base import Row
-from forerun.draft.pard import Pard
+from forerun.draft.model import Pard
 from forerun.draft.registry import kind_of
 from forerun.draft.tree import Tree
 from forerun.runner import Runner
@@ -56,14 +55,14 @@ def row(tokens: Sequence[int], depth: int, slot: int = 0, temperature: float = 0
 def test_every_level_has_the_logits_of_transformers(family: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Several rows of different depths, whatever was committed in between, and a lag longer than a pass."""
     seen: list[tuple[list[int], Tensor]] = []
-    grow_all = pard.grow_all
+    grow_all = draft_model.grow_all
 
     def seeing(trees: list[Tree], said: Sequence[Tensor], *rest: Any) -> None:
         seen.extend((list(tree.row.tokens), laws.clone()) for tree, laws in zip(trees, said, strict=True))
         grow_all(trees, said, *rest)
 
     monkeypatch.setattr(draft_model, "CHUNK", 6)
-    monkeypatch.setattr(pard, "grow_all", seeing)
+    monkeypatch.setattr(draft_model, "grow_all", seeing)
     drafter, chance = proposer(family, width), random.Random(3)
     texts = [chance.choices(range(tiny.VOCAB), k=n) for n in (3, 9, 17)]
     for slot, text in enumerate(texts):

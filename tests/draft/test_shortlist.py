@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from forerun import LLM, ConfigError, LoadError, SamplingParams
-from forerun.draft.model import DraftModel
-from forerun.draft.pard import draft_model
+from forerun.draft.model import DraftModel, draft_model
 from forerun.engine.engine import Engine
 from forerun.kernels import native
 from forerun.models.files import SHORTLIST

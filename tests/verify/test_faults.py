@@ -112,7 +112,7 @@ def test_a_truncated_law_is_refused(rule):
 
 
 def test_a_truncated_law_is_found_out_without_the_assertion(monkeypatch):
-    monkeypatch.setattr(token, "law_of", lambda draft, node: draft.probs[draft.parents[node]])
+    monkeypatch.setattr(token, "law_of", lambda draft, node, p: draft.probs[draft.parents[node]])
     assert 0.08 < mean_bias(FAULTS["truncated-law"].code("token"), honest) < 0.15
 
 

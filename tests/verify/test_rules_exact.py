@@ -17,7 +17,7 @@ from forerun.check import oracle
 from forerun.check.schemes import TREES, given_first, greedy, greedy_plus_one, mixed
 from forerun.types import Draft, Verdict
 from forerun.verify import block, token, tree
-from forerun.verify.base import law_of, one_hot
+from forerun.verify.base import law_of
 from tests import exact
 
 GRID = [("exact", 2, 1), ("exact", 2, 2), ("exact", 2, 3), ("sparse", 2, 3), ("exact", 3, 1), ("exact", 3, 2)]
@@ -130,9 +130,7 @@ def top_down(draft, p, coins):
     while True:
         rest = p[node]
         for child in children[node]:
-            q = law_of(draft, child)
-            if q is None:
-                q = one_hot(draft.tokens[child], rest)
+            q = law_of(draft, child, p)
             if coins.accept(rest[draft.tokens[child]], q[draft.tokens[child]], child):
                 node = child
                 break

@@ -10,9 +10,9 @@ import functools
 import os
 import time
 from array import array
-from collections.abc import Callable
-from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_bool, c_char_p, c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
+from typing import Any
 
 from forerun.errors import CapacityError
 
@@ -97,6 +97,31 @@ class CTexts(Structure):
     ]  # fmt: skip
 
 
+_SIGNATURES: dict[str, tuple[Any, list[Any]]] = {  # what each returns and takes
+    "forerun_start": (c_char_p, [c_char_p, c_int32]),
+    "forerun_run": (None, [POINTER(CProgram), POINTER(CBatch)]),
+    "forerun_share": (None, [c_int32]),
+    "forerun_chain": (None, [POINTER(CProgram), POINTER(CBatch), POINTER(CChain)]),
+    "forerun_block": (None, [POINTER(CProgram), POINTER(CBatch), c_void_p, POINTER(CChain)]),
+    "forerun_pack": (None, [c_int32, c_void_p, c_int32, c_int32, c_void_p, c_void_p]),
+    "forerun_draw": (None, [c_void_p, c_void_p, c_int32, c_int32, c_void_p]),
+    "forerun_say": (c_int32, [*[c_void_p] * 3, c_int32, c_int32, c_void_p]),
+    "forerun_learn": (None, [POINTER(CSuccessors), *[c_void_p] * 3, c_int32, c_int32]),
+    "forerun_fill": (None, [POINTER(CSuccessors), *[c_void_p] * 3, c_int32]),
+    "forerun_branch": (c_int32, [POINTER(CSuccessors), c_int32, POINTER(CGrowth), *[c_void_p] * 4]),
+    "forerun_sort": (None, [c_void_p, c_int64, c_int64, c_int32, c_void_p, c_void_p]),
+    "forerun_retrieve": (c_int32, [POINTER(CTexts), c_int32, c_void_p, *[c_int32] * 3, c_void_p, POINTER(c_int32)]),
+    "forerun_padded_inputs": (c_int64, [c_int32]),
+    "forerun_scratch_row_bytes": (c_int64, [c_int32]),
+    "forerun_bytes": (c_int64, [c_int32, c_int64, c_int32]),
+    "forerun_scales": (c_int64, [c_int32, c_int64, c_int32]),
+    "forerun_repack": (c_bool, [c_int32, c_int32, c_void_p, c_int32, c_int32, c_void_p, c_void_p]),
+    "forerun_unpack": (None, [c_void_p, c_void_p, c_int32, c_void_p]),
+    "forerun_allocate": (c_void_p, [c_int64]),
+    "forerun_release": (None, [c_void_p]),
+}
+
+
 @functools.cache
 def _load() -> tuple[ctypes.CDLL | None, str]:
     given = os.environ.get("FORERUN_NATIVE")  # another build of the library, such as one with sanitizers
@@ -108,42 +133,12 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
     except OSError as error:
         return None, f"the compiled library does not load: {error}"
     try:
-        _declare(lib)
+        for name, (result, arguments) in _SIGNATURES.items():
+            function = getattr(lib, name)
+            function.restype, function.argtypes = result, arguments
     except AttributeError:
         return None, "the compiled library is of another version of forerun: install it again"
     return lib, ""
-
-
-def _declare(lib: ctypes.CDLL) -> None:
-    lib.forerun_start.argtypes, lib.forerun_start.restype = [c_char_p, c_int32], c_char_p
-    lib.forerun_run.argtypes, lib.forerun_run.restype = [POINTER(CProgram), POINTER(CBatch)], None
-    lib.forerun_share.argtypes, lib.forerun_share.restype = [c_int32], None
-    lib.forerun_chain.argtypes = [POINTER(CProgram), POINTER(CBatch), POINTER(CChain)]
-    lib.forerun_chain.restype = None
-    lib.forerun_block.argtypes = [POINTER(CProgram), POINTER(CBatch), c_void_p, POINTER(CChain)]
-    lib.forerun_block.restype = None
-    lib.forerun_pack.argtypes = [c_int32, c_void_p, c_int32, c_int32, c_void_p, c_void_p]
-    lib.forerun_pack.restype = None
-    lib.forerun_draw.argtypes, lib.forerun_draw.restype = [c_void_p, c_void_p, c_int32, c_int32, c_void_p], None
-    lib.forerun_say.argtypes, lib.forerun_say.restype = [*[c_void_p] * 3, c_int32, c_int32, c_void_p], c_int32
-    lib.forerun_learn.argtypes = [POINTER(CSuccessors), *[c_void_p] * 3, c_int32, c_int32]
-    lib.forerun_learn.restype = None
-    lib.forerun_fill.argtypes, lib.forerun_fill.restype = [POINTER(CSuccessors), *[c_void_p] * 3, c_int32], None
-    lib.forerun_branch.argtypes = [POINTER(CSuccessors), c_int32, POINTER(CGrowth), *[c_void_p] * 4]
-    lib.forerun_branch.restype = c_int32
-    lib.forerun_sort.argtypes = [c_void_p, c_int64, c_int64, c_int32, c_void_p, c_void_p]
-    lib.forerun_sort.restype = None
-    lib.forerun_retrieve.argtypes = [POINTER(CTexts), c_int32, c_void_p, *[c_int32] * 3, c_void_p, POINTER(c_int32)]
-    lib.forerun_retrieve.restype = c_int32
-    lib.forerun_padded_inputs.argtypes, lib.forerun_padded_inputs.restype = [c_int32], c_int64
-    lib.forerun_scratch_row_bytes.argtypes, lib.forerun_scratch_row_bytes.restype = [c_int32], c_int64
-    for name in ("forerun_bytes", "forerun_scales"):
-        getattr(lib, name).argtypes, getattr(lib, name).restype = [c_int32, c_int64, c_int32], c_int64
-    lib.forerun_repack.argtypes = [c_int32, c_int32, c_void_p, c_int32, c_int32, c_void_p, c_void_p]
-    lib.forerun_repack.restype = ctypes.c_bool
-    lib.forerun_unpack.argtypes, lib.forerun_unpack.restype = [c_void_p, c_void_p, c_int32, c_void_p], None
-    lib.forerun_allocate.argtypes, lib.forerun_allocate.restype = [c_int64], c_void_p
-    lib.forerun_release.argtypes, lib.forerun_release.restype = [c_void_p], None
 
 
 def library() -> ctypes.CDLL | None:
@@ -219,20 +214,6 @@ def allocate(size: int) -> int:
     if address is None:
         raise CapacityError(f"there is no memory for {size / 1e6:.0f} MB of weights: use a smaller model or int4")
     return address
-
-
-@functools.cache
-def _trim() -> Callable[[int], int] | None:
-    """glibc's own; None elsewhere."""
-    found: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    return found
-
-
-def give_back() -> None:
-    """Give the system what temporaries have left: between small pieces that stay, glibc keeps it, a few hundred MB."""
-    trim = _trim()
-    if trim is not None:
-        trim(0)
 
 
 def read_bandwidth(megabytes: int = 256) -> float:

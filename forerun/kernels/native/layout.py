@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-BLOCK = 32  # outputs packed side by side
+from forerun.kernels.native import BLOCK
+
 GROUP4 = 32  # 4-bit weights that share a scale
 
 

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from forerun.draft.base import Proposer
-from forerun.draft.model import DraftModel
-from forerun.draft.pard import mask_of
+from forerun.draft.model import DraftModel, mask_of
 from forerun.errors import ConfigError, LoadError
 from forerun.load import check_vocabulary, make_runner
 from forerun.models.config import load_config
