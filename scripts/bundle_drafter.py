@@ -13,7 +13,7 @@ import torch
 
 from forerun import LLM
 from forerun.draft.bundled import BUNDLED
-from forerun.draft.eagle_format import load_head, save_head
+from forerun.draft.eagle3 import load_head, save_head
 from forerun.draft.view import view_of
 from forerun.models.hub import DEFAULT
 

@@ -22,8 +22,8 @@ from forerun import LLM, SamplingParams
 from forerun.cache.attention import Segment
 from forerun.draft.base import Proposer, Row
 from forerun.draft.block import Block
-from forerun.draft.block_head import BlockConfig, BlockHead
-from forerun.draft.block_shapes import MarkovShape
+from forerun.draft.block_head import BlockHead
+from forerun.draft.block_shapes import BlockConfig, MarkovShape
 from forerun.draft.bundled import BUNDLED
 from forerun.draft.hydra import HydraHeads
 from forerun.draft.level_dialects import MlpShape

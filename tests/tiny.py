@@ -20,10 +20,10 @@ import transformers as hf
 from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers import models as tokenizer_models
 
-from forerun.draft.block_head import BlockConfig, BlockHead
-from forerun.draft.block_shapes import MarkovShape
+from forerun.draft.block_head import BlockHead
+from forerun.draft.block_shapes import BlockConfig, MarkovShape
 from forerun.draft.eagle1 import FirstHead
-from forerun.draft.eagle_head import EagleConfig, EagleHead
+from forerun.draft.eagle3 import EagleConfig, EagleHead
 from forerun.draft.hydra import HydraHeads
 from forerun.draft.level_dialects import MlpShape
 from forerun.draft.medusa import MedusaHeads

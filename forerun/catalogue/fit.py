@@ -172,7 +172,7 @@ def boundaries(drafter: Facts, target: Sizes) -> tuple[int, ...] | None:
     or nobody knows. Raises LoadError."""
     raw, kind = drafter.raw, drafter.kind
     if kind.draft == "eagle3":
-        return read_dialect(raw, target).boundaries
+        return read_dialect(raw, target.layers).boundaries
     name = "aux_hidden_state_layer_ids"
     ids = (as_speculators(raw) if is_block(raw) else raw).get(name)
     if ids is not None and (not isinstance(ids, list) or not ids or not all(is_whole(i) for i in ids)):

@@ -17,22 +17,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forerun.cache.attention import Segment
+from forerun.cache.attention import Attention, Segment, Sight
 from forerun.cache.kv import KVCache
 from forerun.draft.base import Row
-from forerun.draft.block_attention import BlockAttention
 from forerun.draft.block_head import BlockHead
-from forerun.draft.block_law import Behind
+from forerun.draft.block_laws import Behind
+from forerun.draft.block_shapes import BlockConfig
 from forerun.draft.features import FeatureProposer
 from forerun.draft.layers import with_native_products
-from forerun.draft.native_block import NativeBlock, block_of, computes, widened
-from forerun.draft.operations import Operations
+from forerun.draft.native_block import NativeBlock, block_of, computes
 from forerun.draft.tree import Tree, grow
 from forerun.draft.view import TargetView
 from forerun.errors import ConfigError
-from forerun.models.rope import rope_tables
 from forerun.recorded import Start
-from forerun.types import BESIDE, Draft
+from forerun.types import BESIDE
 
 
 @dataclass(slots=True)
@@ -60,14 +58,14 @@ class Block(FeatureProposer):
     """
 
     name = "block"
+    native: NativeBlock | None
 
     def __init__(
-        self, head: BlockHead, target: TargetView, *, tokens: int, page: int, slots: int, width: int = 1,
-        threshold: float = 0.0,
-    ) -> None:  # fmt: skip
-        """Room for the context of `tokens` tokens in pages of `page`, for `slots` requests at a time. It computes in
-        the head's own dtype, or in the target's native form. Raises LoadError if the head is not made for this
-        target, ConfigError for a threshold where it has no confidence head."""
+        self, head: BlockHead, target: TargetView, *, width: int = 1, threshold: float = 0.0, **room: int
+    ) -> None:
+        """Room for context: as in `FeatureProposer`. It computes in the head's own dtype, or in the target's native
+        form. Raises LoadError if the head is not made for this target, ConfigError for a threshold where it has no
+        confidence head."""
         if threshold and not head.config.confidence:
             raise ConfigError(
                 f"draft_threshold={threshold:g} needs a block drafter with a confidence head, which this one has not:"
@@ -75,49 +73,31 @@ class Block(FeatureProposer):
             )
         head.attach(target)
         head = head.to(target.device)
-        self.target, self.width, self.threshold = target, width, threshold
-        self.boundaries = head.config.boundaries
-        self.config, self.ids = head.config, head.tokens()
-        self.dtype = next(head.parameters()).dtype if target.form is None else torch.float32
-        # the block at the very end of a text reaches past it
-        self._reach = target.context + self.config.block
-        self._shape = {"tokens": tokens, "page": page, "slots": slots}
-        tables = rope_tables(self.config.layer, self.config.layer.ropes[0], self._reach, self.dtype)
-        self.rotation = tuple(table.to(target.device) for table in tables)
-        self.head: BlockHead = head
-        self.native: NativeBlock | None = None
-        if target.form is not None:
-            self.head, self.native = self._natively(head, target.form, tables)
+        self.config, self.boundaries = head.config, head.config.boundaries
+        dtype = next(head.parameters()).dtype if target.form is None else torch.float32
+        context = target.context + self.config.block  # the block at the very end of a text reaches past it
+        super().__init__(target, self.config.layer, dtype, context, **room)
+        self.width, self.threshold = width, threshold
+        self.head, self.native = (head, None) if target.form is None else self._natively(head, target.form)
         whole = self.native is not None and self.native.drafts and width == 1 and not threshold
         self.stops = self.weighs = whole
         self.beside = BESIDE if whole else 0
         self.reset()
 
-    def new_cache(self) -> KVCache:
-        return KVCache(
-            self.config.layer, **self._shape, context=self._reach, dtype=self.dtype, device=self.target.device,
-            native=self.native is not None,
-        )  # fmt: skip
-
     def fuse(self, shown: Tensor) -> Tensor:
         return self.head.fuse(shown)
 
-    @torch.inference_mode()
-    def propose(self, rows: Sequence[Row]) -> list[Draft]:
-        trees = [Tree(row, fed=0) for row in rows]
-        active = [tree for tree in trees if self._can_draft(tree.row)]
-        if active and not self._round(active):
-            self._remember([tree.row for tree in active])
-            growing = self._say(active)
-            for level in range(self.config.depth):
-                growing = [g for g in growing if g.tree.row.depth > level and g.tree.frontier]
-                growing = self._grow(growing, level)
-        return [tree.finish(self.target.vocab) for tree in trees]
+    def scratch(self, row: Row) -> int:
+        return self.config.block
 
-    def _can_draft(self, row: Row) -> bool:
-        """Without the states up to the root, or without room, the request goes on without a draft."""
-        upto = self.cache.length[row.slot] + self.config.block
-        return self.is_up_to_date(row) and self.cache.pages.grow(row.slot, upto + len(self.waiting[row.slot]))
+    def draft(self, trees: Sequence[Tree]) -> None:
+        if self._round(trees):
+            return
+        self.catch_up([tree.row for tree in trees])
+        growing = self._say(trees)
+        for level in range(self.config.depth):
+            growing = [g for g in growing if g.tree.row.depth > level and g.tree.frontier]
+            growing = self._grow(growing, level)
 
     def _round(self, trees: Sequence[Tree]) -> bool:
         """Read what the slots have missed and draft chains behind it, all in one native call. False, and nothing done,
@@ -125,12 +105,11 @@ class Block(FeatureProposer):
         native = self.native
         if native is None or not self.weighs or self.threshold or not all(tree.is_plain for tree in trees):
             return False
-        self._remember([tree.row for tree in trees if self.waiting[tree.row.slot].parts > 1])
+        self.catch_up([tree.row for tree in trees if self.waiting[tree.row.slot].parts > 1])
         raw = not any(self.waiting[tree.row.slot].fused for tree in trees)
         starts = [self._start(tree, raw) for tree in trees]
-        ids = None if self.ids is None else self.ids.numpy()
         stands = trees[0].row.stands  # a guess, which differs between temperatures alone; rows without have no floor
-        said = native.round(starts, self.cache, self.target.vocab, ids, raw, stands)
+        said = native.round(starts, self.cache, raw, stands)
         for tree, start, own in zip(trees, starts, said, strict=True):
             if start.segment.tokens:
                 self.commit(tree.row, len(start.segment.tokens))
@@ -139,50 +118,38 @@ class Block(FeatureProposer):
 
     def _start(self, tree: Tree, raw: bool) -> Start:
         """What a native round has to know of one request; `raw`, it brings the target's states."""
-        slot = tree.row.slot
-        parts = (self.take_raw(slot) if raw else [part.numpy() for part in self.take(slot)]) or []
+        row = tree.row
+        parts = self.take_raw(row.slot) if raw else [part.numpy() for part in self.take(row.slot)]
         count = len(parts[0]) if parts else 0
         link = tree.link(count)
         link = replace(link, keys=link.keys[: self.config.depth])
-        return Start(_context(slot, count), parts, 0, link)
+        return Start(self.behind(row, count), parts, 0, link)
 
-    def _remember(self, rows: Sequence[Row]) -> None:
-        """Write the keys and values of all context that waits; none depends on another."""
-        taken = [[(row, part) for part in self.take(row.slot)] for row in rows]
-        for number in range(max(map(len, taken), default=0)):
-            self._read([parts[number] for parts in taken if number < len(parts)])
-
-    def _read(self, parts: Sequence[tuple[Row, Tensor]]) -> None:
-        """Write the keys and values of a piece of context [n, Hd] of each row."""
-        context, segments = (
-            torch.cat([part for _, part in parts]),
-            [_context(row.slot, len(part)) for row, part in parts],
-        )
+    def keep(self, segments: Sequence[Segment], fused: Tensor) -> None:
+        """Keys and values of context; none depends on another."""
         if self.native is not None:
-            self.native.read(segments, context, self.cache)
-        else:
-            spans = [(s.slot, self.cache.length[s.slot], len(s.tokens)) for s in segments]
-            positions = np.concatenate([np.arange(at, at + count) for _, at, count in spans])
-            places = np.concatenate([self.cache.pages.rows[slot, at : at + count] for slot, at, count in spans])
-            rotation = self._rotation(torch.from_numpy(positions).to(self.target.device))
-            index = torch.from_numpy(places).to(self.target.device)
-            for layer in range(self.config.layer.layers):
-                keys, values = self.head.remember(layer, context, rotation)
-                self.cache.keys[layer, index], self.cache.values[layer, index] = keys, values
-        for row, part in parts:
-            self.commit(row, len(part))
+            return self.native.read(segments, fused, self.cache)
+        spans = [(s.slot, self.cache.length[s.slot], len(s.tokens)) for s in segments]
+        positions = np.concatenate([np.arange(at, at + count) for _, at, count in spans])
+        places = np.concatenate([self.cache.pages.rows[slot, at : at + count] for slot, at, count in spans])
+        rotation = self.rotate(torch.from_numpy(positions).to(self.target.device))
+        index = torch.from_numpy(places).to(self.target.device)
+        for layer in range(self.layer.layers):
+            keys, values = self.head.remember(layer, fused, rotation)
+            self.cache.keys[layer, index], self.cache.values[layer, index] = keys, values
+        return None
 
     def _say(self, trees: Sequence[Tree]) -> list[_Growing]:
         """One pass over the block of each root. A block is whole however deep the draft is to be: what a slot says
         depends on how many there are."""
         c = self.config
-        segments = [block_of(tree.row.slot, tree.row.tokens[-1], c.block, c.mask_token) for tree in trees]
+        segments = [block_of(c, tree.row.slot, tree.row.tokens[-1]) for tree in trees]
         if self.native is not None:
             made = self.head.norm(self.native.slots(segments, self.cache))
         else:
-            attention = BlockAttention(segments, self.cache, c)
+            attention = _BlockAttention(segments, self.cache, c)
             ids = torch.tensor([token for s in segments for token in s.tokens], device=self.target.device)
-            made = self.head(self.head.embed(ids).to(self.dtype), self._rotation(attention.positions), attention)
+            made = self.head(self.head.embed(ids).to(self.dtype), self.rotate(attention.positions), attention)
         deepest = min(max(tree.row.depth for tree in trees), c.depth)
         blocks = made.view(len(trees), c.block, -1)
         made = blocks[:, c.first : c.first + deepest]
@@ -225,24 +192,36 @@ class Block(FeatureProposer):
         """The tokens of the frontier. [F]"""
         return torch.tensor([g.tree.draft.tokens[node] for node in g.tree.frontier], device=self.target.device)
 
-    def _natively(
-        self, head: BlockHead, form: str, tables: tuple[Tensor, Tensor]
-    ) -> tuple[BlockHead, NativeBlock | None]:
+    def _natively(self, head: BlockHead, form: str) -> tuple[BlockHead, NativeBlock | None]:
         """The head with products on the native kernels, and its layers as programs, where there are some that compute
-        them. `tables`: cos and sin of all positions."""
+        them."""
         if not computes(head.config):
             return with_native_products(head, form), None
         fast = with_native_products(head, form, "layers")
-        says, softcap = self.target.packed, self.target.softcap
-        if head.config.own_head:
-            says, softcap = fast.lm_head.packed, 0.0  # type: ignore[assignment]
-        return fast, NativeBlock(head, Operations(widened(head.config), form, tables), says, softcap)
-
-    def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        cosine, sine = (table[positions] for table in self.rotation)
-        return cosine, sine
+        return fast, NativeBlock(head, form, self.rotation, *fast.packed())
 
 
-def _context(slot: int, count: int) -> Segment:
-    """The places of so many rows of context, which has no tokens of its own."""
-    return Segment(slot, [0] * count, list(range(-1, count - 1)), [])
+class _BlockAttention(Attention):
+    """Who sees whom in a pass over whole blocks, whose anchors stand behind all that is committed.
+
+    All slots of a block see the same context, of which a layer with a window knows the last that so many tokens have
+    left; which of one another they see is `BlockConfig.is_causal` of the layer.
+    """
+
+    def __init__(self, segments: Sequence[Segment], cache: KVCache, config: BlockConfig) -> None:
+        self._block = config
+        super().__init__(segments, cache, config.layer)
+
+    def _masks(
+        self, segments: list[Segment], depths: list[np.ndarray], queries: int, width: int
+    ) -> dict[Sight, Tensor | None]:
+        masks: dict[Sight, Tensor | None] = {}
+        for layer, window in enumerate(self.config.windows):
+            mask = np.zeros((len(segments), queries, width), dtype=bool)
+            for r, segment in enumerate(segments):
+                at, count = self.cache.length[segment.slot], len(segment.tokens)
+                mask[r, :count, max(0, at - window) if window else 0 : at] = True
+                mask[r, :count, at : at + count] = np.tri(count, dtype=bool) if self._block.is_causal(layer) else True
+                mask[r, count:, 0] = True  # a padding query must see something, or it is NaN
+            masks[self.config.sight(layer)] = None if mask.all() else self._tensor(mask)
+        return masks

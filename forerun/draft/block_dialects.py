@@ -19,13 +19,10 @@ not loaded.
 
 from __future__ import annotations
 
-from typing import Any
-
 from forerun.draft.block_shapes import DFLASH2, DOMINO, XPRESS
+from forerun.draft.fields import read_ids
 from forerun.errors import LoadError, shown
-from forerun.models.families import is_whole
-
-Json = dict[str, Any]
+from forerun.models.families import Json, is_whole
 
 KINDS = ("dspark", "dflash", DFLASH2, XPRESS)  # as speculators calls them
 DFLASH2_CLASS = "DFlash2DraftModel"
@@ -68,8 +65,8 @@ def as_speculators(raw: Json) -> Json:
     own = raw.get("dflash_config") or {}
     if not isinstance(own, dict):
         raise LoadError("dflash_config in config.json is not an object")
-    said = {name: own.get(name, raw.get(name)) for name in OWN}
-    said = {name: value for name, value in said.items() if value is not None}
+    both = raw | own
+    said = {name: both[name] for name in OWN if both.get(name) is not None}
     said |= {"speculators_model_type": _kind(raw, own), "transformer_layer_config": raw}
     _check(raw, own)
     deepspec = arch_of(raw) == DEEPSPEC
@@ -78,10 +75,9 @@ def as_speculators(raw: Json) -> Json:
     if names != ANCHOR and anchor not in ([True], [False], [True, True], [False, False]):
         raise LoadError("shift_label in config.json is not true or false: which slot says which token is not known")
     said["sample_from_anchor"] = anchor[0] if anchor else deepspec
-    ids = own.get("target_layer_ids", raw.get("target_layer_ids"))
-    if ids is not None:
-        said["aux_hidden_state_layer_ids"] = _boundaries(ids)
-    if arch_of(raw).startswith("DFlash") and own.get("projector_type", raw.get("projector_type")) is None:
+    if both.get("target_layer_ids") is not None:
+        said["aux_hidden_state_layer_ids"] = [i + 1 for i in read_ids(both, "target_layer_ids")]
+    if arch_of(raw).startswith("DFlash") and both.get("projector_type") is None:
         said.setdefault(NON_CAUSAL, True)  # z-lab's
     if deepspec and NON_CAUSAL not in said and SLIDING in str(raw.get("layer_types")):
         raise LoadError(f"some of its layers have {SLIDING}, but no {NON_CAUSAL} says which slots these see")
@@ -134,9 +130,3 @@ def windows_of(raw: Json) -> list[int | None]:
             f" use_sliding_window {shown(used)}: one of them is wrong"
         )
     return [window if kind == SLIDING else None for kind in types]
-
-
-def _boundaries(ids: Any) -> list[int]:
-    if not isinstance(ids, list) or not ids or not all(is_whole(i) for i in ids):
-        raise LoadError(f"target_layer_ids in config.json is {shown(ids)}, not a list of hidden states to read")
-    return [i + 1 for i in ids]

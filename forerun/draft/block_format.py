@@ -15,30 +15,27 @@ from pathlib import Path
 import torch
 
 from forerun.draft.block_dialects import NON_CAUSAL, as_speculators, windows_of
-from forerun.draft.block_head import BlockConfig, BlockHead, check_fit
-from forerun.draft.block_shapes import DFLASH2, MarkovShape, named, read_conv, read_law
-from forerun.draft.borrowed import is_embedding, is_head
-from forerun.draft.fields import read_bool, read_whole
-from forerun.draft.listed import check_map
+from forerun.draft.block_head import BlockHead, check_fit
+from forerun.draft.block_shapes import DFLASH2, BlockConfig, MarkovShape, named, read_conv, read_law
+from forerun.draft.borrowed import EMBEDDING, HEAD, borrow, check_fused, check_map
+from forerun.draft.fields import read_bool, read_ids, read_whole
 from forerun.draft.stored import (
     MOST_LAYERS,
-    Json,
     Tensors,
     assemble,
-    describe_layer,
     describe_speculator,
     read_config,
     read_layer,
     read_tensors,
-    size_of,
+    reading,
     write,
 )  # fmt: skip
 from forerun.draft.view import TargetView
 from forerun.errors import LoadError
 from forerun.models.config import ModelConfig
-from forerun.models.families import is_whole
+from forerun.models.families import Json, is_whole
 
-KIND = "block drafter"
+KIND = BlockHead.title
 LARGEST_BLOCK = 64
 TRUST = "confidence_head.proj.weight"
 
@@ -49,8 +46,7 @@ def save_block(head: BlockHead, directory: Path, target: str | None = None, dtyp
     c = head.config
     if c.causal or c.conv or not isinstance(c.law, MarkovShape | None):
         raise ValueError("such block drafters are read, and not written")
-    layer = describe_layer(c.layer, c.layer.layers)
-    described = describe_speculator("dspark", "DSparkSpeculator", layer, c.depth, target)
+    described = describe_speculator("dspark", "DSparkSpeculator", c.layer, c.depth, target)
     own = {
         "draft_vocab_size": c.draft_vocab,
         "target_hidden_size": c.target_hidden,
@@ -70,16 +66,12 @@ def save_block(head: BlockHead, directory: Path, target: str | None = None, dtyp
 def load_block(directory: Path, target: TargetView) -> BlockHead:
     """Read a head for this target, in float32. Raises LoadError, also where it does not fit."""
     raw, tensors = read_config(directory, KIND), named(read_tensors(directory, KIND))
-    try:
-        for name, is_theirs in (("embed_tokens.weight", is_embedding), ("lm_head.weight", is_head)):
-            if name in tensors and is_theirs(tensors[name], target):
-                del tensors[name]
+    with reading(directory, KIND):
+        borrow(tensors, target)
         config = _config(as_speculators(raw), tensors, target)
         check_fit(config, target)
         check_map(tensors, config.draft_vocab, config.layer.vocab)
         return assemble(lambda: BlockHead(config), tensors, KIND)
-    except LoadError as error:
-        raise LoadError(f"{directory} holds no block drafter that can be used here: {error}") from None
 
 
 def _config(raw: Json, tensors: Tensors, target: TargetView) -> BlockConfig:
@@ -89,14 +81,9 @@ def _config(raw: Json, tensors: Tensors, target: TargetView) -> BlockConfig:
     made_for = layer.get("num_target_layers")
     if is_whole(made_for) and made_for != target.layers:
         raise LoadError(f"it was made for a target of {made_for} layers, this one has {target.layers}")
-    layers, ids = _layers(raw, tensors, target.vocab), _boundaries(raw)
+    layers, ids = _layers(raw, tensors, target.vocab), read_ids(raw, "aux_hidden_state_layer_ids")
     causal = read_bool(raw, "causal", False)
-    width, fused = size_of(tensors, "fc.weight", 1), len(ids) * target.hidden
-    if width != fused:
-        raise LoadError(
-            f"fc.weight reads {width} numbers, but the hidden states {list(ids)} of this target have {fused}: use a"
-            " drafter that was trained for it"
-        )
+    check_fused(KIND, target, ids, tensors)
     vocab = raw.get("draft_vocab_size")
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     law, trusts = read_law(raw, shapes), shapes.get(TRUST, (0, 0))[-1]
@@ -111,8 +98,8 @@ def _config(raw: Json, tensors: Tensors, target: TargetView) -> BlockConfig:
         and (causal or not read_bool(raw, NON_CAUSAL, raw["speculators_model_type"] == DFLASH2)),
         sample_from_anchor=read_bool(raw, "sample_from_anchor", read_bool(raw, "query_zero_predicts_next", False)),
         draft_vocab=layers.vocab if vocab is None else read_whole(raw, "draft_vocab_size", 1, layers.vocab),
-        own_embedding="embed_tokens.weight" in tensors,
-        own_head="lm_head.weight" in tensors,
+        own_embedding=EMBEDDING in tensors,
+        own_head=HEAD in tensors,
         law=law,
         conv=read_conv(raw, shapes, layers.hidden),
         confidence=read_bool(raw, "enable_confidence_head", TRUST in tensors),
@@ -135,10 +122,3 @@ def _layers(raw: Json, tensors: Tensors, vocab: int) -> ModelConfig:
     count = read_whole(layer, "num_hidden_layers", 1, MOST_LAYERS)
     config = read_layer({"model_type": "qwen3"} | layer | {"layer_types": None}, tensors, vocab, layers=count)
     return replace(config, windows=tuple(windows)) if windows else config
-
-
-def _boundaries(raw: Json) -> tuple[int, ...]:
-    ids = raw.get("aux_hidden_state_layer_ids")
-    if not isinstance(ids, list) or not ids or not all(is_whole(i) for i in ids):
-        raise LoadError(f"aux_hidden_state_layer_ids in config.json is {ids!r}, not a list of hidden states to read")
-    return tuple(ids)

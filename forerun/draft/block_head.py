@@ -3,7 +3,7 @@
 As in DFlash (2602.06036) and DSpark (2607.05147): the target's hidden states of a token at some boundaries become one
 vector, its context, from which every layer makes keys and values by itself. The drafter's own tokens are a block of
 slots, the anchor (the last token known) and then masks, which see all of the context and one another, and say all
-tokens of a draft in one pass. A law (`block_law`) makes what a slot says depend on the tokens before it, so that the
+tokens of a draft in one pass. A law (`block_laws`) makes what a slot says depend on the tokens before it, so that the
 tokens of a draft agree with each other; a confidence head says how likely each of them is to stand.
 
 The module computes slots: whoever calls it brings the rotations and the attention, and so decides which context and
@@ -13,83 +13,63 @@ Hd the head's, V the target's vocabulary, Vd the tokens the head says, S slots o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from forerun.draft.block_gru import GruLaw
-from forerun.draft.block_law import BlockLaw
-from forerun.draft.block_layers import BlockLayer, ConvolvedLayer
-from forerun.draft.block_markov import Markov
-from forerun.draft.block_refiner import Refiner
-from forerun.draft.block_selector import Selector
-from forerun.draft.block_shapes import ConvShape, GruShape, LawShape, MarkovShape, RefinerShape, SelectorShape
-from forerun.draft.listed import Listed
+from forerun.draft.block_laws import BlockLaw, GruLaw, Markov, Refiner, Selector
+from forerun.draft.block_shapes import BlockConfig, ConvShape, GruShape, MarkovShape, RefinerShape, SelectorShape
+from forerun.draft.borrowed import Head, check_boundaries, check_sizes
+from forerun.draft.layers import DecoderLayer
 from forerun.draft.view import TargetView
 from forerun.errors import LoadError
+from forerun.kernels import reference as kernels
 from forerun.models.config import ModelConfig
 from forerun.models.decoder import Attend
 from forerun.models.shortlist import spread
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockConfig:
-    """The shape of a head.
+class Convolved(nn.Module):
+    """Two short convolutions along a block, before a part of a layer and behind it.
 
-    Attributes:
-        layer: its decoder layers, of a family like Qwen3; `vocab` is the target's.
-        target_hidden: size of the target's hidden states.
-        boundaries: which of them make the context, in the order in which they are fused.
-        block: slots of a block, S, the anchor's included.
-        mask_token: the target's token that fills the slots behind the anchor.
-        causal: slots see those before them alone; otherwise all of their block.
-        window_causal: the same of layers with a window (`layer.windows`), which see the context of so many tokens
-            before the anchor.
-        sample_from_anchor: slot k says the token at position start + k + 1, start being the anchor's (DSpark);
-            otherwise the one at its own position start + k, and slot 0 says nothing (DFlash).
-        draft_vocab: tokens it can say; fewer than `vocab` with a map, see `Listed`.
-        own_embedding, own_head: it has an embedding and a head of its own; otherwise the target's are used.
-        conv: convolutions in its layers, if they have some.
-        law: what it says behind the tokens before a slot, if that depends on them.
-        confidence: there is a confidence head.
-        confidence_with_markov: which also reads what the Markov head knows of the token before.
+    A channel of a slot becomes a sum over the last few slots, itself included, with weights of its own; to these the
+    slot adds what a product makes of it, the same for a group of channels. Before a block there is nothing.
     """
 
-    layer: ModelConfig
-    target_hidden: int
-    boundaries: tuple[int, ...]
-    block: int
-    mask_token: int
-    causal: bool = False
-    window_causal: bool = False
-    sample_from_anchor: bool = True
-    draft_vocab: int
-    own_embedding: bool = False
-    own_head: bool = False
-    law: LawShape | None = None
-    conv: ConvShape | None = None
-    confidence: bool = False
-    confidence_with_markov: bool = False
+    def __init__(self, shape: ConvShape, hidden: int, block: int) -> None:
+        super().__init__()
+        self.taps, self.block, self.groups = shape.taps, block, hidden // shape.group
+        self.base_kernel = nn.Parameter(torch.zeros(2, shape.taps, hidden))
+        self.kernel_projection = nn.Linear(hidden, 2 * shape.taps * self.groups, bias=False)
 
-    @property
-    def first(self) -> int:
-        """The slot that says the token behind the anchor."""
-        return 0 if self.sample_from_anchor else 1
+    def around(self, part: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """What a part makes of slots [.., Hd], whole blocks one behind the other, between both. -> [.., Hd]"""
+        own = self.kernel_projection(x).view(-1, self.block, 2, self.taps, self.groups, 1)
+        return self._along(part(self._along(x, own, 0)), own, 1)
 
-    @property
-    def depth(self) -> int:
-        """Tokens a block says."""
-        return self.block - self.first
+    def _along(self, x: Tensor, own: Tensor, which: int) -> Tensor:
+        groups = x.reshape(-1, self.block, self.groups, x.shape[-1] // self.groups)
+        out = torch.zeros_like(groups)
+        for tap, base in enumerate(self.base_kernel[which].view(self.taps, *groups.shape[2:])):
+            before = F.pad(groups, (0, 0, 0, 0, tap, 0))[:, : self.block]  # each slot's, so many slots before
+            out = out + (base + own[:, :, which, tap]) * before
+        return out.view(x.shape)
 
-    @property
-    def is_bigram(self) -> bool:
-        """Whether its law, if it has one, adds what follows from the token before, and nothing else."""
-        return self.law is None or (isinstance(self.law, MarkovShape) and self.law.kind == "vanilla")
 
-    def is_causal(self, layer: int) -> bool:
-        """Whether slots see no later ones in this layer."""
-        return self.window_causal if self.layer.windows[layer] else self.causal
+class ConvolvedLayer(DecoderLayer):
+    """DFlash2's layer. Tensors are called as in the speculators format."""
+
+    def __init__(self, c: ModelConfig, layer: int, shape: ConvShape, block: int) -> None:
+        super().__init__(c, layer)
+        self.attention_conv = Convolved(shape, c.hidden, block)
+        self.mlp_conv = Convolved(shape, c.hidden, block)
+
+    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        normed = self.input_layernorm(x)
+        x = x + self.attention_conv.around(lambda inner: self.self_attn(inner, rotation, attend), normed)
+        return x + self.mlp_conv.around(self.mlp, self.post_attention_layernorm(x))
 
 
 class _Confidence(nn.Module):
@@ -108,21 +88,19 @@ class _Confidence(nn.Module):
         return out
 
 
-LAWS: dict[type, str] = {
-    MarkovShape: "markov_head",
-    GruShape: "domino_head",
-    SelectorShape: "candidate_selector",
-    RefinerShape: "refiner_head",
+LAWS: dict[type, tuple[str, Callable[..., BlockLaw]]] = {  # by shape: how it is called in files, and what it is
+    MarkovShape: ("markov_head", Markov),
+    GruShape: ("domino_head", GruLaw),
+    SelectorShape: ("candidate_selector", Selector),
+    RefinerShape: ("refiner_head", Refiner),
 }
 
 
-class BlockHead(Listed):
-    """The head as it is trained and stored; tensors are called as in the speculators format.
+class BlockHead(Head):
+    """The head as it is trained and stored; tensors are called as in the speculators format."""
 
-    `target` is there once it is attached.
-    """
-
-    target: TargetView
+    title = "block drafter"
+    markov_head: Markov
 
     def __init__(self, config: BlockConfig) -> None:
         super().__init__()
@@ -136,22 +114,16 @@ class BlockHead(Listed):
             self.embed_tokens = nn.Embedding(c.vocab, c.hidden)
         if config.own_head:
             self.lm_head = nn.Linear(c.hidden, config.draft_vocab, bias=False)
-        if isinstance(config.law, MarkovShape):
-            self.markov_head = Markov(config.law, c.hidden, c.vocab, config.draft_vocab, config.first)
-        if isinstance(config.law, GruShape):
-            self.domino_head = GruLaw(config.law, c.hidden, config.draft_vocab, config.first)
-        if isinstance(config.law, SelectorShape):
-            self.candidate_selector = Selector(config.law, c.hidden, c.vocab)
-        if isinstance(config.law, RefinerShape):
-            said, first = config.draft_vocab, config.first
-            self.refiner_head = Refiner(config.law, c.hidden, c.vocab, said, config.block, first)
+        if config.law is not None:
+            name, law = LAWS[type(config.law)]
+            self.add_module(name, law(config.law, config))
         if config.confidence:
             self.confidence_head = _Confidence(config)
         self.list_tokens(config.draft_vocab, c.vocab)
 
-    def _layer(self, i: int) -> BlockLayer:
+    def _layer(self, i: int) -> DecoderLayer:
         c, conv = self.config.layer, self.config.conv
-        return ConvolvedLayer(c, i, conv, self.config.block) if conv else BlockLayer(c, i)
+        return ConvolvedLayer(c, i, conv, self.config.block) if conv else DecoderLayer(c, i)
 
     def attach(self, target: TargetView) -> None:
         """Let it borrow from this target. Raises LoadError if the head is not made for it."""
@@ -164,14 +136,14 @@ class BlockHead(Listed):
         return out
 
     def remember(self, layer: int, context: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Keys and values of context for one layer, each of its own position. [.., Hd] -> [.., Hkv, D] each"""
-        found: tuple[Tensor, Tensor] = self.layers[layer].remember(context, rotation)  # type: ignore[operator]
-        return found
-
-    def embed(self, ids: Tensor) -> Tensor:
-        """[..] int64 -> [.., Hd]"""
-        out: Tensor = self.embed_tokens(ids) if self.config.own_embedding else self.target.embed(ids)
-        return out
+        """Keys and values of context for one layer, each of its own position: context has no residual stream.
+        [.., Hd] -> [.., Hkv, D] each"""
+        made = self.layers[layer]
+        assert isinstance(made, DecoderLayer)
+        own = made.self_attn
+        heads = (*context.shape[:-1], -1, own.head_dim)
+        keys = kernels.rotate(own.k_norm(own.k_proj(context).view(heads)), *rotation)
+        return keys, own.v_proj(context).view(heads)
 
     def forward(self, embedded: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
         """Slots, [.., Hd], to what is made of them, [.., Hd]. rotation: cos and sin of their positions, [.., 1, D / 2];
@@ -185,21 +157,16 @@ class BlockHead(Listed):
     @property
     def law(self) -> BlockLaw | None:
         """What makes the tokens of a draft agree, if anything does."""
-        name = LAWS.get(type(self.config.law))
-        return getattr(self, name) if name else None
-
-    def say(self, made: Tensor) -> Tensor:
-        """Logits of the tokens it says, without its law. [.., Hd] -> [.., Vd]"""
-        out: Tensor = self.lm_head(made) if self.config.own_head else self.target.head(made)
-        return out
+        shape = self.config.law
+        return getattr(self, LAWS[type(shape)][0]) if shape is not None else None
 
     def behind(self, logits: Tensor, previous: Tensor) -> Tensor:
-        """The same behind the tokens `previous`, of heads that training knows: none, or a vanilla Markov head.
+        """The logits of slots behind the tokens `previous`, by what training knows: no law, or a vanilla Markov head.
         [.., Vd], [..] -> [.., Vd]"""
         return logits + self.markov_head.bias(previous) if self.config.law else logits
 
     def follow(self, logits: Tensor) -> Tensor:
-        """The same over the target's vocabulary; what it cannot say is -inf. [.., Vd] -> [.., V]"""
+        """Logits over the target's vocabulary; what it cannot say is -inf. [.., Vd] -> [.., V]"""
         return spread(logits, self.tokens(), self.config.layer.vocab)
 
     def trust(self, made: Tensor, previous: Tensor) -> Tensor:
@@ -212,21 +179,13 @@ class BlockHead(Listed):
 
 def check_fit(config: BlockConfig, target: TargetView) -> None:
     """Raise LoadError unless the head is made for a target of these sizes."""
-    c, ids = config.layer, config.boundaries
-    if (config.target_hidden, c.vocab) != (target.hidden, target.vocab):
-        raise LoadError(
-            f"this block drafter is for a target with states of {config.target_hidden} and {c.vocab} tokens, this one"
-            f" has {target.hidden} and {target.vocab}: use a drafter that was trained for it"
-        )
+    c, title = config.layer, BlockHead.title
+    check_sizes(title, target, config.target_hidden, c.vocab)
     if c.hidden != target.hidden and not (config.own_embedding and config.own_head):
         raise LoadError(
-            f"this block drafter has states of {c.hidden}, its target of {target.hidden}, so the target's embedding and"
+            f"this {title} has states of {c.hidden}, its target of {target.hidden}, so the target's embedding and"
             " head do not fit, and it has none of its own: its checkpoint is incomplete"
         )
-    if not ids or len(set(ids)) < len(ids) or not all(0 <= i <= target.layers for i in ids):
-        raise LoadError(
-            f"this block drafter reads the hidden states {list(ids)}, which must be different numbers from 0 to"
-            f" {target.layers}, the layers of this target: use a drafter that was trained for it"
-        )
+    check_boundaries(title, target, config.boundaries)
     if not 0 <= config.mask_token < c.vocab:
         raise LoadError(f"the mask token {config.mask_token} is none of the {c.vocab} tokens of the target")

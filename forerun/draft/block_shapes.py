@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 
 from forerun.draft.fields import read_whole
 from forerun.errors import LoadError, shown
-from forerun.models.families import is_whole
+from forerun.models.config import ModelConfig
+from forerun.models.families import Json, is_whole
 
-Json = dict[str, Any]
 T = TypeVar("T")
 Shapes = Mapping[str, tuple[int, ...]]
 MARKOV = ("vanilla", "gated", "rnn")
@@ -25,7 +25,7 @@ MOST = 1 << 16  # of any size below
 
 @dataclass(frozen=True, slots=True)
 class MarkovShape:
-    """`block_markov`. rank: of the factors; kind: one of `MARKOV`."""
+    """`block_laws.Markov`. rank: of the factors; kind: one of `MARKOV`."""
 
     rank: int
     kind: str = "vanilla"
@@ -33,7 +33,7 @@ class MarkovShape:
 
 @dataclass(frozen=True, slots=True)
 class GruShape:
-    """`block_gru`. state: of the GRU; inner: width of the correction; plain: slots that go without one."""
+    """`block_laws.GruLaw`. state: of the GRU; inner: width of the correction; plain: slots that go without one."""
 
     state: int
     inner: int
@@ -42,7 +42,7 @@ class GruShape:
 
 @dataclass(frozen=True, slots=True)
 class SelectorShape:
-    """`block_selector`. rank: of what is known of tokens; most: candidates."""
+    """`block_laws.Selector`. rank: of what is known of tokens; most: candidates."""
 
     rank: int
     most: int
@@ -50,7 +50,7 @@ class SelectorShape:
 
 @dataclass(frozen=True, slots=True)
 class ConvShape:
-    """`block_layers.Convolved`. taps: slots that it sums; group: channels that share what a slot adds."""
+    """`block_head.Convolved`. taps: slots that it sums; group: channels that share what a slot adds."""
 
     taps: int
     group: int
@@ -58,13 +58,72 @@ class ConvShape:
 
 @dataclass(frozen=True, slots=True)
 class RefinerShape:
-    """`block_refiner`. rank: of its states; ratio: how many times as wide its MLP is."""
+    """`block_laws.Refiner`. rank: of its states; ratio: how many times as wide its MLP is."""
 
     rank: int
     ratio: int = 2
 
 
 LawShape = MarkovShape | GruShape | SelectorShape | RefinerShape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockConfig:
+    """The shape of a head.
+
+    Attributes:
+        layer: its decoder layers, of a family like Qwen3; `vocab` is the target's.
+        target_hidden: size of the target's hidden states.
+        boundaries: which of them make the context, in the order in which they are fused.
+        block: slots of a block, S, the anchor's included.
+        mask_token: the target's token that fills the slots behind the anchor.
+        causal: slots see those before them alone; otherwise all of their block.
+        window_causal: the same of layers with a window (`layer.windows`), which see the context of so many tokens
+            before the anchor.
+        sample_from_anchor: slot k says the token at position start + k + 1, start being the anchor's (DSpark);
+            otherwise the one at its own position start + k, and slot 0 says nothing (DFlash).
+        draft_vocab: tokens it can say; fewer than `vocab` with a map, see `Head`.
+        own_embedding, own_head: it has an embedding and a head of its own; otherwise the target's are used.
+        conv: convolutions in its layers, if they have some.
+        law: what it says behind the tokens before a slot, if that depends on them.
+        confidence: there is a confidence head.
+        confidence_with_markov: which also reads what the Markov head knows of the token before.
+    """
+
+    layer: ModelConfig
+    target_hidden: int
+    boundaries: tuple[int, ...]
+    block: int
+    mask_token: int
+    causal: bool = False
+    window_causal: bool = False
+    sample_from_anchor: bool = True
+    draft_vocab: int
+    own_embedding: bool = False
+    own_head: bool = False
+    law: LawShape | None = None
+    conv: ConvShape | None = None
+    confidence: bool = False
+    confidence_with_markov: bool = False
+
+    @property
+    def first(self) -> int:
+        """The slot that says the token behind the anchor."""
+        return 0 if self.sample_from_anchor else 1
+
+    @property
+    def depth(self) -> int:
+        """Tokens a block says."""
+        return self.block - self.first
+
+    @property
+    def is_bigram(self) -> bool:
+        """Whether its law, if it has one, adds what follows from the token before, and nothing else."""
+        return self.law is None or (isinstance(self.law, MarkovShape) and self.law.kind == "vanilla")
+
+    def is_causal(self, layer: int) -> bool:
+        """Whether slots see no later ones in this layer."""
+        return self.window_causal if self.layer.windows[layer] else self.causal
 
 
 def read_law(raw: Json, shapes: Shapes) -> LawShape | None:

@@ -17,23 +17,22 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from forerun.draft.borrowed import is_head
+from forerun.draft.borrowed import EMBEDDING, HEAD, borrow
+from forerun.draft.eagle3 import read_named
 from forerun.draft.eagle_dialects import read_flag
-from forerun.draft.eagle_format import read_named
-from forerun.draft.layers import Mlp, SelfAttention
+from forerun.draft.layers import Layer, Mlp, SelfAttention
 from forerun.draft.pair_head import PairHead, Parts
-from forerun.draft.stored import LAYER, Json, assemble, read_config, read_layer, size_of
+from forerun.draft.stored import LAYER, assemble, read_config, read_layer, reading, size_of
 from forerun.draft.view import TargetView
 from forerun.errors import LoadError, shown
 from forerun.models.config import ModelConfig
-from forerun.models.decoder import Attend
+from forerun.models.families import Json
 
 KIND = "EAGLE head"
-EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 ALIKE = 0.1  # rows of two embeddings that differ by less than this share are the same but for how they are stored
 
 
-class _Layer(nn.Module):
+class _Layer(Layer):
     """A decoder layer whose attention reads what enters it as it is."""
 
     def __init__(self, c: ModelConfig) -> None:
@@ -42,14 +41,11 @@ class _Layer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(c.hidden, c.norm_eps)
         self.mlp = Mlp(c)
 
-    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        x = x + self.self_attn(x, rotation, attend)
-        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
-        return out
-
 
 class FirstHead(PairHead):
     """The head under the names of its authors; what it makes of a pair is a state that the target's head can read."""
+
+    title = KIND
 
     def __init__(
         self, layer: ModelConfig, target_layers: int, bias: bool = True, own_embedding: bool = False,
@@ -65,44 +61,16 @@ class FirstHead(PairHead):
         self.embed_tokens = nn.Embedding(layer.vocab, layer.hidden) if own_embedding else None
         self.lm_head = nn.Linear(layer.hidden, layer.vocab, bias=False) if own_head else None
 
-    def attach(self, target: TargetView) -> None:
-        c = self.layer
-        if (c.hidden, c.vocab, self.boundaries) != (target.hidden, target.vocab, (target.layers,)):
-            raise LoadError(
-                f"this EAGLE head is for a target with states of {c.hidden} and {c.vocab} tokens, this one has"
-                f" {target.hidden} and {target.vocab}: use a head that was trained for it"
-            )
-        self.target = target
-
-    @property
-    def embedding(self) -> nn.Embedding | None:
-        return self.embed_tokens
-
-    def fuse(self, features: Tensor) -> Tensor:
-        return self.target.normalise(features)
-
-    def forward(self, embedded: Tensor, state: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        out: Tensor = self.layers[0](self.fc(torch.cat((embedded, state), dim=-1)), rotation, attend)
-        return out
-
     def parts(self) -> Parts:
         (own,) = self.layers
         assert isinstance(own, _Layer)
-        norm = own.post_attention_layernorm
-        return Parts(None, None, self.fc, None, own.self_attn, norm, own.mlp, None, [], self.lm_head)
-
-    def logits(self, made: Tensor) -> Tensor:
-        out: Tensor = self.target.head(made) if self.lm_head is None else self.lm_head(made)
-        return out
-
-    def state(self, made: Tensor) -> Tensor:
-        return made
+        return Parts(layer=own, join=self.fc)
 
 
 def load_first_head(directory: Path, target: TargetView) -> FirstHead:
     """Read an EAGLE-1 or EAGLE-2 head for this target, in float32. Raises LoadError, also where it does not fit."""
     raw, tensors = read_config(directory, KIND), read_named(directory, KIND)
-    try:
+    with reading(directory, KIND):
         said = _fields(raw)
         if "norm.weight" in tensors:
             raise LoadError("it has a norm before its lm_head, as EAGLE-3 heads have: give it as eagle3:")
@@ -118,17 +86,11 @@ def load_first_head(directory: Path, target: TargetView) -> FirstHead:
         layer = read_layer(said | {"model_type": "llama", "attention_bias": False}, tensors, target.vocab)
         layer = replace(layer, qkv_bias=read_flag(said, "qkv_bias", f"{LAYER}self_attn.q_proj.bias" in tensors))
         bias = read_flag(said, "bias", "fc.bias" in tensors)
-        held = tensors.get(EMBEDDING)
-        if held is not None and _is_target_s(held, target):
-            del tensors[EMBEDDING]
-        if HEAD in tensors and is_head(tensors[HEAD], target):
-            del tensors[HEAD]
+        borrow(tensors, target, _is_target_s)
         own = EMBEDDING in tensors, HEAD in tensors
         head = assemble(lambda: FirstHead(layer, target.layers, bias, *own), tensors, KIND)
         head.attach(target)
         return head
-    except LoadError as error:
-        raise LoadError(f"{directory} holds no {KIND} that can be used here: {error}") from None
 
 
 def _fields(raw: Json) -> Json:

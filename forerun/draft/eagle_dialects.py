@@ -16,22 +16,12 @@ sizes apart, which are in the tensors. No torch here: what a head is for is aske
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
 
+from forerun.draft.fields import read_bool
 from forerun.errors import LoadError
-
-Json = dict[str, Any]
+from forerun.models.families import Json, is_whole
 
 MASKS = ("pard_token", "ptd_token_id", "mask_token_id")  # what P-EAGLE's mask token is called, in the order vLLM asks
-
-
-class Layered(Protocol):
-    """What must be known of a target, loaded or not."""
-
-    @property
-    def layers(self) -> int:
-        """Its decoder layers."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,26 +41,27 @@ class Said:
     mask_token: int | None
 
 
-def read_dialect(raw: Json, target: Layered) -> Said:
-    """What the config.json of a head for this target says. Raises LoadError."""
-    return _speculators(raw, target) if "speculators_model_type" in raw else _plain(raw, target)
+def read_dialect(raw: Json, layers: int) -> Said:
+    """What the config.json of a head says, for a target of so many layers. Raises LoadError."""
+    usual = 2, layers // 2, layers - 3  # the boundaries of a head that names none
+    return _speculators(raw, usual) if "speculators_model_type" in raw else _plain(raw, usual)
 
 
-def _speculators(raw: Json, target: Layered) -> Said:
+def _speculators(raw: Json, usual: tuple[int, ...]) -> Said:
     kind, layer = raw["speculators_model_type"], raw.get("transformer_layer_config")
     if kind not in ("eagle3", "peagle"):
         raise LoadError(f"it is a {kind!r} speculator: give one of eagle3 or peagle")
     if not isinstance(layer, dict):
         raise LoadError("config.json has no transformer_layer_config")
     ids = raw.get("eagle_aux_hidden_state_layer_ids")
-    boundaries = _default_boundaries(target) if ids is None else _ids(ids)
+    boundaries = usual if ids is None else _ids(ids)
     # vLLM takes true for eagle3 where it is not said, and the heads published so were measured with that
     early = read_flag(raw, "norm_before_residual", kind == "eagle3")
     mask = _mask_token(raw, kind == "peagle")
     return Said(layer, boundaries, early, read_flag(raw, "norm_output", False), mask)
 
 
-def _plain(raw: Json, target: Layered) -> Said:
+def _plain(raw: Json, usual: tuple[int, ...]) -> Said:
     """DeepSpec, SafeAILab, SpecForge, NVIDIA: the layer's fields are at the top."""
     own = raw.get("eagle_config") or {}
     if not isinstance(own, dict):
@@ -85,7 +76,7 @@ def _plain(raw: Json, target: Layered) -> Said:
     elif "eagle_aux_hidden_state_layer_ids" in raw:
         boundaries = _ids(raw["eagle_aux_hidden_state_layer_ids"])
     else:
-        boundaries = _default_boundaries(target)
+        boundaries = usual
     mask = _mask_token(raw, read_flag(raw, "parallel_drafting", False))
     return Said(raw, boundaries, read_flag(raw, "norm_before_residual", False), False, mask)
 
@@ -94,19 +85,15 @@ def _mask_token(raw: Json, needed: bool) -> int | None:
     """The mask token of a head that drafts in parallel. Raises LoadError where it is `needed` and not there."""
     said = {name: raw[name] for name in MASKS if raw.get(name) is not None}
     for name, token in said.items():
-        if not isinstance(token, int) or isinstance(token, bool) or token < 0:
+        if not is_whole(token) or token < 0:
             raise LoadError(f"{name} in config.json is {token!r}, not a token")
     if needed and not said:
         raise LoadError(f"it drafts in parallel, but config.json has no mask token: it is called {' or '.join(MASKS)}")
     return next(iter(said.values()), None)
 
 
-def _default_boundaries(target: Layered) -> tuple[int, ...]:
-    return 2, target.layers // 2, target.layers - 3
-
-
 def _ids(ids: object) -> tuple[int, ...]:
-    if not isinstance(ids, list) or not ids or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+    if not isinstance(ids, list) or not ids or not all(map(is_whole, ids)):
         raise LoadError(f"the hidden states to read are {ids!r} in config.json, not a list of layer numbers")
     return tuple(ids)
 
@@ -114,7 +101,4 @@ def _ids(ids: object) -> tuple[int, ...]:
 def read_flag(raw: Json, name: str, default: bool) -> bool:
     """A flag at the top of config.json or in `eagle_config`. Raises LoadError."""
     own = raw.get("eagle_config")
-    value = raw.get(name, own.get(name, default) if isinstance(own, dict) else default)
-    if not isinstance(value, bool):
-        raise LoadError(f"{name} in config.json is {value!r}, not true or false")
-    return value
+    return read_bool((own | raw) if isinstance(own, dict) else raw, name, default)

@@ -17,9 +17,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from forerun.cache.attention import Segment
 from forerun.cache.kv import KVCache
 from forerun.draft.base import Proposer, Reference, Row
-from forerun.types import States
+from forerun.draft.tree import Tree
+from forerun.draft.view import TargetView
+from forerun.models.config import ModelConfig
+from forerun.models.rope import rope_tables
+from forerun.types import Draft, States
 
 CHUNK = 512  # so many features that wait are fused, and some heads read no more in a pass
 
@@ -50,35 +55,78 @@ class Waiting:
 
 
 class FeatureProposer(Proposer):
-    """Keeps count of features for its subclasses, which set the attributes before they `reset`.
+    """Keeps count of features, and the cache, for its subclasses.
 
     Attributes:
-        cache: keys and values of the head's layers.
+        cache: keys and values of `layer`, the head's layers.
         waiting: by slot.
-        dtype: what features are fused in.
+        dtype: what features are fused in, and the cache is kept in.
+        rotation: cos and sin of all positions, [context, 1, D / 2].
+        native: what computes the layers on the native kernels, if that is there.
+        lead: what is kept of a token depends on so many behind it.
+        fed: what is read has the root in it (1), or ends before it (0).
     """
 
     cache: KVCache
-    _shape: dict[str, int]  # of it: tokens, tokens of a page, slots
     waiting: dict[int, Waiting]
-    dtype: torch.dtype
+    native: object | None = None
+    lead = fed = 0
+
+    def __init__(
+        self, target: TargetView, layer: ModelConfig, dtype: torch.dtype, context: int, *,
+        tokens: int, page: int, slots: int,
+    ) -> None:  # fmt: skip
+        """Room for what is kept of `tokens` tokens in pages of `page`, for `slots` requests at a time, each of at most
+        `context`. There is a cache after a `reset`."""
+        self.target, self.layer, self.dtype = target, layer, dtype
+        self._room = {"tokens": tokens, "page": page, "slots": slots, "context": context}
+        cosine, sine = rope_tables(layer, layer.ropes[0], context, dtype)
+        self.rotation = cosine.to(target.device), sine.to(target.device)
+
+    @torch.inference_mode()
+    def propose(self, rows: Sequence[Row]) -> list[Draft]:
+        trees = [Tree(row, fed=self.fed) for row in rows]
+        active = [tree for tree in trees if self.can_draft(tree.row)]
+        if active:
+            self.draft(active)
+        return [tree.finish(self.target.vocab) for tree in trees]
+
+    def can_draft(self, row: Row) -> bool:
+        """Without the features of all tokens before the root, or without room, a request goes on without a draft."""
+        waiting = self.waiting.get(row.slot)
+        if waiting is None or waiting.seen != len(row.tokens) - 1:
+            return False
+        return self.cache.pages.grow(row.slot, self.cache.length[row.slot] + len(waiting) + self.scratch(row))
+
+    def scratch(self, row: Row) -> int:
+        """Rows that a draft takes behind what is read."""
+        return 0
+
+    def draft(self, trees: Sequence[Tree]) -> None:
+        """Grow these trees, each as deep as its row allows; there is one at least."""
+        raise NotImplementedError
 
     def fuse(self, shown: Tensor) -> Tensor:
         """Features [n, boundaries x H] as the head reads them, [n, Hd]."""
         raise NotImplementedError
 
-    def new_cache(self) -> KVCache:
-        """An empty one."""
-        raise NotImplementedError
+    def rotate(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin of positions [T]. -> [T, 1, D / 2] each"""
+        cosine, sine = self.rotation
+        return cosine[positions], sine[positions]
 
     def reset(self) -> None:
-        self.waiting, self.cache = {}, self.new_cache()
+        self.waiting = {}
+        self.cache = KVCache(
+            self.layer, **self._room, dtype=self.dtype, device=self.target.device, ahead=self.lead,
+            native=self.native is not None,
+        )  # fmt: skip
 
     def kv(self) -> KVCache:
         return self.cache
 
     def make_room(self, tokens: int) -> None:
-        self._shape["tokens"] = tokens
+        self._room["tokens"] = tokens
         self.reset()
 
     def open(self, slot: int, tokens: Sequence[int], references: Sequence[Reference] = (), tenant: str = "") -> None:
@@ -107,17 +155,10 @@ class FeatureProposer(Proposer):
         """Of the first token whose features are not in the cache."""
         return self.waiting[slot].begin + self.cache.length[slot]
 
-    def is_up_to_date(self, row: Row) -> bool:
-        """Whether all tokens before the root have shown their features."""
-        waiting = self.waiting.get(row.slot)
-        return waiting is not None and waiting.seen == len(row.tokens) - 1
-
-    def take_raw(self, slot: int) -> list[np.ndarray] | None:
-        """All that waits as it was shown, [n, H] of every boundary; it waits no more. None, and nothing done, where
-        some of it is fused already."""
+    def take_raw(self, slot: int) -> list[np.ndarray]:
+        """All that waits as it was shown, [n, H] of every boundary, if anything does; it waits no more. None of it may
+        be fused."""
         waiting = self.waiting[slot]
-        if waiting.fused or not waiting.shown:
-            return None
         shown, waiting.shown, waiting.unfused = waiting.shown, [], 0
         found = [[*map(as_array, parts)] for parts in shown]
         return found[0] if len(found) == 1 else [np.concatenate(parts) for parts in zip(*found, strict=True)]
@@ -128,6 +169,28 @@ class FeatureProposer(Proposer):
         self._fuse(waiting)
         parts, waiting.fused = waiting.fused, []
         return parts
+
+    def catch_up(self, rows: Sequence[Row]) -> None:
+        """Read all that waits."""
+        self.read(rows, [self.take(row.slot) for row in rows])
+
+    def read(self, rows: Sequence[Row], parts: Sequence[list[Tensor]]) -> None:
+        """Read these features, [n, Hd] each, a part of each row in a pass; all are final."""
+        for number in range(max(map(len, parts), default=0)):
+            lagging = [(row, taken[number]) for row, taken in zip(rows, parts, strict=True) if number < len(taken)]
+            segments = [self.behind(row, len(part)) for row, part in lagging]
+            self.keep(segments, torch.cat([part for _, part in lagging]))
+            for row, part in lagging:
+                self.commit(row, len(part))
+
+    def behind(self, row: Row, count: int) -> Segment:
+        """The tokens behind the next `count` features, in the rows that are kept of these."""
+        first = self.next_position(row.slot) + 1
+        return Segment(row.slot, list(row.tokens[first : first + count]), list(range(-1, count - 1)), [])
+
+    def keep(self, segments: Sequence[Segment], fused: Tensor) -> None:
+        """Write to the cache what is kept of features [T, Hd], in the segments' rows."""
+        raise NotImplementedError
 
     def commit(self, row: Row, count: int) -> None:
         """Keep `count` rows that were written to the cache, and share its full pages."""
@@ -142,6 +205,28 @@ class FeatureProposer(Proposer):
             waiting.fused.append(self.fuse(torch.cat(columns, dim=-1).to(self.dtype)))
             waiting.shown.clear()
             waiting.unfused = 0
+
+
+class LayerProposer(FeatureProposer):
+    """Goes on from what its layer made of the last token that it read."""
+
+    lead = 1  # each state is read with the token behind it, and the last one is always to be read
+
+    def reset(self) -> None:
+        super().reset()
+        self._last: dict[int, Tensor] = {}  # by slot: what was made of the last token that was read, [Hd]
+
+    def close(self, slot: int, finished: Sequence[int] | None = None) -> None:
+        super().close(slot, finished)
+        self._last.pop(slot, None)
+
+    def keep(self, segments: Sequence[Segment], fused: Tensor) -> None:
+        for segment, made in zip(segments, self.run(segments, fused), strict=True):
+            self._last[segment.slot] = made[-1].clone()  # a view would keep the whole pass
+
+    def run(self, segments: Sequence[Segment], states: Tensor) -> Sequence[Tensor]:
+        """Pass the segments' tokens with states [T, Hd]; what is made of each segment's. [n, Hd]"""
+        raise NotImplementedError
 
 
 def as_tensor(states: States) -> Tensor:

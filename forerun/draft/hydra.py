@@ -4,18 +4,28 @@ With g_t the target's last state of token t, head i (from 0) reads g_t and the e
 side by side, and says token t + 2 + i: a residual layer that makes one state of them, more of the same size, and a
 product. Heads that are not grounded read g_t alone. The `prefix-mlp` variant (Hydra++) has a decoder layer before its
 heads, over the target's states of the whole text: what it makes of g_t and those before takes the place of g_t.
+
+Their authors publish them as hydra_lm_head.pt, or the same as safetensors, with a config.json. A head is
+`hydra_mlp.{i}`, a list of residual layers, and `hydra_lm_head.{i}`. All layers behind a head's first are one, applied
+again and again, whose numbers are written each time. In the `prefix-mlp` variant every second place of a list is a
+dropout, and `prefix_embeding_layer` is a Llama of one layer whose embedding nobody reads. How many heads there are is
+counted, as it is of Medusa's.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from forerun.draft.level_dialects import MOST_LEVELS, HydraShape, read_hydra
 from forerun.draft.level_heads import STATE, LevelHeads, Prefix
 from forerun.draft.operations import Operations
+from forerun.draft.stored import Tensors, assemble, read_config, read_tensors, reading, size_of
 from forerun.draft.view import TargetView
 from forerun.errors import LoadError
 from forerun.kernels.native import ACTIVATIONS, ADD, COp
@@ -23,6 +33,11 @@ from forerun.models.config import ModelConfig
 from forerun.recorded import LOGITS, X
 
 SILU = ACTIVATIONS["silu"]
+KIND = "set of Hydra heads"
+BEFORE = "prefix_embeding_layer."  # as it is written
+UNREAD = re.compile(rf"(.*\.)?(input_embed_fn\.weight|rotary_emb\.inv_freq)|{BEFORE}embed_tokens\.weight")
+BLOCK = re.compile(r"hydra_mlp\.(\d+)\.(\d+)\.((?:linear|res_connection)\.\w+)")
+SAYS = re.compile(r"hydra_lm_head\.(\d+)\.(?:1\.)?(weight|bias)")
 
 
 class _Block(nn.Module):
@@ -55,10 +70,6 @@ class HydraHeads(LevelHeads):
         self.rest = nn.ModuleList(_Block(hidden, hidden) for _ in range(heads if self.again else 0))
         self.lm_heads = nn.ModuleList(nn.Linear(hidden, vocab) for _ in range(heads))
         self.prefix = None if prefix is None else Prefix(prefix)
-
-    def attach(self, target: TargetView) -> None:
-        super().attach(target)
-        self.target = target
 
     def step(self, level: int, carried: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         if self.first:
@@ -93,3 +104,38 @@ def prefix_like(target: TargetView) -> ModelConfig:
     if c.family != "llama" or c.out_bias or c.mlp_bias:
         raise LoadError(f"its heads stand over a layer of Llama's without biases, and the target is of {c.family}")
     return replace(c, layers=1, rope_of=c.rope_of[:1], windows=c.windows[:1], sinks=c.sinks[:1])
+
+
+def load_hydra(directory: Path, target: TargetView) -> HydraHeads:
+    """Read a directory of heads for this target, in float32. Raises LoadError, also where they do not fit."""
+    raw, tensors = read_config(directory, KIND), read_tensors(directory, KIND)
+    with reading(directory, KIND):
+        shape = read_hydra(raw)
+        named: Tensors = {}
+        for name, tensor in tensors.items():
+            _add(named, name.removeprefix("hydra_head."), tensor, shape)
+        heads = len({name.split(".")[1] for name in named if name.startswith("lm_heads.")})
+        if not 0 < heads <= MOST_LEVELS:
+            raise LoadError(f"its checkpoint has {heads} heads: from 1 to {MOST_LEVELS} are supported")
+        vocab, hidden = (size_of(named, "lm_heads.0.weight", axis) for axis in (0, 1))
+        prefix = prefix_like(target) if shape.prefixed else None
+        made = assemble(
+            lambda: HydraHeads(heads, shape.layers, hidden, vocab, grounded=shape.grounded, prefix=prefix), named, KIND
+        )
+        made.attach(target)
+        return made
+
+
+def _add(named: Tensors, name: str, tensor: Tensor, shape: HydraShape) -> None:
+    """A tensor under its name here. Raises LoadError where two that must be one differ."""
+    if UNREAD.fullmatch(name):
+        return
+    if match := SAYS.fullmatch(name):
+        name = f"lm_heads.{match[1]}.{match[2]}"
+    elif match := BLOCK.fullmatch(name):
+        place = int(match[2]) // 2 if shape.prefixed else int(match[2])
+        name = f"{'rest' if place or not shape.grounded else 'first'}.{match[1]}.{match[3]}"
+    elif name.startswith(BEFORE):
+        name = f"prefix.{name.removeprefix(BEFORE).replace('layers.0.', 'layer.')}"
+    if not torch.equal(named.setdefault(name, tensor), tensor):
+        raise LoadError(f"the layers that {name} stands for differ, but all but the first are one in such heads")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from forerun.kernels import reference as kernels
 from forerun.models.config import ModelConfig, make_config
 from forerun.models.decoder import Attend
-from forerun.packed import Linear, Packed
+from forerun.packed import Linear
 
 M = TypeVar("M", bound=nn.Module)
 ACTIVATIONS = {"gelu_tanh": "gelu_pytorch_tanh"}  # as transformers calls them, where that is not our name
@@ -84,7 +84,21 @@ class Mlp(nn.Module):
         return out
 
 
-class DecoderLayer(nn.Module):
+class Layer(nn.Module):
+    """What all layers of drafters have. Subclasses make the parts, in the order in which they are stored."""
+
+    self_attn: SelfAttention
+    post_attention_layernorm: nn.RMSNorm
+    mlp: Mlp
+
+    def along(self, x: Tensor, read: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        """x [.., H] with what attention makes of `read`, and the MLP of both, added. -> [.., H]"""
+        x = x + self.self_attn(read, rotation, attend)
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
+
+
+class DecoderLayer(Layer):
     """An ordinary decoder layer. `layer` is the number it has for `attend`."""
 
     def __init__(self, c: ModelConfig, layer: int = 0) -> None:
@@ -96,13 +110,11 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
         """[.., H] -> [.., H]"""
-        x = x + self.self_attn(self.input_layernorm(x), rotation, attend)
-        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
-        return out
+        return self.along(x, self.input_layernorm(x), rotation, attend)
 
 
-class JoinedLayer(nn.Module):
-    """A decoder layer, and before it the product that makes one vector of two, which both are normed already."""
+class JoinedLayer(Layer):
+    """A decoder layer, and before it the product that makes one vector of two."""
 
     def __init__(self, c: ModelConfig) -> None:
         super().__init__()
@@ -112,13 +124,6 @@ class JoinedLayer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(c.hidden, c.norm_eps)
         self.mlp = Mlp(c)
 
-    def along(self, embedded: Tensor, state: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        """[.., H] of either -> [.., H]"""
-        x = self.input_proj(torch.cat((embedded, state), dim=-1))
-        x = x + self.self_attn(self.input_layernorm(x), rotation, attend)
-        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
-        return out
-
 
 class Native(nn.Module):
     """A linear layer on the native kernels."""
@@ -126,11 +131,7 @@ class Native(nn.Module):
     def __init__(self, linear: nn.Linear, form: str) -> None:
         super().__init__()
         self.product = Linear(linear.weight.detach(), form, linear.bias)
-
-    @property
-    def packed(self) -> Packed:
-        """The weight in the kernels' layout."""
-        return self.product.packed
+        self.packed = self.product.packed  # the weight in the kernels' layout
 
     def forward(self, x: Tensor) -> Tensor:
         return self.product(x)

@@ -6,12 +6,10 @@ No torch here: what heads are for is asked of files that are not loaded.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from forerun.draft.fields import read_bool, read_whole
 from forerun.errors import LoadError, shown
-
-Json = dict[str, Any]
+from forerun.models.families import Json
 
 MOST_LEVELS = 64
 PLAIN = ("MLPSpeculatorPreTrainedModel", "ArcticMLPSpeculatorPreTrainedModel")

@@ -42,11 +42,12 @@ class LevelHeads(nn.Module):
     Attributes:
         title: what messages call them, in the plural.
         levels: how many tokens ahead they say.
-        hidden, vocab: of the target they are for.
+        hidden, vocab: of the target they are for. target: it, once they are attached.
         prefix: what makes the states they begin with of the target's, where these are not the target's own.
     """
 
     title: str
+    target: TargetView
     prefix: Prefix | None
 
     def __init__(self, levels: int, hidden: int, vocab: int) -> None:
@@ -61,6 +62,7 @@ class LevelHeads(nn.Module):
                 f"these {self.title} are for a target with states of {self.hidden} and {self.vocab} tokens, this one"
                 f" has {target.hidden} and {target.vocab}: use some that were trained for it"
             )
+        self.target = target
 
     def tokens(self) -> Tensor | None:
         """The target's token ids they say, in the order of their logits, [Vd] int64; None: all of them."""

@@ -6,20 +6,50 @@ laws to keep) is grown level by level.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from forerun.cache.attention import Attention, Segment
 from forerun.draft.base import Proposer, Reference, Row
-from forerun.draft.features import as_tensor
+from forerun.draft.features import LayerProposer, as_tensor
 from forerun.draft.layers import with_native_products
-from forerun.draft.level_heads import LevelHeads
-from forerun.draft.native_levels import NativeLevels
+from forerun.draft.level_heads import STATE, LevelHeads
+from forerun.draft.operations import Operations
 from forerun.draft.tree import Tree, grow
 from forerun.draft.view import TargetView
+from forerun.models.config import ModelConfig
 from forerun.models.shortlist import spread
+from forerun.passes import Link, Said
+from forerun.recorded import LOGITS, Recorded
 from forerun.types import BESIDE, Draft, States
+
+
+class NativeLevels:
+    """Heads on the native kernels, a program for each level: all levels and the draws between them in one call."""
+
+    def __init__(self, heads: LevelHeads, config: ModelConfig, form: str) -> None:
+        """Their products are native, in `form`; config: of their target."""
+        made, ids = Operations(config, form, None), heads.tokens()
+        self._ids, self._vocab = None if ids is None else ids.numpy(), heads.vocab
+        inner, carried = heads.widths()
+        widths = np.ones(STATE + 1, np.int32)
+        widths[0], widths[LOGITS], widths[STATE] = inner, heads.vocab if ids is None else len(ids), carried
+        programs = [heads.record(level, made) for level in range(heads.levels)]
+        self.drafts = all(programs)  # whether rounds can be done here
+        self._made, self._begin = made, Recorded(config, [], widths)
+        self._levels = [Recorded(config, ops, widths) for ops in programs]
+
+    def round(self, links: Sequence[Link], entered: Tensor, stands: array[float] | None) -> list[Said]:
+        """Draft behind each link from what enters level 0, [links, C], at most as many tokens as there are levels; see
+        `Recorded.levels`."""
+        links = [replace(link, keys=link.keys[: len(self._levels)]) for link in links]
+        given = {STATE: entered.float().numpy()}
+        return self._begin.levels(links, self._levels, given, self._vocab, self._ids, stands)
 
 
 class Grower:
@@ -52,9 +82,9 @@ class Grower:
         if self.native is None or not all(tree.is_plain for tree in trees):
             return False
         stands = trees[0].row.stands  # a guess, which differs between temperatures alone; rows without have no floor
-        links = [tree.link(0) for tree in trees]
-        for tree, said in zip(trees, self.native.round(links, entered, self.target.vocab, stands), strict=True):
-            tree.weigh(said, self.name, BESIDE)
+        said = self.native.round([tree.link(0) for tree in trees], entered, stands)
+        for tree, own in zip(trees, said, strict=True):
+            tree.weigh(own, self.name, BESIDE)
         return True
 
     def _by_levels(self, trees: Sequence[Tree], carried: Tensor) -> None:
@@ -106,3 +136,34 @@ class Levels(Proposer):
             states = self.target.normalise(torch.stack([as_tensor(self._states[tree.row.slot][1]) for tree in active]))
             self.grower.grow(active, states.to(self.dtype))
         return [tree.finish(self.target.vocab) for tree in trees]
+
+
+class Prefixed(LayerProposer):
+    """The same from heads with a decoder layer before them, which reads the target's last states of the whole text.
+
+    What the layer keeps of a committed token depends on the states up to it, never on a draft: they are read once, and
+    kept in a cache of its own. What it made of the last one is what the heads begin with.
+    """
+
+    def __init__(self, name: str, heads: LevelHeads, target: TargetView, *, width: int = 1, **room: int) -> None:
+        """As `Levels`. Room for what the layer keeps: as in `FeatureProposer`."""
+        dtype, self.grower = next(heads.parameters()).dtype, Grower(name, heads, target, width)
+        assert self.grower.heads.prefix is not None
+        self._prefix = self.grower.heads.prefix
+        super().__init__(target, self._prefix.config, dtype, target.context, **room)
+        self.name, self.width, self.boundaries = name, width, (target.layers,)
+        self.stops = self.weighs = self.grower.native is not None
+        self.beside = BESIDE if self.stops else 0
+        self.reset()
+
+    def fuse(self, shown: Tensor) -> Tensor:
+        return self.target.normalise(shown).to(self.dtype)
+
+    def draft(self, trees: Sequence[Tree]) -> None:
+        self.catch_up([tree.row for tree in trees])
+        self.grower.grow(trees, torch.stack([self._last[tree.row.slot] for tree in trees]))
+
+    def run(self, segments: Sequence[Segment], states: Tensor) -> Sequence[Tensor]:
+        attention = Attention(segments, self.cache, self.layer)
+        made: Tensor = self._prefix(states, self.rotate(attention.positions), attention)
+        return torch.split(made, [len(s.tokens) for s in segments])

@@ -6,12 +6,11 @@ from array import array
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 from forerun.cache.attention import Segment
 from forerun.cache.kv import KVCache
-from forerun.draft.operations import Operations
+from forerun.draft.operations import Operations, run
 from forerun.draft.pair_head import PairHead
 from forerun.kernels import native
 from forerun.kernels.native import COp
@@ -31,8 +30,10 @@ class NativeLayer:
         """rotation: cos and sin of all positions, float32 [context, 1, D / 2]. says: what makes logits, bounded by
         `softcap` unless that is 0; without it no chains are drafted here."""
         self._made = made = Operations(head.layer, form, rotation)
+        ids, self._vocab = head.tokens(), head.target.vocab
+        self._ids = None if ids is None else ids.numpy()
         c, parts = head.layer, head.parts()
-        own = parts.attention
+        own = parts.layer.self_attn
         qkv, added = own.products(), own.biases()
         if parts.join is None:
             ops = [
@@ -46,10 +47,10 @@ class NativeLayer:
                 made.product(parts.join.weight[:, c.hidden :], STATE, X, parts.state_norm, combine=native.ADD),
                 made.product(qkv, X, QKV, parts.attention_norm, added),
             ]
-        ops += [made.rotate(own, 0), *made.rest(own, parts.mlp, parts.mlp_norm, 0)]
-        fusing = (head.fusing() if says else None) or []
+        ops += [made.rotate(own, 0), *made.rest(parts.layer, 0)]
+        fusing = head.fusing() if says else []
         others = [c.hidden, c.hidden, c.hidden, *(weight.shape[1] for _, weight in fusing)]
-        sizes = np.array(made.widths(says.matrix.outputs if says else 1, *others), np.int32)
+        sizes = made.widths(says.matrix.outputs if says else 1, *others)
         self.features = range(FEATURES, len(sizes))  # the buffers that a round may begin with
         self._recorded = Recorded(c, ops, sizes)
         self._whole, self._begin = None, None
@@ -60,21 +61,7 @@ class NativeLayer:
 
     def __call__(self, embedded: Tensor, states: Tensor, segments: Sequence[Segment], cache: KVCache) -> Tensor:
         """Pairs [T, Hd] of the segments' tokens; keys and values go into the cache. -> float32 [T, Hd]"""
-        batch, buffers, count = Pass(segments, cache), self._recorded.buffers, len(embedded)
-        pointers, scratch = buffers.fit(count, 0)
-        buffers.arrays[EMBEDDED][:count] = embedded.numpy()
-        buffers.arrays[STATE][:count] = states.numpy()
-        native.loaded().forerun_run(self._recorded.program, batch.fill(pointers, scratch, cache))
-        return torch.from_numpy(buffers.arrays[X][:count].copy())
-
-    def chain(
-        self, links: Sequence[Link], states: Tensor, cache: KVCache, vocab: int, ids: np.ndarray | None
-    ) -> list[list[int]] | None:
-        """Draft behind each link, whose first token is paired with a state of `states` [links, Hd]; see
-        `Recorded.chain`. None if that cannot be done here."""
-        if self._whole is None:
-            return None
-        return self._whole.chain(links, cache, vocab, ids, {STATE: states.numpy()})
+        return run(self._recorded, Pass(segments, cache), cache, {EMBEDDED: embedded, STATE: states}).clone()
 
     @property
     def drafts(self) -> bool:
@@ -86,31 +73,31 @@ class NativeLayer:
         """Whether rounds can begin with the target's states as they are."""
         return self._begin is not None
 
+    def chain(self, links: Sequence[Link], states: Tensor, cache: KVCache) -> list[list[int]] | None:
+        """Draft behind each link, whose first token is paired with a state of `states` [links, Hd]; see
+        `Recorded.chain`. None if that cannot be done here."""
+        if self._whole is None:
+            return None
+        return self._whole.chain(links, cache, self._vocab, self._ids, {STATE: states.numpy()})
+
     def round(
-        self,
-        starts: Sequence[Start],
-        cache: KVCache,
-        vocab: int,
-        ids: np.ndarray | None,
-        raw: bool,
-        stands: array[float] | None,
+        self, starts: Sequence[Start], cache: KVCache, raw: bool, stands: array[float] | None
     ) -> tuple[list[Said], np.ndarray]:
         """Read pairs and draft behind them, in one call; see `Recorded.round`. `raw`: the starts bring the target's
         states, which are yet to be fused."""
-        begin = self._begin if raw else self._whole
+        begin, given = (self._begin, self.features) if raw else (self._whole, [STATE])
         assert self._whole is not None and begin is not None
-        return self._whole.round(starts, cache, vocab, ids, STATE, begin, self.features if raw else [STATE], stands)
+        return self._whole.round(starts, cache, self._vocab, self._ids, STATE, begin, given, stands)
 
     def _ends(self, head: PairHead, ops: list[COp], says: Packed, softcap: float) -> list[COp]:
         """The layer with what comes before it, the embedding, and after it: logits, and the state for the next."""
         made, parts = self._made, head.parts()
         table, scale = head.table()
-        first, second = [*parts.carried, None, None][:2]
         return [
             made.embedding(table, EMBEDDED, scale),
             *ops,
             made.product(says, X, LOGITS, parts.last_norm, wanted=1, softcap=softcap),
-            made.copy(X, STATE, first, second),
+            made.copy(X, STATE, *parts.carried),
         ]
 
     def _fuse(self, head: PairHead, fusing: Sequence[tuple[nn.Module | None, Tensor]]) -> list[COp]:

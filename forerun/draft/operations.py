@@ -6,17 +6,21 @@ does up to the precision of its products, so a draft may differ, and the text ca
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from forerun.draft.layers import Mlp, Native, SelfAttention
+from forerun.cache.kv import KVCache
+from forerun.draft.layers import Layer, Native, SelfAttention
 from forerun.kernels import native
 from forerun.kernels.native import CNorm, COp
 from forerun.models.config import ModelConfig
 from forerun.packed import Packed, embed_op
-from forerun.recorded import ATTENDED, HIDDEN, QKV, X
+from forerun.passes import Pass
+from forerun.recorded import ATTENDED, HIDDEN, QKV, Recorded, X
 
 
 class Operations:
@@ -61,6 +65,7 @@ class Operations:
         to: int,
         first: nn.Module | None = None,
         second: nn.Module | None = None,
+        *,
         activation: str = "",
     ) -> COp:
         """A buffer as it is, behind two norms and an activation if there are any."""
@@ -79,27 +84,27 @@ class Operations:
             rotary=2 * cosine.shape[-1],
         )  # fmt: skip
 
-    def rest(self, attention: SelfAttention, mlp: Mlp, norm: nn.Module, layer: int) -> list[COp]:
-        """A layer from its attention on, added to X. norm: before the MLP."""
-        c = self.config
+    def rest(self, layer: Layer, number: int) -> list[COp]:
+        """A layer from its attention on, added to X; `number` is that of the cache."""
+        c, mlp = self.config, layer.mlp
         return [
             COp(
-                kind=native.ATTEND, input=QKV, output=ATTENDED, layer=layer, scale=c.attention_scale,
-                window=c.windows[layer] or 0,
+                kind=native.ATTEND, input=QKV, output=ATTENDED, layer=number, scale=c.attention_scale,
+                window=c.windows[number] or 0,
             ),
-            self.product(attention.o_proj.weight, ATTENDED, X, None, combine=native.ADD),
+            self.product(layer.self_attn.o_proj.weight, ATTENDED, X, combine=native.ADD),
             self.product(
-                torch.cat((mlp.gate_proj.weight, mlp.up_proj.weight)), X, HIDDEN, norm, gated=1,
-                activation=native.ACTIVATIONS[c.activation],
+                torch.cat((mlp.gate_proj.weight, mlp.up_proj.weight)), X, HIDDEN, layer.post_attention_layernorm,
+                gated=1, activation=native.ACTIVATIONS[c.activation],
             ),
-            self.product(mlp.down_proj.weight, HIDDEN, X, None, combine=native.ADD),
+            self.product(mlp.down_proj.weight, HIDDEN, X, combine=native.ADD),
         ]  # fmt: skip
 
-    def widths(self, said: int, *others: int) -> list[int]:
-        """Numbers in a row of each buffer: of a decoder's, with `said` logits, and of `others` behind them."""
+    def widths(self, said: int, *others: int) -> np.ndarray:
+        """Numbers in a row of each buffer, int32: of a decoder's, with `said` logits, and of `others` behind them."""
         c = self.config
         heads, inner = (c.heads + 2 * c.kv_heads) * c.head_dim, -(-c.intermediate // 16) * 16
-        return [c.hidden, heads, c.heads * c.head_dim, inner, c.hidden, said, *others]
+        return np.array([c.hidden, heads, c.heads * c.head_dim, inner, c.hidden, said, *others], np.int32)
 
     def _norm(self, norm: nn.Module | None) -> CNorm:
         if norm is None or isinstance(norm, nn.Identity):
@@ -112,3 +117,13 @@ class Operations:
         eps = getattr(norm, "eps", None) or self.config.norm_eps
         begins = (None if tensor is None else tensor.data_ptr() for tensor in (weight, bias))
         return CNorm(*begins, eps, native.NORMS["rms"])
+
+
+def run(recorded: Recorded, batch: Pass, cache: KVCache, given: Mapping[int, Tensor]) -> Tensor:
+    """One pass; buffers begin with `given`, float32 [T, width] each. What is in X then, [T, H], until the next pass."""
+    buffers, count = recorded.buffers, batch.tokens
+    pointers, scratch = buffers.fit(count, 0)
+    for buffer, rows in given.items():
+        buffers.arrays[buffer][:count] = rows.numpy()
+    native.loaded().forerun_run(recorded.program, batch.fill(pointers, scratch, cache))
+    return torch.from_numpy(buffers.arrays[X][:count])

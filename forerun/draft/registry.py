@@ -18,18 +18,16 @@ from forerun.draft.bundled import bundled_for
 from forerun.draft.compose import Either, composed
 from forerun.draft.corpus import Index
 from forerun.draft.eagle1 import load_first_head
-from forerun.draft.eagle_format import load_head
-from forerun.draft.hydra_format import load_hydra
+from forerun.draft.eagle3 import load_head
+from forerun.draft.hydra import load_hydra
 from forerun.draft.level_heads import LevelHeads
-from forerun.draft.levels import Levels
-from forerun.draft.medusa_format import load_heads
-from forerun.draft.mlp_format import load_mlp
-from forerun.draft.mtp_format import load_module
+from forerun.draft.levels import Levels, Prefixed
+from forerun.draft.medusa import load_heads
+from forerun.draft.mlp import load_mlp
+from forerun.draft.mtp import load_module
 from forerun.draft.ngram import NGram
 from forerun.draft.pair_head import PairHead
-from forerun.draft.pairs import Pairs
-from forerun.draft.parallel import ParallelPairs
-from forerun.draft.prefixed import Prefixed
+from forerun.draft.pairs import Pairs, ParallelPairs
 from forerun.draft.recycle import Recycle
 from forerun.draft.reference import References
 from forerun.draft.retrieval import Retrieval

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from forerun.errors import LoadError
 from forerun.models.config import ModelConfig, make_config
+from forerun.models.families import Json, is_whole
 from forerun.models.hub import PICKLED
 
-Json = dict[str, Any]
 Tensors = dict[str, Tensor]
 M = TypeVar("M", bound=nn.Module)
 
@@ -59,6 +59,15 @@ def read_config(directory: Path, kind: str) -> Json:
     return raw
 
 
+@contextmanager
+def reading(directory: Path, kind: str) -> Iterator[None]:
+    """What is wrong meanwhile is said of the directory, which was to hold such a drafter."""
+    try:
+        yield
+    except LoadError as error:
+        raise LoadError(f"{directory} holds no {kind} that can be used here: {error}") from None
+
+
 def read_tensors(directory: Path, kind: str) -> Tensors:
     """All tensors of *.safetensors or, without any, of pickled files; floats become float32. Raises LoadError."""
     paths = sorted(directory.glob("*.safetensors")) or _pickled(directory)
@@ -71,10 +80,8 @@ def read_tensors(directory: Path, kind: str) -> Tensors:
         except (SafetensorError, OSError, ValueError) as error:
             raise LoadError(f"{path} cannot be read: {str(error).splitlines()[0]}; download it again") from None
         held |= read
-    try:
+    with reading(directory, kind):
         return {name: _floats(held, name, tensor) for name, tensor in held.items() if not _is_scale(held, name)}
-    except LoadError as error:
-        raise LoadError(f"{directory} holds no {kind} that can be used here: {error}") from None
 
 
 def tensor_names(directory: Path) -> set[str]:
@@ -185,20 +192,14 @@ def write(module: nn.Module, config: Json, directory: Path, dtype: torch.dtype =
             settings.unlink(missing_ok=True)
 
 
-def describe_speculator(kind: str, architecture: str, layer: Json, tokens: int, target: str | None) -> Json:
-    """What every config.json of the speculators layout says (speculators 0.9).
-
-    Args:
-        kind: its `speculators_model_type`.
-        layer: what `describe_layer` says.
-        tokens: drafted ahead by default.
-        target: its name or path.
-    """
+def describe_speculator(kind: str, architecture: str, c: ModelConfig, tokens: int, target: str | None) -> Json:
+    """What every config.json of the speculators layout says (0.9): of a drafter of a `kind`, with the layers `c`, which
+    drafts `tokens` ahead by default; `target` is the name or path of its target."""
     return {
         "architectures": [architecture],
         "speculators_model_type": kind,
         "speculators_version": SPECULATORS,
-        "transformer_layer_config": layer,
+        "transformer_layer_config": _described(c),
         "speculators_config": {
             "algorithm": kind,
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": tokens}],
@@ -209,14 +210,14 @@ def describe_speculator(kind: str, architecture: str, layer: Json, tokens: int, 
     }
 
 
-def describe_layer(c: ModelConfig, layers: int = 1) -> Json:
+def _described(c: ModelConfig) -> Json:
     """Decoder layers as transformers describes them, nothing left to defaults."""
     rope, windows = c.ropes[0].parameters, [window for window in c.windows if window]
     types = ["sliding_attention" if window else "full_attention" for window in c.windows]
     window = {"layer_types": types, "sliding_window": windows[0], "use_sliding_window": True} if windows else {}
     return window | {
         "model_type": c.family, "hidden_size": c.hidden, "intermediate_size": c.intermediate,
-        "num_hidden_layers": layers, "num_attention_heads": c.heads, "num_key_value_heads": c.kv_heads,
+        "num_hidden_layers": c.layers, "num_attention_heads": c.heads, "num_key_value_heads": c.kv_heads,
         "head_dim": c.head_dim, "vocab_size": c.vocab, "max_position_embeddings": c.context,
         "rms_norm_eps": c.norm_eps, "rope_theta": rope["rope_theta"], "rope_parameters": rope,
         "hidden_act": c.raw.get("hidden_act", "silu"), "attention_bias": False, "mlp_bias": False,
@@ -251,7 +252,7 @@ def read_layer(
     types, window = raw.get("layer_types"), raw.get("sliding_window")
     if not isinstance(types, list) or len(types) != layers or "sliding_attention" not in types:
         return config
-    if not isinstance(window, int) or isinstance(window, bool) or window < 1:
+    if window is None or not is_whole(window) or window < 1:
         raise LoadError(f"the sliding window in config.json is {window!r}, not a positive whole number")
     return replace(config, windows=tuple(window if kind == "sliding_attention" else None for kind in types))
 

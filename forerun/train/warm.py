@@ -46,7 +46,6 @@ def _texts(corpus: Corpus) -> list[Example]:
 def _fitted(head: PairHead, target: Target, texts: Sequence[Example], boundary: int) -> Tensor:
     """The map from normed pairs to the states at a boundary of their tokens, by least squares. [Hd, 2 Hd]"""
     parts, read = head.parts(), sorted({*head.boundaries, boundary})
-    assert parts.embed_norm is not None and parts.state_norm is not None
     width = 2 * head.layer.hidden
     squares = torch.zeros(width, width, dtype=torch.float64)
     products = torch.zeros(width, head.layer.hidden, dtype=torch.float64)

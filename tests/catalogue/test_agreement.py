@@ -15,12 +15,11 @@ from forerun.catalogue.fit import checks, fits, sizes_of
 from forerun.draft.block_format import load_block, save_block
 from forerun.draft.block_shapes import ConvShape, GruShape, MarkovShape, RefinerShape, SelectorShape
 from forerun.draft.eagle1 import load_first_head
-from forerun.draft.eagle_format import load_head, save_head
-from forerun.draft.hydra_format import load_hydra
-from forerun.draft.medusa import save_heads
-from forerun.draft.medusa_format import load_heads
-from forerun.draft.mlp_format import load_mlp
-from forerun.draft.mtp_format import load_module, save_module
+from forerun.draft.eagle3 import load_head, save_head
+from forerun.draft.hydra import load_hydra
+from forerun.draft.medusa import load_heads, save_heads
+from forerun.draft.mlp import load_mlp
+from forerun.draft.mtp import load_module, save_module
 from forerun.draft.view import TargetView, view_of
 from forerun.errors import LoadError
 from tests import tiny

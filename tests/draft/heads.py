@@ -20,12 +20,10 @@ from forerun.draft.block import Block
 from forerun.draft.block_format import load_block, save_block
 from forerun.draft.block_shapes import ConvShape, GruShape, MarkovShape, RefinerShape, SelectorShape
 from forerun.draft.eagle1 import load_first_head
-from forerun.draft.eagle_format import load_head, save_head
-from forerun.draft.levels import Levels
-from forerun.draft.mtp_format import load_module, save_module
-from forerun.draft.pairs import Pairs
-from forerun.draft.parallel import ParallelPairs
-from forerun.draft.prefixed import Prefixed
+from forerun.draft.eagle3 import load_head, save_head
+from forerun.draft.levels import Levels, Prefixed
+from forerun.draft.mtp import load_module, save_module
+from forerun.draft.pairs import Pairs, ParallelPairs
 from forerun.draft.registry import LEVELS
 from forerun.draft.view import TargetView
 from tests import tiny

@@ -19,7 +19,8 @@ from forerun.draft import block
 from forerun.draft.base import Row
 from forerun.draft.block import Block
 from forerun.draft.block_format import save_block
-from forerun.draft.block_head import BlockConfig, BlockHead
+from forerun.draft.block_head import BlockHead
+from forerun.draft.block_shapes import BlockConfig
 from forerun.draft.features import as_tensor
 from forerun.engine.engine import Engine
 from forerun.kernels import native

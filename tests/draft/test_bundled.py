@@ -12,7 +12,7 @@ import pytest
 from forerun import LLM, SamplingParams
 from forerun.draft import bundled, registry
 from forerun.draft.bundled import bundled_for
-from forerun.draft.eagle_format import save_head
+from forerun.draft.eagle3 import save_head
 from forerun.draft.registry import automatic
 from forerun.kernels import native
 from forerun.models.hub import DEFAULT

@@ -17,7 +17,7 @@ from forerun import LoadError, SamplingParams, rng
 from forerun.cache.attention import Segment
 from forerun.draft import pairs
 from forerun.draft.base import Row
-from forerun.draft.eagle_head import EagleHead
+from forerun.draft.eagle3 import EagleHead
 from forerun.draft.native_layer import NativeLayer
 from forerun.draft.pairs import Pairs
 from forerun.draft.view import view_of

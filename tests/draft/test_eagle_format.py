@@ -19,8 +19,7 @@ from safetensors.torch import save_file
 from forerun import LLM, LoadError, SamplingParams
 from forerun.draft import stored
 from forerun.draft.base import Row
-from forerun.draft.eagle_format import load_head, save_head
-from forerun.draft.eagle_head import EagleHead
+from forerun.draft.eagle3 import EagleHead, load_head, save_head
 from forerun.draft.pairs import Pairs
 from forerun.draft.view import TargetView, view_of
 from forerun.verify import Noise

@@ -22,9 +22,9 @@ from torch import Tensor
 from forerun import LLM, LoadError, SamplingParams
 from forerun.draft import features
 from forerun.draft.base import Proposer, Row
+from forerun.draft.levels import NativeLevels
 from forerun.draft.native_block import NativeBlock, computes
 from forerun.draft.native_layer import NativeLayer
-from forerun.draft.native_levels import NativeLevels
 from forerun.draft.registry import kind_of
 from forerun.draft.view import TargetView
 from forerun.kernels import native

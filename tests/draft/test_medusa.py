@@ -15,8 +15,7 @@ from forerun import LLM, LoadError, SamplingParams
 from forerun.cache.attention import Segment
 from forerun.draft.base import Row
 from forerun.draft.levels import Levels
-from forerun.draft.medusa import MedusaHeads
-from forerun.draft.medusa_format import load_heads
+from forerun.draft.medusa import MedusaHeads, load_heads
 from forerun.draft.view import view_of
 from forerun.engine.engine import Engine
 from forerun.kernels import native

@@ -14,7 +14,7 @@ from torch import Tensor
 from forerun import LLM, LoadError, SamplingParams
 from forerun.cache.attention import Segment
 from forerun.draft.base import Row
-from forerun.draft.mtp_format import load_module, save_module
+from forerun.draft.mtp import load_module, save_module
 from forerun.draft.pairs import Pairs
 from forerun.draft.view import view_of
 from forerun.models.rope import rope_tables

@@ -11,9 +11,8 @@ import torch
 
 from forerun import SamplingParams
 from forerun.draft.base import Row
-from forerun.draft.eagle_format import load_head
-from forerun.draft.eagle_head import EagleHead
-from forerun.draft.parallel import ParallelPairs
+from forerun.draft.eagle3 import EagleHead, load_head
+from forerun.draft.pairs import ParallelPairs
 from forerun.draft.registry import kind_of
 from forerun.draft.view import TargetView
 from forerun.kernels import native

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from forerun.draft import block, levels, pairs, parallel
+from forerun.draft import block, levels, pairs
 from forerun.draft.features import FeatureProposer
 from forerun.draft.view import TargetView, view_of
 from forerun.engine.engine import Engine
@@ -39,7 +39,7 @@ class Watch:
 
 def watching(monkeypatch: pytest.MonkeyPatch) -> Watch:
     """See what heads are asked from here on."""
-    watch, grow, grow_all, observe = Watch(), pairs.grow, parallel.grow_all, FeatureProposer.observe
+    watch, grow, grow_all, observe = Watch(), pairs.grow, pairs.grow_all, FeatureProposer.observe
 
     def seeing(trees: Sequence[Any], logits: Tensor, *rest: Any) -> None:
         nodes = [(tree, node) for tree in trees for node in tree.frontier]
@@ -59,7 +59,7 @@ def watching(monkeypatch: pytest.MonkeyPatch) -> Watch:
 
     for module in (pairs, block, levels):
         monkeypatch.setattr(module, "grow", seeing)
-    monkeypatch.setattr(parallel, "grow_all", seeing_all)
+    monkeypatch.setattr(pairs, "grow_all", seeing_all)
     monkeypatch.setattr(FeatureProposer, "observe", observing)
     return watch
 

@@ -15,13 +15,11 @@ from forerun.draft.block_shapes import ConvShape, GruShape, MarkovShape, Refiner
 from forerun.draft.cascade import Cascade
 from forerun.draft.compose import Either
 from forerun.draft.level_heads import LevelHeads
-from forerun.draft.levels import Levels
+from forerun.draft.levels import Levels, Prefixed
 from forerun.draft.model import DraftModel, Pard
 from forerun.draft.ngram import NGram
 from forerun.draft.pair_head import PairHead
-from forerun.draft.pairs import Pairs
-from forerun.draft.parallel import ParallelPairs
-from forerun.draft.prefixed import Prefixed
+from forerun.draft.pairs import Pairs, ParallelPairs
 from forerun.draft.recycle import Recycle
 from forerun.draft.suffix import Suffix
 from forerun.draft.view import view_of

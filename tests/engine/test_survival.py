@@ -7,7 +7,7 @@ import random
 import pytest
 
 from forerun import LLM, SamplingParams
-from forerun.draft.eagle_format import save_head
+from forerun.draft.eagle3 import save_head
 from forerun.engine.acceptance import Acceptance, Chance
 from forerun.engine.depth import HIGHEST, Auto
 from forerun.engine.policy import Place

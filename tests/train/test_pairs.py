@@ -244,7 +244,7 @@ def test_a_head_begins_with_its_own_embedding(target: Target, corpus: Corpus) ->
     embedded = head.parts().embed_norm(head.embed(torch.randperm(c.vocab)[:64]))
     rotation = rope_tables(c, c.ropes[0], 64, torch.float32)
     with torch.no_grad():
-        given = head.parts().attention(torch.cat((embedded, torch.randn_like(embedded)), -1), rotation, attend)
+        given = head.parts().layer.self_attn(torch.cat((embedded, torch.randn_like(embedded)), -1), rotation, attend)
     assert own[0].mean() > 0.5, "of 32 pairs or so"
     assert torch.cosine_similarity(given, embedded).mean() > 0.3, "of a random map: 0"
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from forerun.draft.base import Proposer
-from forerun.draft.listed import Listed
+from forerun.draft.borrowed import Head
 from forerun.runner import Runner
 from forerun.train.capture import Batch, Target
 from forerun.train.data import Corpus
@@ -109,7 +109,7 @@ def outlook_of(
 
 
 @torch.no_grad()
-def begin_listed(module: Listed, head: nn.Linear, target: Target, corpus: Corpus) -> None:
+def begin_listed(module: Head, head: nn.Linear, target: Target, corpus: Corpus) -> None:
     """Let a module that says part of the vocabulary say what the data say most, and its head begin as the target's."""
     config = target.llm.decoder.config
     module.say_only(corpus.frequent(config.vocab, head.out_features, config.end_ids))

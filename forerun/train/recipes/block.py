@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from forerun.draft.base import Proposer
 from forerun.draft.block import Block as BlockProposer
 from forerun.draft.block_format import load_block, save_block
-from forerun.draft.block_head import BlockConfig, BlockHead
-from forerun.draft.block_shapes import MarkovShape
+from forerun.draft.block_head import BlockHead
+from forerun.draft.block_shapes import BlockConfig, MarkovShape
 from forerun.draft.layers import layer_like
 from forerun.draft.view import view_of
 from forerun.errors import ConfigError, LoadError
@@ -72,7 +72,7 @@ class Block(Recipe):
             head.norm.weight.copy_(target.llm.decoder.weights.norm.weight)
             if config.law:
                 head.markov_head.markov_w2.weight.zero_()
-        if config.own_head:
+        if head.lm_head is not None:
             begin_listed(head, head.lm_head, target, corpus)
         head.attach(target.view)
         return head

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from forerun.draft.base import Proposer
 from forerun.draft.levels import Levels
-from forerun.draft.medusa import MedusaHeads, save_heads
-from forerun.draft.medusa_format import load_heads
+from forerun.draft.medusa import MedusaHeads, load_heads, save_heads
 from forerun.draft.view import view_of
 from forerun.models.shortlist import spread
 from forerun.runner import Runner

@@ -9,11 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from forerun.draft.base import Proposer
-from forerun.draft.eagle_format import load_head, save_head
-from forerun.draft.eagle_head import EagleConfig, EagleHead
+from forerun.draft.eagle3 import EagleConfig, EagleHead, load_head, save_head
 from forerun.draft.layers import layer_like
-from forerun.draft.mtp import MtpModule
-from forerun.draft.mtp_format import load_module, save_module
+from forerun.draft.mtp import MtpModule, load_module, save_module
 from forerun.draft.pair_head import PairHead
 from forerun.draft.pairs import Pairs
 from forerun.draft.view import view_of
@@ -221,7 +219,7 @@ def see_own(head: EagleHead) -> None:
     find that takes random weights hundreds of steps. Queries and keys begin as one map of the embedding, whose product
     with itself is the largest; values and the output as another and its transpose.
     """
-    c, attention = head.layer, head.parts().attention
+    c, attention = head.layer, head.parts().layer.self_attn
     maps = torch.empty(2, c.kv_heads * c.head_dim, c.hidden)
     for each in maps:
         nn.init.orthogonal_(each)
