@@ -6,10 +6,11 @@ Heavy imports wait until a verb runs.
 
 from __future__ import annotations
 
+import functools
 import io
 import os
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -81,6 +82,12 @@ app.command(
 app.command(epilog="[dim]forerun batch requests.jsonl answers.jsonl --model Qwen/Qwen3-0.6B[/dim]")(batch)
 
 
+@functools.cache
+def _command() -> Any:
+    """All verbs with their flags: to build it takes some 80 ms, and who explains an error asks for it again."""
+    return typer.main.get_command(app)
+
+
 def _version(wanted: bool) -> None:
     if wanted:
         from forerun import __version__
@@ -106,7 +113,7 @@ def main() -> None:
         sys.stdin.reconfigure(errors="surrogateescape")  # bytes that are no text are then refused as a prompt
     try:
         with words_of_bash():
-            code = app(standalone_mode=False)
+            code = _command()(standalone_mode=False)
         if code == 130:  # what typer makes of Ctrl-C
             code = _say("interrupted", 130)
     except Interrupted as error:
@@ -129,7 +136,7 @@ def main() -> None:
 
 def _options(words: list[str]) -> dict[str, str]:
     """The options of the verb that a command line names, by what they set: {"max_tokens": "--max-tokens"}."""
-    command = typer.main.get_command(app)
+    command = _command()
     for word in words:
         command = getattr(command, "commands", {}).get(word, command)
     return {str(p.name): max(p.opts, key=len) for p in command.params if p.param_type_name == "option"}

@@ -289,7 +289,7 @@ def test_interrupting_is_clean() -> None:
 
 def test_interrupted_where_code_is_made_of_text(tmp_path: Path) -> None:
     """As dataclasses do while modules are imported: CPython would end `python -m` by the signal whatever we say."""
-    verb = "from forerun import cli\ncli.app = lambda **_: exec('raise KeyboardInterrupt')\ncli.main()\n"
+    verb = "from forerun import cli\ncli._command = lambda: lambda **_: exec('raise KeyboardInterrupt')\ncli.main()\n"
     (tmp_path / "stopped.py").write_text(verb)
     done = subprocess.run([sys.executable, "-m", "stopped"], cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (130, "forerun: interrupted\n")
