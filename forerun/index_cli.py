@@ -153,7 +153,7 @@ def _texts(file: File) -> list[str]:
         return []
     if "\0" in text or not text.strip():
         return []
-    if not file.path.endswith(".jsonl"):
+    if not file.path.lower().endswith(".jsonl"):
         return [text]
     lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     documents = [read_line(line, f"{file.path}, line {number}") for number, line in lines]

@@ -31,7 +31,7 @@ def files(directory: Path) -> Path:
     (directory / ".hidden").mkdir()
     (directory / ".hidden" / "c.py").write_text("secret")
     line = {"messages": [{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "def add(a, b):"}]}
-    (directory / "log.jsonl").write_text(json.dumps(line) + "\n\n" + json.dumps({"text": "return b"}) + "\n")
+    (directory / "log.JSONL").write_text(json.dumps(line) + "\n\n" + json.dumps({"text": "return b"}) + "\n")
     return directory
 
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from forerun.errors import LoadError
 from forerun.models.config import ModelConfig, make_config
 from forerun.models.families import Json, is_whole
+from forerun.models.files import read_object
 from forerun.models.hub import PICKLED
 
 Tensors = dict[str, Tensor]
@@ -48,15 +49,9 @@ SPECULATORS = "0.9.0"  # the version of the speculators format that is written
 def read_config(directory: Path, kind: str) -> Json:
     """config.json; `kind` is what messages call the drafter. Raises LoadError."""
     path = directory / "config.json"
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise LoadError(f"{directory} is no {kind}: it has no config.json; give the drafter's directory") from None
-    except (OSError, ValueError) as error:
-        raise LoadError(f"{path} cannot be read: {error}") from None
-    if not isinstance(raw, dict):
-        raise LoadError(f"{path} does not hold an object: download it again")
-    return raw
+    if not os.path.exists(path):
+        raise LoadError(f"{directory} is no {kind}: it has no config.json; give the drafter's directory")
+    return read_object(path)
 
 
 @contextmanager
