@@ -3,7 +3,6 @@ suffix+KIND:DIR_OR_HUB_ID for both: what the text repeats is copied, the rest is
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -36,6 +35,8 @@ from forerun.draft.successors import Successors
 from forerun.draft.suffix import Suffix
 from forerun.draft.view import TargetView
 from forerun.drafts import LOADED, Leaf, Said, Several
+from forerun.errors import LoadError
+from forerun.models.files import read_object
 from forerun.models.hub import find_model
 from forerun.types import RETRIEVAL
 
@@ -68,11 +69,9 @@ def kind_of(directory: Path) -> str:
     """What a directory holds: eagle3 and mtp in the layout of speculators, block, medusa, hydra, mlp, eagle and eagle3
     as others publish them, the last two told by their tensors, or else a model."""
     try:
-        raw = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        raw = read_object(directory / "config.json")
+    except LoadError:
         return "model"  # whoever reads it says what is wrong
-    if not isinstance(raw, dict):
-        return "model"
     kind = raw.get("speculators_model_type", raw.get("model_type"))
     if kind == "peagle":
         return "eagle3"
