@@ -84,7 +84,7 @@ app.command(epilog="[dim]forerun batch requests.jsonl answers.jsonl --model Qwen
 
 @functools.cache
 def _command() -> Any:
-    """All verbs with their flags: to build it takes some 80 ms, and who explains an error asks for it again."""
+    """All verbs with their flags: that takes a while to build, and who explains an error asks for it again."""
     return typer.main.get_command(app)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from forerun.draft.registry import kind_of
 from forerun.draft.stored import read_config
 from forerun.errors import LoadError
 from forerun.models.files import LARGEST
@@ -31,3 +32,4 @@ def test_a_bad_configuration_is_one_line(fault: str, tmp_path: Path) -> None:
     with pytest.raises(LoadError, match=message) as raised:
         read_config(tmp_path, "head")
     assert str(tmp_path) in str(raised.value) and "\n" not in str(raised.value)
+    assert kind_of(tmp_path) == "model", "and who asks what it is goes on to whoever says so"
