@@ -83,7 +83,7 @@ app.command(epilog="[dim]forerun batch requests.jsonl answers.jsonl --model Qwen
 
 
 @functools.cache
-def _command() -> Any:
+def command_line() -> Any:
     """All verbs with their flags: that takes a while to build, and who explains an error asks for it again."""
     return typer.main.get_command(app)
 
@@ -113,7 +113,7 @@ def main() -> None:
         sys.stdin.reconfigure(errors="surrogateescape")  # bytes that are no text are then refused as a prompt
     try:
         with words_of_bash():
-            code = _command()(standalone_mode=False)
+            code = command_line()(standalone_mode=False)
         if code == 130:  # what typer makes of Ctrl-C
             code = _say("interrupted", 130)
     except Interrupted as error:
@@ -136,7 +136,7 @@ def main() -> None:
 
 def _options(words: list[str]) -> dict[str, str]:
     """The options of the verb that a command line names, by what they set: {"max_tokens": "--max-tokens"}."""
-    command = _command()
+    command = command_line()
     for word in words:
         command = getattr(command, "commands", {}).get(word, command)
     return {str(p.name): max(p.opts, key=len) for p in command.params if p.param_type_name == "option"}

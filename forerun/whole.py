@@ -29,26 +29,32 @@ def whole_directory(out: Path) -> Iterator[Path]:
         raise
 
 
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """A name beside `path` of what becomes `path` at the end, and goes if anything is raised before. Raises OSError
+    where the disk does."""
+    work = path.with_name(f".{path.name}-{secrets.token_hex(4)}.tmp")
+    try:
+        yield work
+        os.replace(work, path)
+    finally:
+        with suppress(OSError):
+            work.unlink(missing_ok=True)
+
+
 def write_whole(path: Path, text: str) -> None:
     """Write a file beside its place, then move it there in one step; links are followed to what they name.
 
     Raises:
         ForerunError: it cannot be written, or something that is no file has that name.
     """
-    temporary: Path | None = None
     try:
         place = path.resolve()
         if place.exists() and not place.is_file():
             raise ForerunError(f"{path} cannot be written: there is something that is no file; give another name")
-        temporary = place.with_name(f".forerun-{os.getpid()}.tmp")
-        with temporary.open("w", encoding="utf-8", newline="\n") as file:
+        with whole_file(place) as work, work.open("w", encoding="utf-8", newline="\n") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, place)
     except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: links that go round in circles
         raise ForerunError(f"{path} cannot be written: {getattr(error, 'strerror', None) or error}") from None
-    finally:
-        if temporary is not None:
-            with suppress(OSError):
-                temporary.unlink()

@@ -1,6 +1,7 @@
 """The shape of the code: imports go down, files and functions stay short, the public surface is a decision."""
 
 import ast
+import functools
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,11 @@ FLOORS = [
 FLOOR = {name: i for i, names in enumerate(FLOORS) for name in names}
 
 
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def part(module: str) -> str:
     return module.split(".")[1] if "." in module else "__init__"
 
@@ -49,7 +55,7 @@ def test_imports_go_down(path: Path) -> None:
     mine = path.relative_to(PACKAGE).with_suffix("").parts[0]
     if mine == "__init__":
         return
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("forerun."):
             assert FLOOR[part(node.module)] <= FLOOR[mine], f"{path} imports {node.module}"
 
@@ -57,7 +63,7 @@ def test_imports_go_down(path: Path) -> None:
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_files_and_functions_are_short_and_explained(path: Path) -> None:
     text = path.read_text()
-    tree = ast.parse(text)
+    tree = tree_of(path)
     assert len(text.splitlines()) <= 330
     if path.name not in ("__main__.py",) and text.strip():
         assert ast.get_docstring(tree), f"{path} has no docstring"
@@ -70,7 +76,7 @@ def test_files_and_functions_are_short_and_explained(path: Path) -> None:
 @pytest.mark.parametrize("path", sorted((PACKAGE / "bench").rglob("*.py")), ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_rooms_of_bench_know_reports_and_no_other_room(path: Path) -> None:
     mine = path.relative_to(PACKAGE / "bench").parts[0]
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("forerun.bench.") and mine != "cli.py":
             room = (node.module or "").split(".")[2]
             assert room in {mine.removesuffix(".py"), "report", "recipe"}, f"{path} imports {node.module}"
@@ -83,7 +89,7 @@ LEAVES = {"bench", "train", "check", "server", "doctor"}
 def test_no_leaf_imports_another(path: Path) -> None:
     """What they share is below them: training, the certificate and the benchmarks have `measure`."""
     mine = path.relative_to(PACKAGE).with_suffix("").parts[0]
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if mine in LEAVES and isinstance(node, ast.ImportFrom) and (node.module or "").startswith("forerun."):
             assert part(node.module) not in LEAVES - {mine}, f"{path} imports {node.module}"
 

@@ -218,14 +218,13 @@ def test_the_model_is_an_argument_or_a_flag(forerun) -> None:
 
 def test_every_verb_that_runs_a_model_takes_it_as_the_first_argument_or_by_its_flag() -> None:
     """One syntax: only those whose arguments are files take it by the flag alone."""
-    import typer
 
     def verbs(command, path=()):
         for name, sub in getattr(command, "commands", {}).items():
             yield from verbs(sub, (*path, name))
         yield path, command
 
-    for path, command in verbs(typer.main.get_command(cli.app)):
+    for path, command in verbs(cli.command_line()):
         by_flag = any("--model" in p.opts for p in command.params)
         arguments = [(p.metavar or p.name) for p in command.params if p.param_type_name == "argument"]
         if by_flag and path not in (("batch",), ("index",), ("train",), ("bench", "peers"), ("bench", "serve")):
@@ -289,7 +288,9 @@ def test_interrupting_is_clean() -> None:
 
 def test_interrupted_where_code_is_made_of_text(tmp_path: Path) -> None:
     """As dataclasses do while modules are imported: CPython would end `python -m` by the signal whatever we say."""
-    verb = "from forerun import cli\ncli._command = lambda: lambda **_: exec('raise KeyboardInterrupt')\ncli.main()\n"
+    verb = (
+        "from forerun import cli\ncli.command_line = lambda: lambda **_: exec('raise KeyboardInterrupt')\ncli.main()\n"
+    )
     (tmp_path / "stopped.py").write_text(verb)
     done = subprocess.run([sys.executable, "-m", "stopped"], cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (130, "forerun: interrupted\n")

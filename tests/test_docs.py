@@ -10,12 +10,11 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-import typer.main
 import yaml
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
-from forerun.cli import app
+from forerun.cli import command_line
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -66,7 +65,7 @@ def commands(page: Path) -> Iterator[list[str]]:
 
 def wrong(words: list[str]) -> str:
     """What of a command does not exist, or nothing."""
-    command: Any = typer.main.get_command(app)
+    command: Any = command_line()
     rest = list(words)
     while rest and hasattr(command, "commands") and not rest[0].startswith("-"):
         if rest[0] not in command.commands:
@@ -133,7 +132,7 @@ def test_the_reference_has_every_verb_and_flag() -> None:
     page = module.reference()
     assert "[dim]" not in page and "\\[" not in page
     assert "--max-tokens &lt;int&gt;</code></dt><dd>most tokens to produce. (default: 512)</dd>" in page
-    for path, command in verbs(typer.main.get_command(app), "forerun"):
+    for path, command in verbs(command_line(), "forerun"):
         section = re.split(r"^#+ ", page.split(f"# {path}\n")[1], flags=re.MULTILINE)[0]
         for parameter in command.params:
             names = [parameter.metavar or ""] if parameter.param_type_name == "argument" else parameter.opts

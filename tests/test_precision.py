@@ -36,8 +36,8 @@ def perplexity(**options: Any) -> float:
         runner.cache.open(0, ids)
         runner.cache.pages.grow(0, len(ids))
         chunk = Segment(0, ids, list(range(-1, len(ids) - 1)), list(range(len(ids))))
-        laws = runner.forward([chunk]).logits.double().log_softmax(-1)
-        total -= float(laws[torch.arange(len(ids) - 1), torch.tensor(ids[1:])].sum())
+        logits = runner.forward([chunk]).logits[:-1]
+        total += float((logits.logsumexp(-1) - logits[torch.arange(len(logits)), torch.tensor(ids[1:])]).sum())
         count += len(ids) - 1
     assert count > 1_500
     return math.exp(total / count)

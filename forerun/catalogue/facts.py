@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import math
 import re
-import struct
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from forerun.catalogue import far
-from forerun.catalogue.family import Json, Kind, Look, inner, recognise
+from forerun.catalogue.survey import tokenizer_digest
+from forerun.draft.kinds import Json, Kind, Look, inner, recognise
 from forerun.errors import LoadError, one_line
 from forerun.models.caches import repositories
-from forerun.models.files import read_object, read_text, weight_files
+from forerun.models.files import read_header, read_object, read_text, weight_files
 from forerun.models.gguf.kinds import skim, token_digest
 from forerun.models.hub import PICKLED, find_model, is_pickled
 from forerun.models.places import everything
-from forerun.models.survey import tokenizer_digest
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 CARD = "README.md"
@@ -117,7 +116,8 @@ def facts_at(path: Path, name: str) -> Facts:
     if path.is_file() or not (path / "config.json").is_file():
         return _facts_of_gguf(path, name)
     raw, weights = read_object(path / "config.json"), weights_of(path)
-    shapes = {k: v for file in weights if file.suffix == ".safetensors" for k, v in _shapes(file).items()}
+    stored = [file for file in weights if file.suffix == ".safetensors"]
+    shapes = {name: shape for file in stored for name, shape in far.shapes_of(read_header(file), str(file)).items()}
     size = sum(file.stat().st_size for file in weights)
     return Facts(name, path, raw, shapes, size, _vocabulary(path), read_card(path))
 
@@ -156,16 +156,6 @@ def _vocabulary(directory: Path) -> str:
     digest = tokenizer_digest(directory / "tokenizer.json")
     named = next((name for name in TOKENIZERS[1:] if (directory / name).is_file()), "")
     return digest or (named and f"{named} here")
-
-
-def _shapes(file: Path) -> far.Shapes:
-    try:
-        with file.open("rb") as opened:
-            (length,) = struct.unpack("<Q", opened.read(8))
-            header = opened.read(length) if length <= far.MOST_HEADER else b""
-    except (OSError, struct.error) as error:
-        raise LoadError(f"{file} is no safetensors file or not whole: {error}; download it again") from None
-    return far.shapes_of(header, str(file))
 
 
 def read_card(directory: Path) -> Json:

@@ -14,9 +14,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from forerun.catalogue.family import Json
+from forerun.draft.kinds import Json
 from forerun.errors import LoadError, one_line
 from forerun.models.families import is_whole
+from forerun.models.files import parse_header
 
 SAFE = re.compile(r"[A-Za-z0-9_][\w.+=-]{0,199}", re.ASCII)  # names of files that are read and written: no folders
 REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9_][\w.-]{0,95}", re.ASCII)
@@ -156,16 +157,15 @@ def _header(at: Repository, file: str) -> Shapes:
     if length > MOST_HEADER:
         raise LoadError(f"{file} of {at.name} is no safetensors file: its header would have {length} bytes")
     text = first[8 : 8 + length] if length <= len(first) - 8 else read(at.name, file, at.commit, length, 8)
-    return shapes_of(text, f"{file} of {at.name}")
+    return shapes_of(parse_header(text, f"{file} of {at.name}"), f"{file} of {at.name}")
 
 
-def shapes_of(header: bytes, file: str) -> Shapes:
+def shapes_of(header: dict[str, Json], file: str) -> Shapes:
     """Names and shapes in the header of a safetensors file. Raises LoadError."""
     try:
-        raw = json.loads(header)
-        found = {name: tuple(entry["shape"]) for name, entry in raw.items() if name != "__metadata__"}
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-        raise LoadError(f"{file} is no safetensors file or not whole: {one_line(str(error))}") from None
+        found = {name: tuple(entry["shape"]) for name, entry in header.items()}
+    except (TypeError, LookupError) as error:
+        raise LoadError(f"{file} is no safetensors file or not whole: {one_line(repr(error))}") from None
     if any(
         len(shape) > MOST_AXES or not all(is_whole(n) and 0 <= n <= LARGEST for n in shape) for shape in found.values()
     ):

@@ -7,14 +7,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from forerun.catalogue.facts import Facts
-from forerun.catalogue.family import Json, inner
 from forerun.catalogue.layout import layer_of, refusal
+from forerun.catalogue.survey import DRAFT_SHARE
 from forerun.draft.block_dialects import as_speculators, is_block
 from forerun.draft.eagle_dialects import read_dialect
+from forerun.draft.kinds import Json, inner
 from forerun.errors import LoadError, shown
 from forerun.models.families import is_whole
 from forerun.models.names import LABEL, title
-from forerun.models.survey import DRAFT_SHARE
 
 LEVELS = ("medusa", "hydra", "mlp")  # drafts by heads, one a level
 LARGEST = 1 << 31  # of any size in a configuration

@@ -15,9 +15,9 @@ from typing import Any
 
 from forerun.catalogue import far
 from forerun.catalogue.facts import TOKENIZERS, Facts
-from forerun.catalogue.family import WORDS
 from forerun.catalogue.fit import bare, same_model
 from forerun.catalogue.layout import refusal, said_of
+from forerun.draft.kinds import WORDS
 from forerun.errors import LoadError
 from forerun.models.names import title
 

@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from forerun.catalogue.facts import Facts, facts_at, here
-from forerun.catalogue.family import Json, Kind, Look, inner, recognise
 from forerun.catalogue.fit import Sizes, checks, fits, same_model, sizes_of
 from forerun.catalogue.layout import refusal
 from forerun.catalogue.memory import LONGEST, Measurement, recall
+from forerun.catalogue.survey import DRAFT_SHARE, survey
 from forerun.draft.bundled import BUNDLED
+from forerun.draft.kinds import Json, Kind, Look, inner, recognise
 from forerun.errors import LoadError, RequestError
 from forerun.models.caches import repositories
 from forerun.models.files import read_object
 from forerun.models.places import Found, everything
-from forerun.models.survey import DRAFT_SHARE, survey
 
 DEEPEST = 4  # folders below one that is looked through
 MOST_FOLDERS = 20_000

@@ -9,10 +9,10 @@ import re
 from collections.abc import Callable
 
 from forerun.catalogue.facts import Facts
-from forerun.catalogue.family import Json, inner
 from forerun.draft.block_dialects import FLAGS, as_speculators, windows_of
 from forerun.draft.block_shapes import named, read_conv, read_law
 from forerun.draft.fields import read_bool
+from forerun.draft.kinds import Json, inner
 from forerun.draft.level_dialects import read_hydra, read_medusa, read_mlp
 from forerun.errors import LoadError, shown
 from forerun.models.families import FAMILIES, OWN_DRAFTER, is_whole

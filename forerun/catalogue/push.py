@@ -16,10 +16,10 @@ from typing import Any
 
 from forerun.catalogue import far
 from forerun.catalogue.facts import CARD, Facts, card_of, facts_at
-from forerun.catalogue.family import Json, inner
 from forerun.catalogue.here import trained
 from forerun.catalogue.layout import refusal
 from forerun.catalogue.memory import Measurement
+from forerun.draft.kinds import Json, inner
 from forerun.errors import ConfigError, LoadError, one_line
 from forerun.models.files import read_text
 from forerun.models.hub import DEFAULT, DEFAULT_REPOSITORY

@@ -11,7 +11,6 @@ from typing import Protocol
 from forerun.cache.kv import KVCache
 from forerun.draft.base import Proposer
 from forerun.draft.block import Block
-from forerun.draft.block_dialects import is_block
 from forerun.draft.block_format import load_block
 from forerun.draft.bundled import bundled_for
 from forerun.draft.compose import Either, composed
@@ -19,6 +18,7 @@ from forerun.draft.corpus import Index
 from forerun.draft.eagle1 import load_first_head
 from forerun.draft.eagle3 import load_head
 from forerun.draft.hydra import load_hydra
+from forerun.draft.kinds import Look, recognise
 from forerun.draft.level_heads import LevelHeads
 from forerun.draft.levels import Levels, Prefixed
 from forerun.draft.medusa import load_heads
@@ -34,7 +34,7 @@ from forerun.draft.stored import tensor_names
 from forerun.draft.successors import Successors
 from forerun.draft.suffix import Suffix
 from forerun.draft.view import TargetView
-from forerun.drafts import LOADED, Leaf, Said, Several
+from forerun.drafts import Leaf, Said, Several
 from forerun.errors import LoadError
 from forerun.models.files import read_object
 from forerun.models.hub import find_model
@@ -66,28 +66,12 @@ def automatic(spec: str, model: Path, instructions: str, bits: float) -> str:
 
 
 def kind_of(directory: Path) -> str:
-    """What a directory holds: eagle3 and mtp in the layout of speculators, block, medusa, hydra, mlp, eagle and eagle3
-    as others publish them, the last two told by their tensors, or else a model."""
+    """What a directory holds, as `--draft` calls it; a model where it holds nothing else that drafts."""
     try:
         raw = read_object(directory / "config.json")
     except LoadError:
         return "model"  # whoever reads it says what is wrong
-    kind = raw.get("speculators_model_type", raw.get("model_type"))
-    if kind == "peagle":
-        return "eagle3"
-    if is_block(raw):
-        return "block"
-    if kind == "mlp_speculator":
-        return "mlp"
-    if kind in LOADED:
-        return str(kind)
-    for name in ("medusa", "hydra"):
-        if f"{name}_num_heads" in raw:
-            return name
-    names = {name.removeprefix("model.") for name in tensor_names(directory)}
-    if "fc.weight" not in names:
-        return "model"
-    return "eagle3" if {"lm_head.weight", "norm.weight"} <= names else "eagle"
+    return recognise(Look(raw, tensor_names(directory), tokenizer=True)).draft or "model"
 
 
 class Loading(Protocol):

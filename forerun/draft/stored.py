@@ -23,6 +23,7 @@ from forerun.models.config import ModelConfig, make_config
 from forerun.models.families import Json, is_whole
 from forerun.models.files import read_object
 from forerun.models.hub import PICKLED
+from forerun.whole import whole_file
 
 Tensors = dict[str, Tensor]
 M = TypeVar("M", bound=nn.Module)
@@ -172,19 +173,13 @@ def write(module: nn.Module, config: Json, directory: Path, dtype: torch.dtype =
             tensors[name] = tensor.to(floats) if tensor.is_floating_point() else tensor
     described = {**config, "dtype": str(floats).removeprefix("torch.")} | (INT8 if dtype == torch.int8 else {})
     text = json.dumps(described, indent=2) + "\n"
-    weights, settings = (directory / f".{name}.part" for name in ("model.safetensors", "config.json"))
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, weights, metadata={"format": "pt"})
-        settings.write_text(text, encoding="utf-8")
-        os.replace(weights, directory / "model.safetensors")
-        os.replace(settings, directory / "config.json")
+        with whole_file(directory / "config.json") as settings, whole_file(directory / "model.safetensors") as weights:
+            save_file(tensors, weights, metadata={"format": "pt"})
+            settings.write_text(text, encoding="utf-8")
     except SafetensorError as error:  # its own word for a full disk
         raise OSError(str(error)) from None
-    finally:
-        with suppress(OSError):
-            weights.unlink(missing_ok=True)
-            settings.unlink(missing_ok=True)
 
 
 def describe_speculator(kind: str, architecture: str, c: ModelConfig, tokens: int, target: str | None) -> Json:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import struct
 from pathlib import Path
 from typing import Any
 
 from forerun.errors import LoadError, one_line, shown
 
 SHORTLIST = "shortlist.safetensors"  # beside a model: which of its tokens it scores when it drafts
+LARGEST_HEADER = 100_000_000  # bytes, as the safetensors library allows
 LARGEST = 64 << 20  # bytes; the longest lists of tensors and of added tokens have a few
 
 
@@ -41,6 +43,28 @@ def read_object(path: Path) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise LoadError(f"{path} does not hold an object: download it again")
     return raw
+
+
+def read_header(path: Path) -> dict[str, dict[str, Any]]:
+    """What the header of a safetensors file says of each tensor, by name. Raises LoadError."""
+    try:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            if length > LARGEST_HEADER:
+                raise ValueError(f"its header would have {length} bytes")
+            content = file.read(length)
+    except (OSError, ValueError, struct.error) as error:
+        raise LoadError(f"{path} is no safetensors file or not whole: {error}; download it again") from None
+    return parse_header(content, str(path))
+
+
+def parse_header(content: bytes, file: str) -> dict[str, dict[str, Any]]:
+    """What a header says of each tensor, by name; `file` is what messages call it. Raises LoadError."""
+    try:
+        return {name: tensor for name, tensor in json.loads(content).items() if name != "__metadata__"}
+    except (ValueError, AttributeError, RecursionError) as error:
+        why = one_line(str(error))
+        raise LoadError(f"{file} is no safetensors file or not whole: {why}; download it again") from None
 
 
 def inside(directory: Path, name: str) -> Path:

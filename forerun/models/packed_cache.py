@@ -15,7 +15,6 @@ import os
 import shutil
 import struct
 import sys
-import tempfile
 import time
 import zlib
 from collections.abc import Iterable
@@ -28,6 +27,7 @@ import numpy as np
 
 from forerun.models.files import weight_files
 from forerun.models.gguf.container import open_gguf
+from forerun.whole import whole_file
 
 FORMS = ("int8", "int4")  # what is kept: the rest is as stored
 LIMIT = 20 << 30  # bytes of all files together; the least recently used go first
@@ -179,25 +179,23 @@ def _entry(path: Path, form: object, shape: list[int], parts: list[tuple[int, in
 
 def _write(path: Path, matrices: dict[str, tuple[str, tuple[int, ...], tuple[Array, ...]]]) -> None:
     """Write the file beside its place, then move it there in one step."""
-    handle, temporary = tempfile.mkstemp(suffix=".tmp", dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb", buffering=0) as file:
-            index, at = {}, 0
-            for name, (form, shape, arrays) in matrices.items():
-                parts = []
-                for array in arrays:
-                    view = array.data.cast("B")
-                    parts.append((at, len(view), zlib.crc32(view)))
-                    _write_all(file, view)
-                    at += len(view)
-                index[name] = form, shape, parts
-            content = json.dumps([path.stem, index]).encode()
-            _write_all(file, memoryview(content + TRAILER.pack(at, len(content), zlib.crc32(content), MAGIC)))
-        os.replace(temporary, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(temporary)
-        raise
+    with whole_file(path) as work, open(work, "xb", buffering=0, opener=_for_its_owner) as file:
+        index, at = {}, 0
+        for name, (form, shape, arrays) in matrices.items():
+            parts = []
+            for array in arrays:
+                view = array.data.cast("B")
+                parts.append((at, len(view), zlib.crc32(view)))
+                _write_all(file, view)
+                at += len(view)
+            index[name] = form, shape, parts
+        content = json.dumps([path.stem, index]).encode()
+        _write_all(file, memoryview(content + TRAILER.pack(at, len(content), zlib.crc32(content), MAGIC)))
+
+
+def _for_its_owner(path: str, flags: int) -> int:
+    """Weights may be none of others' business."""
+    return os.open(path, flags, 0o600)
 
 
 def _write_all(file: Any, view: memoryview) -> None:

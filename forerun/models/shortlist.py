@@ -10,8 +10,6 @@ vocabulary's i + d2t[i], and `t2d` bool [V], which marks those tokens. Vd tokens
 
 from __future__ import annotations
 
-import os
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +20,7 @@ from torch import Tensor
 
 from forerun.errors import ForerunError, LoadError, one_line
 from forerun.models.files import SHORTLIST
+from forerun.whole import whole_file
 
 MAKE = "forerun train --recipe shortlist makes one"
 
@@ -48,18 +47,14 @@ class Shortlist:
 
     def save(self, path: Path) -> None:
         """Write it whole or not at all. Raises ForerunError."""
-        work = path.with_name(f".{path.name}.{os.getpid()}")
         d2t, t2d = maps_of(self.ids, self.vocab)
         try:
-            save_file({"d2t": d2t, "t2d": t2d}, work)
-            work.chmod(0o644)  # it comes readable by its owner only
-            os.replace(work, path)
+            with whole_file(path) as work:
+                save_file({"d2t": d2t, "t2d": t2d}, work)
+                work.chmod(0o644)  # it comes readable by its owner only
         except (OSError, SafetensorError) as error:  # the latter is its own word for a full disk
             why = getattr(error, "strerror", None) or one_line(str(error))
             raise ForerunError(f"{path} cannot be written: {why}; make room, or give another place") from None
-        finally:
-            with suppress(OSError):
-                work.unlink(missing_ok=True)
 
 
 def read_shortlist(path: Path) -> Shortlist:

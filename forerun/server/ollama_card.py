@@ -8,10 +8,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from forerun.catalogue.survey import Survey, survey
 from forerun.llm import LLM
 from forerun.models.hub import find_model
 from forerun.models.places import Found
-from forerun.models.survey import Survey, survey
 from forerun.server.answers import started
 from forerun.server.kitchen import Kitchen
 

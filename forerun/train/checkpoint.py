@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from forerun.errors import ForerunError, LoadError
+from forerun.whole import whole_file
 
 VERSION = 4
 
@@ -21,19 +22,15 @@ def checkpoint_path(out: Path) -> Path:
 
 def write_checkpoint(path: Path, state: dict[str, Any]) -> None:
     """Replace the file. Raises ForerunError, and leaves the one before as it is, where that cannot be done."""
-    work = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with work.open("wb") as file:
+        with whole_file(path) as work, work.open("wb") as file:
             torch.save({"version": VERSION, **state}, file)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(work, path)
     except (OSError, RuntimeError) as error:  # torch raises RuntimeError for what the file refused
         kept = f"the last one, {path}, is kept: make room and go on with --resume" if path.exists() else "make room"
         why = error.strerror if isinstance(error, OSError) and error.strerror else str(error).strip().splitlines()[0]
         raise ForerunError(f"the checkpoint cannot be written ({why}); {kept}") from None
-    finally:
-        work.unlink(missing_ok=True)
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 
+from forerun.catalogue.survey import survey
 from forerun.errors import ForerunError, LoadError
 from forerun.kernels import native
 from forerun.load import load_tokenizer
@@ -27,7 +28,6 @@ from forerun.models.config import load_config
 from forerun.models.decoder import load_decoder
 from forerun.models.gguf.container import TYPES, open_gguf
 from forerun.models.places import Found
-from forerun.models.survey import survey
 from forerun.native import NativeDecoder
 from tests import gguf_files, tiny
 from tests.gguf_broken import ARRAY, SIZES, STRING, Container, Walk, array, number, spoiled, text

@@ -214,7 +214,7 @@ def test_a_folder_that_cannot_be(
     noted(model, capsys, str(blocked))
 
 
-@pytest.mark.parametrize("name", ["mkstemp", "mkdir", "replace"])
+@pytest.mark.parametrize("name", ["open", "mkdir", "replace"])
 def test_no_right_to_write(
     name: str, folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -223,7 +223,7 @@ def test_no_right_to_write(
     def denied(*_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    owner = {"mkstemp": packed_cache.tempfile, "mkdir": packed_cache.Path, "replace": packed_cache.os}[name]
+    owner = {"open": packed_cache.os, "mkdir": packed_cache.Path, "replace": packed_cache.os}[name]
     monkeypatch.setattr(owner, name, denied)
     noted(model, capsys, "Permission denied")
     assert not folder.exists() or not list(folder.iterdir())

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from forerun.models import survey as surveys
+from forerun.catalogue import survey as surveys
+from forerun.catalogue.survey import Survey, survey
 from forerun.models.gguf.config import ARCHITECTURES
 from forerun.models.gguf.kinds import READ, skim, token_digest
 from forerun.models.hub import find_model
 from forerun.models.places import Found, everything, names
-from forerun.models.survey import Survey, survey
 from tests.little_gguf import little
 from tests.models.homes import HOST, bare_home, hub_file, ollama_model
 

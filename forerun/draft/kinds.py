@@ -85,6 +85,10 @@ class Look:
         """Whether the name of a tensor has one of these in it."""
         return any(part in name for name in self.tensors for part in parts)
 
+    def consists(self, *names: str) -> bool:
+        """Whether it has all these tensors, with or without `model.` before them."""
+        return set(names) <= {name.removeprefix("model.") for name in self.tensors}
+
 
 def recognise(look: Look) -> Kind:
     """The kind of what there is to see; at the end of the table stands the ordinary language model."""
@@ -119,7 +123,7 @@ def _is_peagle(look: Look) -> bool:
 
 
 def _is_eagle3(look: Look) -> bool:
-    return "Eagle3" in look.arch or (look.arch == "LlamaForCausalLM" and look.has("draft_vocab_size"))
+    return "Eagle3" in look.arch or (look.arch in ("LlamaForCausalLM", "") and look.has("draft_vocab_size"))
 
 
 def _is_eagle1(look: Look) -> bool:
@@ -185,7 +189,8 @@ TABLE: tuple[tuple[Callable[[Look], bool], Kind | Callable[[Look], Kind]], ...] 
     (lambda k: "Eagle3" in k.arch, Kind("eagle3", "specforge", EAGLE3, "eagle3")),
     (_is_eagle3, Kind("eagle3", "safeailab", EAGLE3, "eagle3")),
     (lambda k: k.arch.startswith("Eagle") or k.type == "eagle", Kind("eagle", "vllm", "EAGLE head", "eagle")),
-    (_is_eagle1, Kind("eagle", "safeailab", "EAGLE head", "eagle")),
+    (lambda k: k.consists("fc.weight", "lm_head.weight", "norm.weight"), Kind("eagle3", "safeailab", EAGLE3, "eagle3")),
+    (lambda k: _is_eagle1(k) or k.consists("fc.weight"), Kind("eagle", "safeailab", "EAGLE head", "eagle")),
     (
         lambda k: k.raw.get("spd_type") == "pard" or k.has("pard_token"),
         Kind("pard", "", "PARD model, drafting in one pass", "model"),

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from forerun.catalogue import layout
-from forerun.catalogue.family import TABLE, Look, recognise
 from forerun.draft import block_format, stored
+from forerun.draft.kinds import TABLE, Look, recognise
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096}
 ONE = LLAMA | {"num_hidden_layers": 1}
@@ -58,6 +58,8 @@ ROWS: list[tuple[dict[str, Any], tuple[str, ...], str, str]] = [
     ({"architectures": ["EagleLlamaForCausalLM"], "model": {}}, (), "eagle (vllm)", "eagle"),
     ({"model_type": "eagle"}, (), "eagle (vllm)", "eagle"),
     (ONE, ("fc.weight", "layers.0.mlp.up_proj.weight"), "eagle (safeailab)", "eagle"),
+    (ONE, ("model.fc.weight", "lm_head.weight", "norm.weight"), "eagle3 (safeailab)", "eagle3"),
+    ({}, ("fc.weight",), "eagle (safeailab)", "eagle"),
     (LLAMA | {"spd_type": "pard"}, (), "pard", "model"),
     (LLAMA | {"pard_token": 128256}, (), "pard", "model"),
     (LLAMA | {"num_nextn_predict_layers": 1}, (), "mtp (native)", ""),

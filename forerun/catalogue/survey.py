@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
-import struct
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from forerun.draft.kinds import Look, recognise
 from forerun.errors import LoadError
 from forerun.machine import free_ram
 from forerun.models.config import load_config
 from forerun.models.families import FAMILIES
-from forerun.models.files import indexed, read_object, weight_files
+from forerun.models.files import indexed, read_header, read_object, weight_files
 from forerun.models.gguf.kinds import skim, token_digest, why_not
 from forerun.models.places import Found
 
@@ -33,14 +32,7 @@ DTYPES = {  # of safetensors: their names elsewhere, and bits
     "F8_E4M3": ("fp8", 8), "F8_E5M2": ("fp8", 8), "I8": ("int8", 8), "U8": ("uint8", 8), "I32": ("int32", 32),
     "I64": ("int64", 64),
 }  # fmt: skip
-MOST_HEADER = 100_000_000  # bytes, as the safetensors library allows
 ROOM = 1.1  # memory a model takes, in sizes of its file: the cache of keys and values comes on top
-FOR_A_TARGET = (  # what only the configurations of drafters say
-    "speculators_model_type", "medusa_num_heads", "hydra_num_heads", "draft_vocab_size", "dflash_config",
-)  # fmt: skip
-DRAFTERS = ("medusa", "eagle", "mlp_speculator")  # model types that are none
-# a target's state and a token, of EAGLE heads, whose layer is said as a Llama
-JOINED = {"fc.weight", "model.fc.weight"}
 DRAFT_SHARE = 0.5  # a drafter with more of its target's parameters than this cannot pay
 
 
@@ -131,7 +123,7 @@ def _of_directory(path: Path, row: Survey) -> Survey:
     raw = read_object(path / "config.json")
     files = _weights(path)
     counts: Counter[str] = Counter()
-    tensors = {name: tensor for file in files for name, tensor in _tensors(file).items()}
+    tensors = {name: tensor for file in files for name, tensor in read_header(file).items()}
     for tensor in tensors.values():
         counts[tensor["dtype"]] += math.prod(tensor["shape"])
     quantised = raw.get("quantization_config") or raw.get("quantization")
@@ -156,7 +148,8 @@ def _method(settings: Any) -> str:
 
 
 def _why_no_directory(path: Path, raw: dict[str, Any], tensors: Collection[str]) -> str:
-    if raw.get("model_type") in DRAFTERS or any(name in raw for name in FOR_A_TARGET) or JOINED & set(tensors):
+    kind = recognise(Look(raw, tensors, tokenizer=True))
+    if kind.draft != "model" and kind.dialect != "native":
         return "is no model but a drafter for one, which --draft takes"
     if raw.get("model_type") not in FAMILIES:
         return f"family {raw.get('model_type') or 'without a name'} is not supported"
@@ -180,19 +173,6 @@ def _weights(path: Path) -> list[Path]:
     if missing:
         raise LoadError(f"{path} is not whole, {missing[0]} is not there: download it again")
     return sorted(names)
-
-
-def _tensors(path: Path) -> dict[str, dict[str, Any]]:
-    """What the header of a safetensors file says of each tensor, by name. Raises LoadError."""
-    try:
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            raw = json.loads(file.read(length)) if length <= MOST_HEADER else None
-        if not isinstance(raw, dict):
-            raise ValueError(f"a header of {length} bytes")
-        return {name: tensor for name, tensor in raw.items() if name != "__metadata__"}
-    except (OSError, ValueError, AttributeError, RecursionError, struct.error) as error:
-        raise LoadError(f"{path} is no safetensors file or not whole: {error}; download it again") from None
 
 
 def tokenizer_digest(path: Path) -> str:
