@@ -7,9 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from forerun.draft.registry import kind_of
-from forerun.draft.stored import read_config
+from forerun.draft.stored import read_config, read_layer
 from forerun.errors import LoadError
 from forerun.models.files import LARGEST
 
@@ -33,3 +34,16 @@ def test_a_bad_configuration_is_one_line(fault: str, tmp_path: Path) -> None:
         read_config(tmp_path, "head")
     assert str(tmp_path) in str(raised.value) and "\n" not in str(raised.value)
     assert kind_of(tmp_path) == "model", "and who asks what it is goes on to whoever says so"
+
+
+@pytest.mark.parametrize("bias", ["attention_bias", "mlp_bias"])
+def test_layers_with_biases_are_refused(bias: str) -> None:
+    """Their tensors would not be read, and drafts be worth little: each alone is enough."""
+    raw = {"model_type": "llama", "num_attention_heads": 2, "num_key_value_heads": 2}
+    tensors = {
+        "layers.0.post_attention_layernorm.weight": torch.ones(8),
+        "layers.0.mlp.gate_proj.weight": torch.ones(16, 8),
+    }
+    assert read_layer(raw, tensors, 32).hidden == 8
+    with pytest.raises(LoadError, match="its layer has biases"):
+        read_layer(raw | {bias: True}, tensors, 32)
