@@ -14,7 +14,7 @@ RULE_NAMES = ("match", "token", "block", "tree", "typical")  # verify.RULES, nam
 CHOICES: dict[str, tuple[str, ...]] = {
     "rule": RULE_NAMES,
     "dtype": DTYPES,
-    "quantization": ("int8", "int4"),
+    "quantization": ("none", "int8", "int4"),
     "draft_quantization": ("auto", "none", "int8", "int4"),
     "kernels": ("auto", "native", "torch"),
     "objective": ("throughput", "latency", "energy"),
@@ -41,8 +41,8 @@ class Config:
             the head says, is below it; 0 follows all.
         rule: match (same tokens as plain decoding), token, block or tree (same distribution), or typical (lossy).
         dtype: auto is the checkpoint's own, but float32 where the native CPU kernels cannot compute it.
-        quantization: int8 or int4 weights for the target, rounded while loading with the native kernels. None keeps
-            the numbers of a GGUF file, the integers of a quantised checkpoint where int8 or int4 hold them exactly,
+        quantization: int8 or int4 weights for the target, rounded while loading with the native kernels. none keeps the
+            numbers of a GGUF file, the integers of a quantised checkpoint where int8 or int4 hold them exactly,
             or else the dtype; a dtype given by name dequantises them.
         draft_quantization: the same for a draft model, whose precision never changes the text; auto is int8 with the
             native kernels (but a quantised checkpoint's own integers first), none keeps the dtype.
@@ -100,6 +100,8 @@ class Config:
             value = getattr(self, name)
             if value not in known and not (value is None and name == "quantization"):
                 raise ConfigError(f"there is no {name} {value!r}: {nearest(str(value), known)}")
+        if self.quantization == "none":
+            object.__setattr__(self, "quantization", None)
         if self.quantization and self.kernels == "torch":
             raise ConfigError(
                 f"quantization={self.quantization} needs the native kernels, but kernels=torch was asked for"

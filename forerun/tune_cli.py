@@ -9,7 +9,6 @@ from typing import Annotated, Any
 import typer
 
 from forerun.bench.decode.asked import ASKED, DECODED, Asked, chosen
-from forerun.config import Config
 from forerun.drafts import read_draft
 from forerun.errors import ConfigError
 from forerun.flags import ENGINE, Json, with_flags
@@ -44,7 +43,6 @@ def tune(
     wanted = Asked(**{"tokens": TOKENS} | asked)
     requests = whole(wanted.requests, "requests")
     weights = config.get("quantization")
-    Config.of(quantization=weights)  # none is a word of --quantizations
     fields = chosen(wanted, config, sampling, ",".join(AT_HAND), DEPTHS)
     if out is not None and (out.suffix != ".toml" or out.is_dir() or not out.absolute().parent.is_dir()):
         raise ConfigError(f"--out {out} cannot be written: give a name that ends in .toml, in a directory that exists")

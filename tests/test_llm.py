@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from forerun import LLM, ConfigError, RequestError, SamplingParams, load, loader
+from forerun import LLM, Config, ConfigError, RequestError, SamplingParams, load, loader
 from forerun.config import Config
 from forerun.draft.automaton import SuffixAutomaton
 from forerun.kernels import native
@@ -210,6 +210,13 @@ def test_a_draft_model_is_where_it_is_asked_to_be(monkeypatch: pytest.MonkeyPatc
     assert where == [torch.device(name) for name in ("cpu", "cpu:0", "cpu:0", "cpu:0")]
     with pytest.raises(ConfigError, match="there is no device 'gpu'"):
         LLM(tiny.spoken(), draft_device="gpu")
+
+
+def test_no_quantization_has_a_word() -> None:
+    """As for a draft model, and in lists of several to compare; it contradicts no dtype."""
+    assert Config(quantization="none", dtype="bfloat16") == Config(dtype="bfloat16")
+    with pytest.raises(ConfigError, match="contradict"):
+        Config(quantization="int8", dtype="bfloat16")
 
 
 def test_caches_on_two_devices_fit_the_memory_of_each(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,6 +76,6 @@ def chosen(asked: Asked, config: dict[str, Any], sampling: dict[str, Any], draft
         "price": asked.price,
     }
     for name in fields["quantizations"]:
-        Config.of(**config, quantization=None if name == "none" else name)
+        Config.of(**config, quantization=name)
     params = SamplingParams.of(**{"seed": 0} | sampling, max_tokens=asked.tokens, ignore_eos=True)
     return fields | {"params": params}

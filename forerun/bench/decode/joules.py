@@ -79,7 +79,7 @@ def measure_energy(
     meter.idle(seconds)
     results: list[Consumption] = []
     for quantization, draft, arms in engines:
-        llm = LLM(**options, draft=draft, quantization=None if quantization == "none" else quantization)
+        llm = LLM(**options, draft=draft, quantization=quantization)
         works = batches(llm, tasks, plan.requests[0], plan.params.max_tokens)
         params = replace(plan.params, temperature=plan.temperatures[0])
         windows: dict[Arm, list[tuple[Energy, int]]] = {arm: [] for arm in (PLAIN, *arms)}

@@ -130,7 +130,7 @@ def measure_decoding(
     parts = iter(Part(tell, i, len(engines) * len(settings)) for i in itertools.count())
     for quantization, draft, arms in engines:
         tell("loading" + f", {quantization}" * (quantization != "none"))
-        llm = LLM(**options, draft=draft, quantization=None if quantization == "none" else quantization)
+        llm = LLM(**options, draft=draft, quantization=quantization)
         for setting, mine in settings:
             rounds = Rounds(llm, setting, [PLAIN, *arms], plan.params, plan.repeats, meter)
             works = batches(llm, mine, setting.requests, plan.params.max_tokens)[: plan.batches]
