@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from forerun import LLM, Config, ConfigError, RequestError, SamplingParams, load, loader
-from forerun.config import Config
 from forerun.draft.automaton import SuffixAutomaton
 from forerun.kernels import native
 from forerun.llm import derive_seed

@@ -47,6 +47,10 @@ BAD: list[tuple[Facts, str, str]] = [
     (head(transformer_layer_config=LAYER | {"num_hidden_layers": 2}), "forerun", "2 layers"),
     (head(transformer_layer_config=LAYER | {"attention_bias": True}), "forerun", "biases"),
     (head(eagle_shapes(fc__weight=None)), "forerun", "no fc.weight"),
+    *(
+        (Facts("a/b", raw={"speculators_model_type": "dspark", "aux_hidden_state_layer_ids": ids}), "layers", "a list of")
+        for ids in ("24", [], [1.5, 2], [True])
+    ),
     (Facts("a/b", raw=eagle_config(speculators_model_type="other")), "forerun", "does not read this kind"),
 ]  # fmt: skip
 
