@@ -31,6 +31,7 @@ def test_a_head_that_fits() -> None:
 
 
 LAYER = target_config(num_hidden_layers=1)
+DSPARK = {"speculators_model_type": "dspark"}
 BAD: list[tuple[Facts, str, str]] = [
     (head(transformer_layer_config=LAYER | {"vocab_size": 65}), "vocabulary", "for 65 tokens, the target has 64"),
     (head(eagle_shapes(d2t=None)), "vocabulary", "d2t, which tells which, has none"),
@@ -48,7 +49,7 @@ BAD: list[tuple[Facts, str, str]] = [
     (head(transformer_layer_config=LAYER | {"attention_bias": True}), "forerun", "biases"),
     (head(eagle_shapes(fc__weight=None)), "forerun", "no fc.weight"),
     *(
-        (Facts("a/b", raw={"speculators_model_type": "dspark", "aux_hidden_state_layer_ids": ids}), "layers", "a list of")
+        (Facts("a/b", raw=DSPARK | {"aux_hidden_state_layer_ids": ids}), "layers", "not a list of hidden states")
         for ids in ("24", [], [1.5, 2], [True])
     ),
     (Facts("a/b", raw=eagle_config(speculators_model_type="other")), "forerun", "does not read this kind"),
