@@ -1,6 +1,8 @@
 """Timing of decoding: what is counted, that runs are fair and interleaved, that texts are compared."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,6 +16,7 @@ from forerun.bench.pair import Pair
 from forerun.engine.stats import RequestStats
 from forerun.measure import rounds
 from forerun.measure import run as timing
+from forerun.measure.energy import Energy, Meter, Window
 from forerun.measure.medians import bootstrap_interval, first_difference
 from forerun.measure.rounds import overall, ratio_interval
 from forerun.measure.run import PLAIN, Arm, Run, Work, tally, timed_run
@@ -118,6 +121,26 @@ def test_a_difference_is_seen(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> No
     assert [(r.draft, r.same, r.first_difference) for r in report.results] == [
         ("off", True, None), ("ngram", True, None), ("suffix", False, 5),
     ]  # fmt: skip
+
+
+def test_joules_are_those_of_a_token(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each arm its own, the median of its rounds."""
+    spent = iter([30.0, 6.0, 12.0, 90.0, 18.0, 42.0])  # of off and suffix, in the second round the other way round
+
+    class Counting(Meter):
+        @contextmanager
+        def window(self) -> Iterator[Window]:
+            yield (window := Window())
+            window.energy = Energy(1.0, self.method, {"package-0": next(spent)}, {"package-0": None})
+
+    def note(engine: object, works: list[Work], params: SamplingParams, arm: Arm) -> Run:
+        return Run(10.0, [[1, 1, 1]], [RequestStats(steps=1, completion_tokens=3)], 1.0)
+
+    monkeypatch.setattr(rounds, "timed_run", note)
+    monkeypatch.setattr(module, "Meter", Counting)
+    plan = Plan(PARAMS, ["suffix"], [2], repeats=3)
+    report = measure_decoding({"model": str(pair.directory / "target")}, plan, tasks([5]))
+    assert [(r.draft, r.joules_per_token) for r in report.results] == [("off", 10.0), ("suffix", 4.0)]
 
 
 def test_rounds_are_fair(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
