@@ -150,7 +150,7 @@ def _method(settings: Any) -> str:
 def _why_no_directory(path: Path, raw: dict[str, Any], tensors: Collection[str]) -> str:
     kind = recognise(Look(raw, tensors, tokenizer=True))
     if kind.draft != "model" and kind.dialect != "native":
-        return "is no model but a drafter for one, which --draft takes"
+        return f"is no model but a drafter for one, {'which --draft takes' if kind.draft else f'and {kind.why}'}"
     if raw.get("model_type") not in FAMILIES:
         return f"family {raw.get('model_type') or 'without a name'} is not supported"
     settings = raw.get("quantization_config") or raw.get("quantization")

@@ -55,6 +55,13 @@ def test_key_value_heads_are_a_number_or_one_a_layer_or_the_heads(value: Any, ex
     assert config_of(path, {"llama.attention.head_count_kv": value}).kv_heads == expected
 
 
+@pytest.mark.parametrize("width, turns", [(24, 24), (44, 30), (47, 6), (15, 8)])
+def test_as_many_channels_rotate_as_the_file_says(width: int, turns: int, path: Path) -> None:
+    """A share of the head stands for them in between, and 44 * (30 / 44) is less than 30."""
+    lengths = {"llama.attention.key_length": width, "llama.attention.value_length": width}
+    assert config_of(path, lengths | {"llama.rope.dimension_count": turns}).ropes[0].dim == turns
+
+
 def test_layers_that_differ_are_refused(path: Path) -> None:
     refused(
         make(path, {"llama.attention.head_count_kv": [2, 1, 2]}), "attention.head_count_kv", "differs between layers"

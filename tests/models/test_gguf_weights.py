@@ -21,10 +21,11 @@ from forerun.cache.attention import Segment
 from forerun.config import Config
 from forerun.errors import LoadError
 from forerun.kernels import native
+from forerun.kernels.reference import rotate
 from forerun.load import make_runner
 from forerun.models.config import load_config
 from forerun.models.decoder import Decoder, load_decoder
-from forerun.models.gguf.blocks import FORMS, permuted
+from forerun.models.gguf.blocks import FORMS, rotated
 from forerun.models.weights import Linear
 from forerun.native import NativeDecoder
 from forerun.packed import Packed
@@ -115,6 +116,24 @@ def test_divisors_of_llama3_are_its_scaling() -> None:
     assert (divided[0][1] - angles.sin()).abs().max() < 1e-4
 
 
+@pytest.mark.parametrize(("width", "turns"), [(6, 6), (6, 4), (7, 4), (5, 2)])
+def test_neighbours_that_rotate_become_halves(width: int, turns: int) -> None:
+    """As llama.cpp rotates: the first channels of a head in pairs of neighbours, and the rest not at all."""
+    heads, angles = 3, torch.tensor([0.3, 1.1, 2.5])[: turns // 2]
+    stored = torch.randn(heads, width, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    expected = stored.clone()
+    for i, angle in enumerate(angles):
+        a, b = stored[:, 2 * i], stored[:, 2 * i + 1]
+        expected[:, 2 * i], expected[:, 2 * i + 1] = (
+            a * angle.cos() - b * angle.sin(),
+            b * angle.cos() + a * angle.sin(),
+        )
+    order = rotated(heads * width, heads, turns)
+    ours = rotate(stored.flatten()[order].view(1, heads, width), angles.cos()[None, None], angles.sin()[None, None])
+    assert sorted(order.tolist()) == list(range(heads * width))
+    assert torch.allclose(ours.flatten(), expected.flatten()[order])
+
+
 # ---------------------------------------------------------------- what the native kernels hold
 
 
@@ -127,7 +146,11 @@ def test_native_formats_hold_the_numbers_of_each_type(kind: str) -> None:
     values, others = (torch.from_numpy(gguf_files.values_of(kind, r)) for r in (rows, more))
     one, two = gguf_files.blocks_of([(kind, rows)]), gguf_files.blocks_of([(kind, rows), (kind, more)])
     turned = values.view(6, 6, 2, inputs).transpose(1, 2).reshape(72, inputs)
-    for blocks, expected in ((one, values), (permuted(one, 6), turned), (two, torch.cat((values, others)))):
+    for blocks, expected in (
+        (one, values),
+        (one.chosen(rotated(72, 6, 12)), turned),
+        (two, torch.cat((values, others))),
+    ):
         packed = Packed(blocks, None, FORMS[kind], gated=False)
         picked = torch.randperm(len(expected), generator=torch.Generator().manual_seed(1))
         assert torch.equal(packed[picked], expected[picked])

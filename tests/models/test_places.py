@@ -240,3 +240,9 @@ def test_a_drafter_is_no_model(kind: str, home: Path) -> None:
     fields, tensor = DRAFTERS[kind]
     row = one(safetensors(home / "mine/drafter", tensor=tensor, **fields))
     assert not row.runs and not row.draft and row.reason == "is no model but a drafter for one, which --draft takes"
+
+
+def test_a_drafter_that_is_not_read_is_no_model_either(home: Path) -> None:
+    row = one(safetensors(home / "mine/drafter", model_type="gemma4_assistant"))
+    why = "is no model but a drafter for one, and forerun does not read this kind of drafter"
+    assert not row.runs and row.reason == why

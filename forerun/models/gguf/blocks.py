@@ -129,12 +129,9 @@ def floats(kind: str, rows: Rows) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(made, dtype=np.float32))
 
 
-def rotated(rows: int, heads: int) -> Tensor:
-    """The rows of a file whose queries or keys rotate neighbouring channels, in the order of the halves that rotate
-    together elsewhere. int64 [rows]"""
-    return torch.arange(rows).view(heads, -1, 2).transpose(1, 2).flatten()
-
-
-def permuted(blocks: Blocks, heads: int) -> Blocks:
-    """The same matrix with the rows of each head in the order of `rotated`."""
-    return blocks.chosen(rotated(blocks.shape[0], heads))
+def rotated(rows: int, heads: int, turns: int) -> Tensor:
+    """The rows of a file whose queries or keys rotate neighbouring channels, the first `turns` of each head, in the
+    order of the halves that rotate together elsewhere. int64 [rows]"""
+    order = torch.arange(rows).view(heads, -1)
+    halves = order[:, :turns].view(heads, -1, 2).transpose(1, 2).flatten(1)
+    return torch.cat((halves, order[:, turns:]), 1).flatten()

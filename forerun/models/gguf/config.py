@@ -140,7 +140,7 @@ class _Metadata:
         rope: Json = {"rope_type": "default", "rope_theta": self.number("rope.freq_base", 10000.0)}
         turns = int(self.get("rope.dimension_count") or head_dim)
         if turns != head_dim:
-            rope["partial_rotary_factor"] = turns / head_dim
+            rope["partial_rotary_factor"] = math.nextafter(turns / head_dim, 2)  # times head_dim it is not below turns
         kind = self.get("rope.scaling.type", "linear")
         factor = float(self.get("rope.scaling.factor", self.get("rope.scale_linear", 1.0)))
         original = self.get("rope.scaling.original_context_length")

@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from forerun.errors import LoadError
-from forerun.models.gguf.blocks import Blocks, Piece, floats, permuted, rotated
+from forerun.models.gguf.blocks import Blocks, Piece, floats, rotated
 from forerun.models.gguf.config import ROTATED
 from forerun.models.gguf.container import Entry, open_gguf
 from forerun.models.names import listed
@@ -51,22 +51,22 @@ class GgufBuilder(Builder):
         self.taken.add(name)
         return entry
 
-    def heads(self, name: str) -> int:
-        """In how many heads the rows of a tensor are rotated pair by pair; 0 for all others."""
-        if self.gguf.architecture not in ROTATED:
-            return 0
-        return self.config.heads if ".attn_q." in name else self.config.kv_heads if ".attn_k." in name else 0
+    def order(self, name: str, rows: int) -> Tensor | None:
+        """Which row of a tensor is where for us, of those that are rotated pair by pair; None for all others."""
+        heads = self.config.heads if ".attn_q." in name else self.config.kv_heads if ".attn_k." in name else 0
+        turns = heads and self.gguf.architecture in ROTATED
+        return rotated(rows, heads, self.config.ropes[0].dim) if turns else None
 
     def floats(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        entry, heads = self.claim(name, shape), self.heads(name)
+        entry, order = self.claim(name, shape), self.order(name, shape[0])
         values = floats(entry.kind, entry.read()).reshape(shape)
-        return values[rotated(len(values), heads)] if heads else values
+        return values if order is None else values[order]
 
     def matrix(self, stem: str, shape: tuple[int, int], bias: bool, transposed: bool) -> Callable[[], Matrix]:
         """A function that reads one linear layer's weight, its rows in the order of Hugging Face's; claimed here."""
         name = f"{stem}.weight"
-        held, heads = Blocks((Piece(self.claim(name, shape)),)), self.heads(name)
-        turned = permuted(held, heads) if heads else held
+        held, order = Blocks((Piece(self.claim(name, shape)),)), self.order(name, shape[0])
+        turned = held if order is None else held.chosen(order)
         return lambda: turned
 
     def embedding(self) -> Callable[[], Matrix]:

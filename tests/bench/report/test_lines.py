@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import pytest
 
 from forerun import ForerunError
 from forerun.bench.report.lines import check_report, read_lines, write_lines
-from forerun.whole import write_whole
 from tests.bench.report.reports import MACHINE, large, report, result
 
 
@@ -118,34 +116,3 @@ def test_every_field_has_to_be_there(small: dict[str, Any]) -> None:
     for broken in (None, [], {**small, "results": []}, {**small, "results": [3]}, {**small, "limits": None}):
         with pytest.raises(ForerunError):
             check_report(broken)
-
-
-def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, link = tmp_path / "a", tmp_path / "link"
-    write_whole(path, "old")
-    link.symlink_to(path)
-    write_whole(link, "new")
-    assert link.is_symlink() and path.read_text() == "new"
-
-    def fail(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "replace", fail)
-    with pytest.raises(ForerunError, match="cannot be written: No space left on device"):
-        write_whole(path, "newer")
-    assert path.read_text() == "new" and sorted(tmp_path.iterdir()) == [path, link]
-
-
-def test_places_that_cannot_be_written(tmp_path: Path) -> None:
-    (tmp_path / "round").symlink_to(tmp_path / "round")
-    os.mkfifo(tmp_path / "pipe")
-    for path in (
-        tmp_path,
-        tmp_path / "no" / "a",
-        tmp_path / "round",
-        tmp_path / "pipe",
-        Path("/dev/null"),
-        Path("a\0"),
-    ):
-        with pytest.raises(ForerunError, match="cannot be written"):
-            write_whole(path, "text")
