@@ -82,7 +82,7 @@ def greedy(draft: Draft, node: int, q: np.ndarray) -> Iterable[Children]:
 given_first = functools.partial(greedy_plus_one, sampled_first=False)
 CHAINS: dict[str, Scheme] = {"sampled chain": sampled, "given chain": greedy, "mixed chain": mixed}
 TREES: dict[str, Scheme] = {
-    "single": sampled,
+    "sampled chain": sampled,
     "iid2": iid2,
     "without replacement 2": without_replacement2,
     "top2": top2,

@@ -221,13 +221,13 @@ def test_one_level_acceptance(name, kind, vocab, seed):
     target, drafter = oracle.toy_models(kind, vocab, 1, seed)
     p, q = target[()], drafter[()]
     rules = [tree.verify_tree, top_down] + [token.verify_chain, block.verify_chain] * (
-        name in ("single", "mixed chain")
+        name in ("sampled chain", "mixed chain")
     )
     sets, best = chances_of_sets(TREES[name], q), int(np.argmax(q))
     rest = q.copy()
     rest[best] = 0
     known = {
-        "single": np.minimum(p, q).sum(),
+        "sampled chain": np.minimum(p, q).sum(),
         "mixed chain": np.minimum(p, q).sum(),
         "top2": p[np.argsort(-q, kind="stable")[:2]].sum(),
         "greedy + 1": p[best] + (np.minimum(p, rest / rest.sum())[rest > 0].sum() if rest.sum() else 0),
