@@ -138,11 +138,7 @@ def nothing_learnt(module: nn.Module) -> Tensor:
     return next(module.parameters()).sum() * 0.0
 
 
-def masked_mean(values: Tensor, mask: Tensor, decay: float = 1.0) -> Tensor:
+def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
     """The mean of values where mask is true; 0 where it nowhere is. Values elsewhere may be anything, NaN included.
-
-    With `decay`, the last axis is the steps of an unrolled draft, and step k counts decay**k times as much as step 0:
-    what comes late is verified only if all before it was right. values, mask [..., K] -> scalar
-    """
-    weights = mask.float() * decay ** torch.arange(values.shape[-1], device=values.device)
-    return torch.where(mask, values * weights, 0.0).sum() / weights.sum().clamp(min=1e-9)
+    values, mask [..., K] -> scalar"""
+    return torch.where(mask, values, 0.0).sum() / mask.sum().clamp(min=1)

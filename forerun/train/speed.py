@@ -34,7 +34,7 @@ class Pace:
 
     Attributes:
         depth: auto or fixed; 0 is plain decoding.
-        tokens_per_second: without the reading of prompts, see `bench.rounds`.
+        tokens_per_second: without the reading of prompts, see `measure.rounds`.
         times_plain: that over plain decoding's.
         interval: 95 % bootstrap interval of times_plain; None of plain decoding and of a single round.
         accepted_length: tokens a target pass.

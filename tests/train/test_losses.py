@@ -91,16 +91,6 @@ def test_the_mean_is_over_what_counts() -> None:
     assert masked_mean(values, torch.zeros_like(mask)).item() == 0
 
 
-def test_later_steps_of_a_draft_count_less() -> None:
-    """Against a loop over positions and steps."""
-    values, mask = torch.rand(3, 4, 5), torch.rand(3, 4, 5) < 0.7
-    total = weight = 0.0
-    for at in mask.nonzero().tolist():
-        total += values[tuple(at)].item() * 0.8 ** at[-1]
-        weight += 0.8 ** at[-1]
-    assert masked_mean(values, mask, 0.8).item() == pytest.approx(total / weight, rel=1e-5)
-
-
 def test_at_no_temperature_one_token_is_left() -> None:
     shaped = at_temperature(torch.tensor([[1.0, 3.0, 3.0], [2.0, 0.0, 1.0]]), 0.0)
     assert shaped.softmax(-1).tolist() == [[0, 1, 0], [1, 0, 0]]
