@@ -64,7 +64,7 @@ def test_imports_go_down(path: Path) -> None:
 def test_files_and_functions_are_short_and_explained(path: Path) -> None:
     text = path.read_text()
     tree = tree_of(path)
-    assert len(text.splitlines()) <= 330
+    assert len(text.splitlines()) <= 600
     if path.name not in ("__main__.py",) and text.strip():
         assert ast.get_docstring(tree), f"{path} has no docstring"
     for node in ast.walk(tree):
