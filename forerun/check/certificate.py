@@ -12,6 +12,7 @@ from forerun.check.findings import Finding
 from forerun.check.law import check_law
 from forerun.check.mistakes import FAULTS
 from forerun.check.passes import check_passes
+from forerun.check.rules import samples_trees
 from forerun.check.subject import Ask, Subject, random_prompts
 from forerun.check.texts import check_texts
 from forerun.drafts import names_in
@@ -71,10 +72,12 @@ class Scope:
         """The part of each claim, in order."""
         match, faults = "match" in self.rules, FAULTS.values() if self.fault is None else ()
         counts = {
-            "rules": 2 * len(self.rules) - match, "passes": 1, "texts": len(self.rules) * len(self.drafts) + match,
+            "rules": 2 * len(self.rules) - match + sum(map(samples_trees, self.rules)),
+            "passes": 1,
+            "texts": len(self.rules) * len(self.drafts) + match,
             "law": sum(len(self.laws(rule)) for rule in self.rules),
             "faults": sum(rule in fault.rules for fault in faults for rule in self.rules),
-        }  # fmt: skip
+        }
         return [part for part, count in counts.items() for _ in range(count)]
 
 

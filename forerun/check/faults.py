@@ -8,23 +8,28 @@ from collections.abc import Iterator, Sequence
 
 from forerun.check.findings import Finding
 from forerun.check.mistakes import FAULTS, Fault
-from forerun.check.rules import ENUMERABLE, enumerate_rule, try_noise
+from forerun.check.rules import ENUMERABLE, enumerate_rule, samples_trees, try_noise
+from forerun.check.sources import check_sources
 from forerun.check.subject import Ask, Subject
 from forerun.check.texts import check_texts
 from forerun.progress import Tell, nothing
-from forerun.verify import Noise
+from forerun.verify import RULES, Noise
 
 
 def check_rules(names: Sequence[str], fault: Fault | None = None, tell: Tell = nothing) -> Iterator[Finding]:
     """The code of each rule by enumeration, and with the real noise; with `fault` in it, if one is given."""
     for name in names:
+        noise = fault.noise if fault and name in fault.rules else Noise
         code = fault.code(name) if fault else ENUMERABLE[name]
         schemes = {fault.what: fault.scheme} if fault and fault.scheme and name in fault.rules else None
         tell(f"{name}, every draft on toy models")
         yield enumerate_rule(name, code, schemes, exact=fault is None or name not in fault.rules)
         if name != "match":  # its noise is tested with the texts, which depend on every bit of it
             tell(f"{name}, real random numbers")
-            yield try_noise(name, code, fault.noise if fault and name in fault.rules else Noise)
+            yield try_noise(name, code, noise)
+        if samples_trees(name):
+            tell(f"{name}, two drafters in one tree")
+            yield check_sources(fault.rule(name) if fault else RULES[name], noise)
 
 
 def check_faults(

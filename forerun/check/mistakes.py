@@ -268,6 +268,12 @@ class _SharedCoins(Noise):
         return rng.uniform(self.draft(node - 1)) * q < p
 
 
+@_fault("shared-sources", "two drafters of one tree share their noise", "tree", part="noise")
+class _SharedSources(Noise):
+    def draft(self, node: int) -> int:
+        return Noise(self.seed, self.root).draft(node)
+
+
 # Mistakes in following the target's own draws.
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from fractions import Fraction
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.random import default_rng
 
+from forerun.draft.compose import merged
 from forerun.types import Draft, Law, Verdict
 from forerun.verify.base import RatioRule
 
@@ -26,6 +27,7 @@ Table = dict[Prefix, np.ndarray]
 Strings = dict[Prefix, Chance]
 Children = tuple[list[tuple[int, Law]], "np.ndarray | None", Chance]
 Scheme = Callable[[Draft, int, np.ndarray], Iterable[Children]]
+Merged = tuple[Scheme, Scheme]  # of two drafters whose drafts are merged into one tree
 Proposals = Iterable[tuple[Draft, Chance]]
 
 
@@ -135,6 +137,13 @@ def proposals(scheme: Scheme, drafter: Table, depth: int) -> Iterator[tuple[Draf
             yield from grow(wider, [*laws, row], weight * chance)
 
     yield from grow(Draft.root(0), [], 1)
+
+
+def merged_proposals(schemes: Merged, drafters: Sequence[Table], depth: int) -> Iterator[tuple[Draft, Chance]]:
+    """Every tree that two drafters give together, each by a scheme of its own and drawing independently."""
+    first, second = (list(proposals(scheme, own, depth)) for scheme, own in zip(schemes, drafters, strict=True))
+    for (one, chance), (other, chance_of_other) in itertools.product(first, second):
+        yield merged([one, other]), chance * chance_of_other
 
 
 def rows(draft: Draft, target: Table) -> np.ndarray:

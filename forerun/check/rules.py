@@ -17,11 +17,11 @@ import torch
 from forerun import rng
 from forerun.check import digits, oracle
 from forerun.check.findings import Finding
-from forerun.check.oracle import Scheme
-from forerun.check.schemes import CHAINS, TREES
+from forerun.check.oracle import Merged, Scheme
+from forerun.check.schemes import CHAINS, MERGED, TREES
 from forerun.check.wager import ALPHA, Wager
 from forerun.types import Draft, Law, Verdict
-from forerun.verify import Noise, block, match, token, tree
+from forerun.verify import RULES, Noise, block, match, token, tree
 from forerun.verify.base import Coins, RatioRule
 
 TOYS = [("exact", 2, 1), ("exact", 2, 2), ("sparse", 2, 2), ("exact", 3, 1), ("sparse", 3, 1), ("float", 3, 2)]
@@ -55,16 +55,26 @@ ENUMERABLE: dict[str, RatioRule] = {
 }
 
 
+def samples_trees(name: str) -> bool:
+    """Return True if a rule takes trees of sampled tokens, in which several drafters may draw."""
+    return RULES[name].branching and not RULES[name].coupled and not RULES[name].lossy
+
+
 def enumerate_rule(
-    name: str, rule: RatioRule, schemes: Mapping[str, Scheme] | None = None, exact: bool = True
+    name: str, rule: RatioRule, schemes: Mapping[str, Scheme | Merged] | None = None, exact: bool = True
 ) -> Finding:
     """Whether rounds of `rule` have the target's law, over every way to draft it takes, on every toy model. Unless
     `exact`, what rounding can do is allowed with fractions too: a mistake that computes in floats is no refutation."""
-    schemes = schemes or (TREES | CHAINS if name in ("match", "tree") else CHAINS)
+    if schemes is None:
+        trees, merged = name in ("match", "tree"), samples_trees(name)
+        schemes = {**(TREES if trees else {}), **CHAINS, **(MERGED if merged else {})}
     cases = 0
     for kind, vocab, depth in TOYS:
         for seed in SEEDS:
-            models = oracle.toy_models(kind, vocab, depth, seed)
+            models = (
+                *oracle.toy_models(kind, vocab, depth, seed),
+                oracle.toy_models(kind, vocab, depth, 100 + seed)[1],
+            )
             for scheme, grow in schemes.items():
                 cases += 1
                 where = {"scheme": scheme, "vocabulary": vocab, "depth": depth, "kind": kind, "seed": seed}
@@ -109,10 +119,14 @@ def _toy(where: Mapping[str, Any]) -> str:
     )
 
 
-def _worst(rule: RatioRule, grow: Scheme, models: tuple[oracle.Table, oracle.Table], depth: int) -> Wrong:
-    """Where a round's law is furthest from the target's."""
-    target, drafter = models
-    said = oracle.complete(oracle.emission(rule, oracle.proposals(grow, drafter, depth), target), target, depth + 1)
+def _worst(rule: RatioRule, grow: Scheme | Merged, models: Sequence[oracle.Table], depth: int) -> Wrong:
+    """The string of a round whose probability is furthest from the target's. models: the target, and drafters."""
+    target, *drafters = models
+    if isinstance(grow, tuple):
+        drafts = oracle.merged_proposals(grow, drafters, depth)
+    else:
+        drafts = oracle.proposals(grow, drafters[0], depth)
+    said = oracle.complete(oracle.emission(rule, drafts, target), target, depth + 1)
     meant = oracle.joint(target, depth + 1)
     off = {s: abs(said.get(s, 0) - meant.get(s, 0)) for s in {*said, *meant}}
     string = max(sorted(off), key=lambda s: off[s])

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from forerun.check.oracle import Children, Scheme, prefix_of, sampled
+from forerun.check.oracle import Children, Merged, Scheme, prefix_of, sampled
 from forerun.types import Draft, Law
 
 
@@ -92,4 +92,11 @@ TREES: dict[str, Scheme] = {
     "n-gram + other sample": functools.partial(ngram_plus_sample, distinct=True),
     "crossed": crossed,
     "mixed chain": mixed,
+}
+MERGED: dict[str, Merged] = {
+    "sampled chain & greedy + 1": (sampled, greedy_plus_one),
+    "greedy + 1 & greedy + 1": (greedy_plus_one, greedy_plus_one),
+    "given chain & sampled chain": (greedy, sampled),
+    "top2 & greedy + 1": (top2, greedy_plus_one),
+    "sampled chain & n-gram + sample": (sampled, ngram_plus_sample),
 }

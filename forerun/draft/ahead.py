@@ -32,7 +32,6 @@ from forerun.kernels import native
 from forerun.kernels.draw import say
 from forerun.sampling.filters import shape_logits
 from forerun.types import Draft
-from forerun.verify import Noise
 
 OUTCOMES = 8  # that are drafted for in a step, of all requests together, but one of each at least
 RANKS = 6  # tokens that may stand at the end of a path, the likeliest
@@ -238,7 +237,7 @@ class _Foresight:
         depths, noise = self.draft.depths(), self.row.noise
         for node, token in odds.likeliest(self.draft, ranked, self.outcomes):
             path = [self.draft.tokens[i] for i in self.draft.path_to(node)[1:]]
-            here = Noise(noise.seed, noise.root + depths[node] + 1)
+            here = replace(noise, root=noise.root + depths[node] + 1)
             tree = Tree(replace(self.row, tokens=(token,), noise=here))
             self.branches.append(_Branch((*path, token), tree, {-1: node}))
 

@@ -25,7 +25,6 @@ from forerun.draft.model import DraftModel
 from forerun.draft.tree import Tree, grow
 from forerun.sampling.filters import shape_logits
 from forerun.types import Draft, Law
-from forerun.verify import Noise
 from forerun.verify.token import verify_chain
 
 INNER = 0x63617363616465  # makes the noise of the inner level another one than the target's
@@ -189,5 +188,5 @@ def _behind(tree: Tree, draft: Draft) -> Segment:
 def _inner(row: Row, last: int, depth: int) -> Row:
     """How a drafter is asked to draft for the model behind node `last` of its tree: a chain, and with noise of its own
     where laws count."""
-    noise = row.noise if row.coupled else Noise(rng.mix(row.noise.seed ^ (INNER + last)), row.noise.root)
+    noise = row.noise if row.coupled else replace(row.noise, seed=rng.mix(row.noise.seed ^ (INNER + last)))
     return replace(row, branching=False, stands=None, floor=0.0, noise=noise, depth=depth)

@@ -256,7 +256,8 @@ def _ordered(tree: Draft, chances: Sequence[float] | None, laws: Mapping[int, np
             made.chances.append(chance)
         push(node, chance)
     if laws:
-        made.probs = np.zeros((len(made), next(iter(laws.values())).shape[-1]))
+        law = next(iter(laws.values()))
+        made.probs = np.zeros((len(made), len(law)), dtype=law.dtype)
         for node, law in laws.items():
             made.probs[at[node]] = law
     return made

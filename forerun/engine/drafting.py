@@ -290,6 +290,7 @@ class Drafting:
 
     def _row(self, request: Request, proposer: Proposer, depth: int, place: Place) -> Row:
         stands, floor = None, 0.0
+        source = self.proposers[request.draft].parts.index(proposer)
         if _stops(request, proposer):
             stands = self.policy.survival(proposer.name, request.params.greedy).stands
             if proposer.stops:
@@ -300,7 +301,7 @@ class Drafting:
             slot=request.slot,
             tokens=request.tokens,
             params=request.params,
-            noise=Noise(request.seed, len(request.tokens) - 1),
+            noise=Noise(request.seed, len(request.tokens) - 1, source),
             depth=depth,
             coupled=request.rule.coupled,
             branching=request.rule.branching,

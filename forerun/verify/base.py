@@ -22,18 +22,26 @@ from forerun.types import Draft, Law, Verdict
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """The noise of one request in one round. `root` is the absolute position of the draft's root."""
+    """The noise of one request in one round.
+
+    Attributes:
+        seed: the request's seed.
+        root: absolute position of the draft's root.
+        source: which of several drafters draws. Drafters whose nodes are merged into one tree must draw independently:
+            a rule takes every sampled node for a draw from its own q, whatever else stands in the tree.
+    """
 
     seed: int
     root: int
+    source: int = 0
 
     def target(self, depth: int) -> int:
         """The stream of the target's draw after a node at `depth`; a coupled drafter draws its children with it."""
         return rng.stream(self.seed, Lane.TARGET, self.root + depth + 1)
 
     def draft(self, node: int) -> int:
-        """The stream of a drafter's own draw of a child of `node`."""
-        return rng.stream(self.seed, Lane.DRAFT, self.root, node)
+        """The stream of a drafter's own draw of a child of `node` in its own draft."""
+        return rng.stream(self.seed, Lane.DRAFT, self.root, node, *([self.source] if self.source else []))
 
     def accept(self, p: float, q: float, node: int) -> bool:
         """True with probability min(1, p / q); never where p is 0."""

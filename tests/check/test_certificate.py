@@ -7,15 +7,16 @@ import sys
 import numpy as np
 import pytest
 
-from forerun import LLM, cli
+from forerun import LLM, cli, rng
 from forerun.check import certificate, faults, law, passes, rules, texts
 from forerun.check.certificate import LOSSLESS, Scope, certify
 from forerun.check.faults import FAULTS, check_rules
+from forerun.check.sources import check_sources
 from forerun.check.subject import Ask, Schedule, Subject
 from forerun.errors import ConfigError
 from forerun.sampling.params import SamplingParams
 from forerun.types import Draft, Law
-from forerun.verify import RULES
+from forerun.verify import RULES, Noise
 from tests import tiny
 
 
@@ -49,7 +50,7 @@ def test_what_is_right_is_certified(llm, monkeypatch):
     assert seen == made.findings
     parts = [finding.part for finding in made.findings]
     assert {part: parts.count(part) for part in dict.fromkeys(parts)} == {
-        "rules": 7, "passes": 1, "texts": 9, "law": 7, "faults": sum(len(f.rules) for f in FAULTS.values()),
+        "rules": 8, "passes": 1, "texts": 9, "law": 7, "faults": sum(len(f.rules) for f in FAULTS.values()),
     }  # fmt: skip
     json.dumps(made.as_dict(), allow_nan=False)
 
@@ -257,3 +258,11 @@ def test_failures_come_right_behind_the_verdict(pair, monkeypatch, capsys):
     lines = [line for line in out.splitlines() if line]
     assert code == 1 and lines[0].startswith("NOT certified: ") and "as it must be" in lines[1]
     assert lines[2].startswith("FAILED  rules: match: ")
+
+
+def test_drafters_of_one_tree_draw_independently(monkeypatch):
+    """The engine itself, with two drafters that sample: the old engine gave both the same noise."""
+    assert check_sources(RULES["tree"]).passed
+    monkeypatch.setattr(Noise, "draft", lambda self, node: rng.stream(self.seed, rng.Lane.DRAFT, self.root, node))
+    finding = check_sources(RULES["tree"])
+    assert finding.passed is False and "behind token 1" in finding.text

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from forerun.check import oracle
-from forerun.check.schemes import TREES, given_first, greedy, greedy_plus_one, mixed
+from forerun.check.schemes import MERGED, TREES, given_first, greedy, greedy_plus_one, mixed, without_replacement2
 from forerun.types import Draft, Verdict
 from forerun.verify import block, token, tree
 from forerun.verify.base import law_of
@@ -382,3 +382,36 @@ def test_a_budget_shared_by_requests_is_exact(rule, budget):
 
 def test_a_budget_shared_by_drawn_scores_is_not():
     assert shared_budget_error(block.verify_chain, 2, reached) > 1e-2
+
+
+# Trees of two drafters.
+
+MERGES = MERGED | {"without replacement 2, twice": (without_replacement2, without_replacement2)}
+
+
+def merged_bias(pair, kind, vocab, depth, seed):
+    target, first = oracle.toy_models(kind, vocab, depth, seed)
+    second = oracle.toy_models(kind, vocab, depth, seed + 50)[1]
+    return exact.bias(tree.verify_tree, oracle.merged_proposals(pair, (first, second), depth), target, depth)
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("kind, vocab, depth", [("exact", 2, 2), ("sparse", 2, 2), ("exact", 3, 1), ("sparse", 3, 1)])
+@pytest.mark.parametrize("pair", MERGES.values(), ids=MERGES)
+def test_a_tree_of_two_sampling_drafters_is_exact(pair, kind, vocab, depth, seed):
+    """Each draws independently; `forerun.check.sources` tests that the engine has them do so."""
+    assert merged_bias(pair, kind, vocab, depth, seed) == 0
+
+
+def test_two_sampled_children_under_the_probabilities_of_one_drafter_are_biased(monkeypatch):
+    """The reason why a merged tree keeps the sampled children of one drafter only in each place."""
+
+    def keep_all(drafts):
+        one, other = drafts
+        tree_ = Draft([*one.tokens], [*one.parents], [*one.sources], [*one.laws])
+        tree_.add(other.tokens[1], 0, "toy", other.laws[1])
+        tree_.probs = np.stack([*one.probs, one.probs[0] * 0])
+        return tree_
+
+    monkeypatch.setattr(oracle, "merged", keep_all)
+    assert merged_bias((oracle.sampled, oracle.sampled), "exact", 3, 1, 0) > 0
