@@ -19,8 +19,9 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
@@ -193,16 +194,50 @@ def stop_all() -> None:
         sandbox.stop()
 
 
+@dataclass
+class _Limits:
+    """The limits of one call in this worker, and the memory that it had before."""
+
+    seconds: float
+    memory: int
+    before: int = 0
+
+    def set(self) -> None:
+        """Start a call's time, and allow `memory` bytes beyond what is held now."""
+        _limit(self.memory)
+        self.before = _held()
+        _alarm(self.seconds)
+
+
+_limits: _Limits | None = None  # of this process, where it is a worker
+
+
+@contextmanager
+def own_work() -> Iterator[None]:
+    """Do work of ours within a call, such as reading the model's own vocabulary, outside of the call's limits.
+
+    The limits of what a stranger sent then count from the end of that work. Outside of a worker there are none.
+    """
+    if _limits is None:
+        yield
+        return
+    _alarm(0)
+    resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+    yield
+    _limits.set()
+
+
 def work() -> None:
     """A worker's life: answer until the other side closes. Its arguments are those of `Sandbox`, behind a connection
     and its owner."""
+    global _limits
     descriptor, parent, name, seconds, memory, niceness = sys.argv[1:7]
     _end_with(int(parent))
     module, _, attribute = name.partition(":")
     function = getattr(importlib.import_module(module), attribute)
     _yield(int(niceness))
     _limit(int(memory))
-    connection, before = Connection(int(descriptor)), _held()
+    connection, _limits = Connection(int(descriptor)), _Limits(float(seconds), int(memory), _held())
     while True:
         try:
             arguments = marshal.loads(connection.recv_bytes())
@@ -216,7 +251,7 @@ def work() -> None:
         except Exception as error:
             said = {"error": str(error) or type(error).__name__}
         del arguments
-        connection.send_bytes(json.dumps(said | {"grown": _held() - before}).encode())
+        connection.send_bytes(json.dumps(said | {"grown": _held() - _limits.before}).encode())
         _alarm(0)
 
 
@@ -248,7 +283,7 @@ def _limit(memory: int) -> None:
     with suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_STACK, (STACK, resource.getrlimit(resource.RLIMIT_STACK)[1]))
     if held := heap():
-        resource.setrlimit(resource.RLIMIT_DATA, (held + memory, held + memory))
+        resource.setrlimit(resource.RLIMIT_DATA, (held + memory, resource.getrlimit(resource.RLIMIT_DATA)[1]))
 
 
 def _end_with(parent: int) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 from forerun.draft.base import Proposer, Row
@@ -22,7 +23,7 @@ from forerun.engine.scheduler import Work, drop, take_up
 from forerun.engine.stats import DRAFTED, EDGE, NO_ROOM, RESTED, UNPAID
 from forerun.errors import ForerunError
 from forerun.runner import Runner
-from forerun.sampling.matcher import SOURCE, Matcher
+from forerun.sampling.matcher import SOURCE, Matcher, NotReadyError
 from forerun.types import Draft
 from forerun.verify import Noise
 
@@ -48,7 +49,7 @@ class Drafting:
 
     def propose(self, works: Sequence[Work], drawing: Sequence[Work]) -> dict[int, Draft]:
         """One draft for each request that draws, roots where it does not pay, there is no room, or what drafts for it
-        failed: that is the request's error."""
+        failed: that is the request's error. None for those that have to wait for their grammar."""
         drafts = {w.request.id: Draft.root(w.request.tokens[-1]) for w in drawing}
         prompts = sum(w.count - w.draws for w in works if w.count > 1)
         plans, place = [], Place(sum(w.count for w in works), len(drawing), len(drawing), prompts)
@@ -57,12 +58,12 @@ class Drafting:
             request = work.request
             request.allowed, request.offered = 0, []
             if request.state.grammar:
-                with blaming(request):
+                with blaming(request), self._left_out(drafts, request):
                     drafts[request.id] = self._forced(work, request.state.grammar)
             if request.draft != OFF and not request.insists:
                 with blaming(request):
                     self._tend(request)
-            if len(drafts[request.id]) == 1 and not request.error and self._is_open(request, lets):
+            if len(drafts.get(request.id, ())) == 1 and not request.error and self._is_open(request, lets):
                 plans.append(Plan(work, self.proposers[request.draft], functools.partial(self._ranked, request, place)))
         known, asking = place.tokens + sum(len(d) - 1 for d in drafts.values()), plans
         while asking := [plan for plan in asking if self._goes_on(plan, place)]:
@@ -71,15 +72,23 @@ class Drafting:
         self._try(plans, place)
         for plan in plans:
             if plan.draft and not plan.work.request.error:
-                with blaming(plan.work.request):
+                with blaming(plan.work.request), self._left_out(drafts, plan.work.request):
                     whole = place._replace(tokens=known, asked=len(plans))
                     drafts[plan.work.request.id] = self._taken(plan, plan.draft, whole)
         why = {plan.work.request.id: plan.why for plan in plans}
-        for request in (work.request for work in drawing if work.request.draft != OFF):
+        for request in (work.request for work in drawing if work.request.draft != OFF and work.request.id in drafts):
             drafted, otherwise = len(drafts[request.id]) > 1, UNPAID if lets and request.judge.lets() else RESTED
             request.stats.reasons[DRAFTED if drafted else why.get(request.id, otherwise)] += 1
         self.seconds, self.steps = self.clock() - begun, self.steps + 1
         return drafts
+
+    @contextmanager
+    def _left_out(self, drafts: dict[int, Draft], request: Request) -> Iterator[None]:
+        """Leave a request out of the step whose grammar needs longer than the others should wait."""
+        try:
+            yield
+        except NotReadyError:
+            del drafts[request.id]
 
     def _meanwhile(self) -> Meanwhile:
         return Meanwhile(self.policy, stands=self.clock is time.thread_time)

@@ -157,10 +157,26 @@ class Engine:
         """One pass of the target, and what came of it. A request that fails by itself ends with an event that says why;
         what is raised concerns all of them."""
         events, self._aborted = self._aborted, []
-        works = _sound(self.scheduler.plan(self.policy.room()))
+        works = self._matched(_sound(self.scheduler.plan(self.policy.room())))
         if works:
             events += self._pass(works)
         return events + [self._failed(request) for request in list(self.scheduler.running) if request.error]
+
+    def _matched(self, works: list[Work]) -> list[Work]:
+        """The works without those whose grammar has not found yet what it allows next: they wait, the others go on."""
+        matchers = [work.request.state.grammar for work in works if work.draws and work.request.state.grammar]
+        if not matchers:
+            return works
+        if self.grammars.threads is not None:
+            self.grammars.threads.begin_step()
+        for matcher in matchers:
+            matcher.begin()
+        ready = []
+        for work in works:
+            with blaming(work.request):
+                if not work.draws or not work.request.state.grammar or work.request.state.grammar.ready():
+                    ready.append(work)
+        return ready
 
     def step_or_raise(self) -> list[Event]:
         """`step` for whoever asked for every request: what fails for one of them is raised."""
@@ -174,7 +190,7 @@ class Engine:
         """Draft, run the target, verify and commit."""
         start, at = time.perf_counter(), self.whole()
         drafts = self.drafting.propose(works, [work for work in works if work.draws])
-        works = _sound(works)
+        works = [work for work in _sound(works) if not work.draws or work.request.id in drafts]
         if not works:
             return []
         drawing = [work for work in works if work.draws]

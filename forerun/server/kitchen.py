@@ -21,6 +21,7 @@ from forerun.server.errors import ApiError
 from forerun.server.service import Service
 from forerun.server.tickets import Group, Order
 from forerun.server.writing import written
+from forerun.types import SALT
 
 R = TypeVar("R")
 PREPARATIONS = 2  # at once: each that computes may keep the interpreter from the engine for a moment
@@ -103,16 +104,16 @@ class Kitchen:
             return await to_thread.run_sync(partial(work, *given), limiter=self.preparing)
 
     async def submit(self, orders: Sequence[Order]) -> Group:
-        """Hand the orders of one request to the engine, with their grammar compiled: its thread never does that. As
-        many are compiled at once as there are processes for it; others wait, and hold no thread meanwhile. Raises as
-        the service does, RequestError for the grammar, TimeoutError."""
+        """Hand the orders of one request to the engine, with their grammar compiled for each: its thread never does
+        that. As many are compiled at once as there are processes for it; others wait, and hold no thread meanwhile.
+        Raises as the service does, RequestError for the grammar, TimeoutError."""
         grammar, compiler = orders[0].params.grammar, self.service.llm.engine.grammars
         if grammar is not None:
-            compiled = compiler.kept(grammar)
-            if compiled is None:
-                async with asyncio.timeout(self.timeout or None):
-                    compiled = await to_thread.run_sync(compiler.compiled, grammar, limiter=self.compiling)
-            orders = [replace(order, compiled=compiled) for order in orders]
+            owner = orders[0].tenant.partition(SALT)[0]
+            compile_each = partial(compiler.compiled_each, grammar, len(orders), owner)
+            async with asyncio.timeout(self.timeout or None):
+                compiled = await to_thread.run_sync(compile_each, limiter=self.compiling)
+            orders = [replace(order, compiled=own) for order, own in zip(orders, compiled, strict=True)]
         return self.service.submit(orders, self.timeout)
 
     async def write(self, content: Callable[[], dict[str, Any]], count: int) -> Response:

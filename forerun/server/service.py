@@ -52,7 +52,7 @@ class Service:
     def start(self) -> None:
         """Begin to work, for the event loop that calls this. From now on texts are strangers'."""
         self._loop = asyncio.get_running_loop()
-        self.llm.engine.grammars.warm()
+        self.llm.engine.grammars.confine()
         if self.llm.tokenizer is not None:
             self.llm.tokenizer.confine()
         self._thread.start()
@@ -179,13 +179,11 @@ class Service:
 
     def _next(self) -> Callable[[], None] | None:
         """The next thing that is asked for. While there is none, memory of requests that ended goes back (those that
-        were refused, too, of which this thread knows nothing), and what the first grammar would take from others is
-        done."""
+        were refused, too, of which this thread knows nothing)."""
         while True:
             try:
                 return self._commands.get(timeout=REST)
             except queue.Empty:
-                self.llm.engine.grammars.prepare()
                 self.llm.learned.keep()
                 give_back()  # a twentieth of a millisecond where there is nothing
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+import threading
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -24,6 +25,8 @@ from forerun.engine.request import Request
 from forerun.errors import RequestError
 from forerun.models.text import Tokenizer
 from forerun.runner import Runner
+from forerun.sampling import compiler
+from forerun.sampling import matcher as matcher_module
 from forerun.sampling.grammar import Grammar
 from forerun.sampling.params import SamplingParams
 from forerun.types import Event
@@ -243,14 +246,71 @@ def test_the_end_wins_over_min_tokens_where_nothing_else_is_left() -> None:
     assert len(alone(0, replace(longer, logit_bias={END: 100.0}))[0]) == 21
 
 
-@pytest.mark.parametrize("draft", ["off", "ngram", "model"])
-def test_a_text_that_cannot_go_on_is_aborted(draft: str) -> None:
-    """Two to the power of thirty of x: more than llguidance follows, which shows only on the way."""
-    rules = "\n".join(f"a{i}: a{i + 1} a{i + 1}" for i in range(30))
-    grammar = Grammar.of("lark", f'start: /[b-y]{{20}}/ a0\n{rules}\na30: "x"')
-    wish = SamplingParams(max_tokens=60, temperature=0.8, seed=3, grammar=grammar)
-    (request,) = run(engine(), [wish], draft)
-    assert request.finish_reason == "abort" and re.fullmatch("[b-y]{20}x*", tokenizer().decode(list(request.output)))
+def test_a_text_that_cannot_go_on_is_aborted() -> None:
+    """A model whose vocabulary cannot spell what its grammar wants."""
+    target = engine()
+    matcher = target.grammars.matcher(GRAMMARS["regex"], [END])
+    assert matcher is not None
+    matcher.advance(tokenizer().encode("x", special=False)[-1])
+    assert matcher.ending == "abort"
+
+
+EXPLODING = Grammar.of("regex", r"(.|\n)*[aeiou](.|\n){30}x")  # the number of lexer states doubles with each character
+
+
+@pytest.mark.parametrize("states, fails", [(250, False), (60, True)])
+@pytest.mark.parametrize("temperature", [0.0, 5.0])
+def test_bounds_of_a_grammar_are_met_at_the_same_token_with_drafts_and_without(
+    states: int, fails: bool, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Looking ahead fills the lexer sooner; a new one then decides by the text alone. Others go on."""
+    monkeypatch.setattr(compiler, "STATES", states)
+    wish = SamplingParams(max_tokens=40, temperature=temperature, seed=3, grammar=EXPLODING)
+    found = []
+    for draft in ("off", "ngram", "model", "tree"):
+        target = engine()
+        request, other = (
+            target.add(tokenizer().encode(PROMPTS[i]), own, draft=draft, depth=4)
+            for i, own in enumerate([wish, params(1, temperature)])
+        )
+        while target.busy:
+            target.step()
+        found.append((list(request.output), request.finish_reason, str(request.error)))
+        assert (list(other.output), other.finish_reason) == alone(1, params(1, temperature))
+    assert all(each == found[0] for each in found)
+    assert ("too complex to match after" in found[0][2]) == fails and len(found[0][0]) > 1
+
+
+def test_whoever_waits_for_a_mask_does_not_hold_up_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, gate = engine(), threading.Event()
+    target.grammars.confine()
+    slow = target.add(tokenizer().encode("x"), params(2, 0.8), draft="ngram", depth=3)
+    quick = target.add(tokenizer().encode(PROMPTS[1]), params(1, 0.8), draft="ngram", depth=3)
+    matcher = slow.state.grammar
+    assert matcher is not None
+    tried = matcher._tried
+    monkeypatch.setattr(matcher, "_tried", lambda path: gate.wait(20) and tried(path))
+    while quick.finish_reason is None:
+        target.step()
+    assert not slow.output and slow.finish_reason is None
+    gate.set()
+    build.finish(target)
+    assert [said([quick])[0], said([slow])[0]] == [alone(1, params(1, 0.8)), alone(3, params(2, 0.8))]
+
+
+def test_a_mask_that_never_comes_ends_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matcher_module, "PATIENCE", 0.02)
+    target, gate = engine(), threading.Event()
+    target.grammars.confine()
+    slow = target.add(tokenizer().encode("x"), params(2, 0.8), draft="ngram", depth=3)
+    quick = target.add(tokenizer().encode(PROMPTS[1]), params(0, 0.8), draft="off")
+    matcher = slow.state.grammar
+    assert matcher is not None
+    monkeypatch.setattr(matcher, "_tried", lambda path: gate.wait(20) and None)
+    while target.busy:
+        target.step()
+    gate.set()
+    assert "takes too long to match" in str(slow.error) and quick.finish_reason in ("stop", "length")
 
 
 def test_logprobs_are_those_of_the_model() -> None:

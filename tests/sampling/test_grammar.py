@@ -6,13 +6,15 @@ tokenizer's own end-of-text token. What `Matcher` finds by going back and forth 
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
 import signal
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -22,14 +24,15 @@ import llguidance
 import numpy as np
 import pytest
 from tokenizers import Tokenizer as Backend
-from tokenizers import models, pre_tokenizers
+from tokenizers import decoders, models, pre_tokenizers
 
 from forerun.errors import BusyError, RequestError
 from forerun.models.text import Tokenizer
 from forerun.sampling import compiler as compiler_module
+from forerun.sampling import matcher as matcher_module
 from forerun.sampling.compiler import GrammarCompiler
 from forerun.sampling.grammar import LONGEST, Grammar
-from forerun.sampling.matcher import Matcher
+from forerun.sampling.matcher import Matcher, NotReadyError
 from forerun.sampling.params import SamplingParams
 from forerun.types import Draft, Law
 from tests import tiny
@@ -229,7 +232,7 @@ def test_a_text_that_cannot_go_on_is_an_abort(ends: tuple[int, ...], compiler: G
 
 
 def test_one_grammar_for_many_requests(compiler: GrammarCompiler) -> None:
-    """A compiled grammar is shared; the places in it are not."""
+    """What is kept from one to the next is only what the grammar takes."""
     first, second = (opened(compiler, GRAMMARS["schema"]) for _ in range(2))
     start = second.masks(Draft.root(0))
     for token in first.forced(3):
@@ -323,7 +326,7 @@ UNUSABLE = {
     "repeats of repeats": Grammar.of("regex", "(a{1000}){1000}{1000}"),
     "deep": Grammar.of("regex", "(" * 20_000 + "a" + ")" * 20_000),
     "deep in lark": Grammar.of("lark", "start: " + "(" * 30_000 + '"a"' + ")" * 30_000),
-    "more than may be kept": Grammar.of("json_schema", {"type": "integer", "multipleOf": 100_003}),
+    "more than may be kept": Grammar.of("json_schema", {"type": "integer", "multipleOf": 150_001}),
 }
 
 
@@ -389,23 +392,20 @@ def test_what_is_compiled_is_kept_within_bounds(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(compiler_module, "ALL_HELD", 4 << 20)
     monkeypatch.setattr(compiler_module, "SANDBOX", Measured())
     mine = GrammarCompiler(tokenizer, VOCAB, [END])
-    first = mine.compiled(Grammar("regex", "a"))
-    assert mine.compiled(Grammar("regex", "a")) is first
-    for text in "bcdef":
-        mine.compiled(Grammar("regex", text))
-    assert mine.kept(Grammar("regex", "a")) is None and mine.kept(Grammar("regex", "f"))
-    running = [mine.compiled(Grammar("regex", text)) for text in "ghi"]
+    running = [mine.compiled(Grammar("regex", "a"), owner) for owner in ("one", "one", "other", "other")]
     with pytest.raises(BusyError, match="try again"):
-        mine.compiled(Grammar("regex", "j"))
-    del first, running
-    assert mine.compiled(Grammar("regex", "j"))
+        mine.compiled(Grammar("regex", "a"), "third")
+    del running[0]
+    assert mine.compiled(Grammar("regex", "a"), "third"), "what has ended is counted no more"
+    with pytest.raises(BusyError, match="try again"):
+        mine.compiled(Grammar("regex", "a"), "other")  # one client may have half of it
 
 
 class Measured:
     """A sandbox that finds every grammar to hold one MiB."""
 
-    def call(self, *_: object) -> int:
-        return 1 << 20
+    def call(self, *_: object) -> tuple[int, float]:
+        return 1 << 20, 0.001
 
 
 def until(true: Callable[[], object], what: str) -> None:
@@ -426,3 +426,155 @@ def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch, tokenizer: Tok
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(RequestError, match=r"pip install 'forerun\[structured\]'"):
         GrammarCompiler(tokenizer, VOCAB, [END]).matcher(GRAMMARS["regex"], [END])
+
+
+# One request's grammar is its own.
+
+EXPLODING = Grammar.of("regex", r"(.|\n)*[aeiou](.|\n){30}x")  # the number of lexer states doubles with each character
+
+
+def at_random(matcher: Matcher, seed: int, count: int) -> list[int]:
+    """Tokens drawn at random from what a grammar allows, as at a high temperature."""
+    dice, tokens = random.Random(seed), []
+    for _ in range(count):
+        allowed = sorted(bits(matcher.masks(Draft.root(0))[0]) - {END})
+        tokens.append(dice.choice(allowed))
+        matcher.advance(tokens[-1])
+    return tokens
+
+
+def test_no_request_changes_what_another_one_gets(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lexer that all requests shared was full after the first one: the others ended with their first token."""
+    monkeypatch.setattr(compiler_module, "STATES", 3000)
+    fresh = at_random(opened(compiler, EXPLODING), 1, 12)
+    waiting, glutton = opened(compiler, EXPLODING), opened(compiler, EXPLODING)
+    at_random(glutton, 2, 60)
+    assert at_random(waiting, 1, 12) == at_random(opened(compiler, EXPLODING), 1, 12) == fresh
+
+
+def test_a_full_lexer_is_replaced_and_allows_the_same(
+    compiler: GrammarCompiler, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With every look ahead the lexer fills up; what is allowed is what an unbounded matcher allows."""
+    monkeypatch.setattr(compiler_module, "STATES", 400)
+    twin, dice, matcher, text = Twin(EXPLODING, tokenizer), random.Random(0), opened(compiler, EXPLODING), []
+    renewals, renew = [], matcher.compiled.renew
+    matcher.compiled.renew = lambda: renewals.append(1) or renew()
+    for _ in range(25):
+        draft = random_tree(dice, twin, text, nodes=5)
+        for node, mask in enumerate(matcher.masks(matcher.prune(draft))):
+            assert node or bits(mask) - {END} == twin.allowed(text) - {END}
+        token = dice.choice(sorted(twin.allowed(text) - {END}))
+        matcher.advance(token)
+        text.append(token)
+    assert renewals
+
+
+def test_a_bound_that_one_mask_exceeds_ends_the_request_with_its_reason(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading the text alone takes a state for each character here."""
+    monkeypatch.setattr(compiler_module, "STATES", 60)
+    matcher = opened(compiler, EXPLODING)
+    with pytest.raises(RequestError, match=r"regex grammar is too complex to match after \d+ tokens .*: give one with"):
+        at_random(matcher, 3, 200)
+    assert 3 < len(matcher.tokens) < 100
+
+
+def test_completions_of_one_request_are_bounded_together(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiler_module, "SANDBOX", Measured())
+    monkeypatch.setattr(compiler_module, "ALL_SECONDS", 0.005)
+    mine = GrammarCompiler(compiler.tokenizer, VOCAB, [END])
+    first, second = mine.compiled_each(Grammar("regex", "[ab]"), 2)
+    assert first.core is not second.core
+    with pytest.raises(RequestError, match="too long for 6 completions"):
+        mine.compiled_each(Grammar("regex", "[ab]"), 6)
+
+
+# Time.
+
+
+class Slow:
+    """A core whose masks take as long as the test wants."""
+
+    def __init__(self, core: Any) -> None:
+        self.core, self.gate = core, threading.Event()
+
+    def compute_bitmask(self) -> bytes:
+        assert self.gate.wait(20)
+        return self.core.compute_bitmask()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.core, name)
+
+
+@pytest.fixture
+def slow(tokenizer: Tokenizer) -> Iterator[Matcher]:
+    mine = GrammarCompiler(tokenizer, VOCAB, [END])
+    mine.confine()
+    matcher = opened(mine, GRAMMARS["regex"])
+    matcher.core = Slow(matcher.core)
+    yield matcher
+    matcher.core.gate.set()
+
+
+def test_whoever_has_to_wait_for_a_mask_is_left_out(slow: Matcher) -> None:
+    slow.begin()
+    assert not slow.ready()
+    with pytest.raises(NotReadyError):
+        slow.prune(Draft.chain(0, [5, 6], "toy"))
+    slow.core.gate.set()
+    until(slow.ready, "it is ready")
+    assert len(slow.masks(Draft.root(0))) == 1
+
+
+def test_a_mask_that_takes_too_long_ends_its_request(slow: Matcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matcher_module, "PATIENCE", 0.0)
+    slow.begin()
+    with pytest.raises(RequestError, match="takes too long to match after 0 tokens"):
+        slow.ready()
+
+
+# Large vocabularies.
+
+
+def large(directory: Path, count: int = 262_144) -> Path:
+    """A byte-level tokenizer of as many tokens as Gemma's, as a directory."""
+    vocabulary = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    letters = "etaoinshrdlu"
+    for number in itertools.count(12**3):
+        if len(vocabulary) == count - 1:
+            break
+        digits = []
+        while number:
+            number, digit = divmod(number, len(letters))
+            digits.append(letters[digit])
+        vocabulary.setdefault("".join(digits), len(vocabulary))
+    backend = Backend(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
+    backend.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    backend.add_special_tokens(["<eos>"])
+    return write(directory, backend, **PLAIN)
+
+
+@pytest.fixture(scope="module")
+def gemma_sized(tmp_path_factory: pytest.TempPathFactory) -> GrammarCompiler:
+    tokenizer = Tokenizer(large(tmp_path_factory.mktemp("large")))
+    return GrammarCompiler(tokenizer, 262_144, [262_143])
+
+
+@pytest.mark.parametrize("grammar", [*GRAMMARS.values(), Grammar.of("regex", "[A-Z][a-z]+")], ids=str)
+def test_bounds_for_strangers_do_not_count_the_models_vocabulary(
+    grammar: Grammar, gemma_sized: GrammarCompiler
+) -> None:
+    """The vocabulary alone took most of the memory that a grammar may take, so that none compiled."""
+    matcher = gemma_sized.matcher(grammar, [262_143])
+    assert matcher is not None and any(matcher.masks(Draft.root(0))[0])
+
+
+def test_a_strangers_grammar_is_bounded_with_a_large_vocabulary_too(gemma_sized: GrammarCompiler) -> None:
+    with pytest.raises(RequestError, match=r"takes over 0\.8 seconds or 64 MiB"):
+        gemma_sized.matcher(UNUSABLE["many states"], [262_143])
+    assert gemma_sized.matcher(Grammar.of("regex", "b+"), [262_143])

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import httpx2
 import pytest
@@ -469,17 +470,14 @@ def test_texts_are_not_tokenized_where_everybody_waits(
 def test_grammars_are_not_compiled_where_everybody_waits(
     here: Serving, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
-    grammars, seen, known = here.service.llm.engine.grammars, list[threading.Thread](), set()
-    compiled = grammars.compiled
+    grammars, seen = here.service.llm.engine.grammars, list[threading.Thread]()
+    compiled_each = grammars.compiled_each
 
-    def watched(grammar: object) -> object:
-        if grammar not in known:
-            seen.append(threading.current_thread())
-        result = compiled(grammar)
-        known.add(grammar)
-        return result
+    def watched(*given: Any) -> object:
+        seen.append(threading.current_thread())
+        return compiled_each(*given)
 
-    monkeypatch.setattr(grammars, "compiled", watched)
+    monkeypatch.setattr(grammars, "compiled_each", watched)
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["a", path]}}}
     flat = {"type": "json_schema", "name": "x", "schema": {"enum": ["a", path]}}
     more = {"text": {"format": flat}} if path == "/v1/responses" else {"response_format": form}
