@@ -56,7 +56,8 @@ def test_from_data_to_a_drafter(train: Verb, bare: Verb, data: Path, tmp_path: P
     out = tmp_path / "drafter"
     code, text, err = train("--out", str(out))
     assert code == 0, err
-    assert "accepted length" in text and f"--draft model:{out}" in text
+    assert "accepted length" in text and f"forerun train --eval {out}" in text
+    assert "not compared with what --draft auto takes" in text and "next:" not in text
     assert "step 6 of 6, loss" in err and "after 3 steps" in err and "\x1b" not in err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data.jsonl", "drafter"]
     assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "README.md"} <= {
@@ -90,8 +91,12 @@ def test_the_card_says_how_to_measure_it_again(
     assert report["left_out"] == {"edit": 1} and "left out, since they are too long: edit 1" in text
     assert "edit: 1 prompts were too long" in card and "| chat | 0.8 | " in card and "| plain decoding | " in card
     speed = report["speed"]
-    assert [pace["depth"] for pace in speed["paces"]] == [0, "auto", 1, 2, 3] and speed["best_depth"] in (1, 2, 3)
+    assert [pace["depth"] for pace in speed["paces"]] == [0, *["auto"] * 3, 1, 2, 3]
+    assert speed["best_depth"] in (1, 2, 3)
     assert f"best fixed depth is {speed['best_depth']}" in card and "best fixed depth" in text
+    assert speed["comparison"]["default"] == "suffix" and report["advice"] in card
+    assert report["advice"].replace("DIRECTORY", str(out)) in text
+    assert ("next: " in text) == speed["comparison"]["better"] == report["advice"].startswith("Use it")
     (told,) = re.findall(r"measured by `forerun train (.*)`", card)
     words = [str(out) if word == "DIRECTORY" else word for word in shlex.split(told)]
     code, text, _ = bare(*words, "--json")
@@ -99,7 +104,11 @@ def test_the_card_says_how_to_measure_it_again(
     assert code == 0 and all(again[name] == report[name] for name in ("measured", "left_out"))
     assert again["speed"]["tokens"] == speed["tokens"]
     code, text, _ = bare("--eval", str(out), "--target", str(tiny.worded()), *FLAGS, "--tasks", "chat")
-    assert code == 0 and {line.split()[0] for line in text.splitlines()} == {"task", "chat"}  # without data, no speed
+    assert code == 0 and {line.split()[0] for line in text.splitlines()[:-1]} == {"task", "chat"}
+    assert text.splitlines()[-1].startswith("It was not compared with what --draft auto takes")
+    words = ["--eval", str(out), "--target", str(tiny.worded()), *FLAGS, "--tasks", "chat", "--speed-rounds", "1"]
+    code, text, _ = bare(*words)  # without data, on the tasks
+    assert code == 0 and "tasks texts, " in text and "auto, depth auto" in text and "compared" not in text
 
 
 def test_a_run_whose_time_is_over_when_it_is_set_up(train: Verb, tmp_path: Path) -> None:
