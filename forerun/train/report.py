@@ -42,6 +42,8 @@ class Facts:
         documents: trained on, and held out.
         digest: a hash of all documents.
         kept: whether all of them are in `data`.
+        made_for: the target by a name that is found from anywhere, for whoever looks for it later.
+        license: of the target, as the Hub writes it; "" where it does not say.
     """
 
     target: str | None
@@ -52,6 +54,15 @@ class Facts:
     documents: tuple[int, int]
     digest: str
     kept: bool = True
+    made_for: str = ""
+    license: str = ""
+
+    def metadata(self, draft: str) -> dict[str, Any]:
+        """What stands above the card, as the Hub reads it: `forerun drafters` finds the target there. `draft` is what
+        --draft calls the drafter."""
+        said: dict[str, Any] = {"base_model": self.made_for or self.target or DEFAULT, "library_name": "forerun"}
+        said |= {"license": self.license} if self.license else {}
+        return said | {"tags": ["speculative-decoding", "draft-model", "forerun", draft]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +101,13 @@ class Report:
 
 def card(report: Report) -> str:
     """The text of the card."""
+    import yaml
+
     facts, best, first = report.facts, report.record.best, report.record.evaluations[0]
     settings = facts.settings
     lines = [
+        f"---\n{yaml.safe_dump(facts.metadata(report.draft), sort_keys=False, allow_unicode=True)}---",
+        "",
         f"# Drafter for {facts.target or DEFAULT}",
         "",
         f"{report.parameters:,} parameters, made by `forerun train --recipe {facts.recipe['name']}` (forerun"

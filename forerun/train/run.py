@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from forerun.catalogue.facts import license_of
 from forerun.draft.registry import kind_of
 from forerun.drafts import LOADED, parse_draft
 from forerun.errors import ConfigError
@@ -226,6 +227,8 @@ class _Run:
             (len(self.split[0]), len(self.split[1])),
             self.digest,
             kept=self.written is None or plan.save_data is not None,
+            made_for=self.target.recorded,
+            license=license_of(self.target.path),
         )
         report = export(self.out, self.module, self.judge, facts, record, deadline, self.tell)
         self.path.unlink(missing_ok=True)

@@ -8,15 +8,19 @@ import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers
 from safetensors import SafetensorError
 
-from forerun import LLM, SamplingParams
+from forerun import LLM, ConfigError, SamplingParams
+from forerun.catalogue.facts import facts_at, facts_of
+from forerun.catalogue.push import pack
 from forerun.draft import stored
 from forerun.models.config import load_config
+from forerun.models.hub import DEFAULT, DEFAULT_REPOSITORY
 from forerun.train import export, loop
 from forerun.train.checkpoint import read_checkpoint
 from tests import quantise, tiny
@@ -319,3 +323,67 @@ def test_a_model_of_another_vocabulary_is_refused(bare: Verb, data: Path, tmp_pa
     for flags in (["--out", str(tmp_path / "d"), "--init", str(other)], ["--eval", str(other)]):
         code, _, err = bare(*basics, *flags)
         assert code == 2 and "another vocabulary" in err.splitlines()[-1]
+
+
+RECIPES = {
+    "eagle3": ["--draft-vocab", "100"],
+    "mtp": [],
+    "medusa": ["--heads", "2"],
+    "block": ["--block-size", "3", "--block-layers", "1"],
+    "small-lm": ["--layers", "1"],
+}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_drafter_says_which_target_it_is_for(
+    recipe: str, bare: Verb, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """`drafters info` checks it against that target, from any directory, and `drafters push` needs to be told nothing
+    else where the target has a Hub id and a licence."""
+    home = tmp_path / "models--org--Big-1B" / "snapshots" / "5"
+    shutil.copytree(tiny.worded(), home)
+    (home / "README.md").write_text("---\nlicense: Apache-2.0\n---\n# Big\n")
+    monkeypatch.chdir(home.parent)
+    out, flags = tmp_path / "d", [flag for flag in FLAGS if not flag.startswith("--steps")]
+    words = ["--target", "./5", "--data", str(data), "--recipe", recipe, *RECIPES[recipe], *flags, "--steps", "1"]
+    code, _, err = bare(*words, "--out", str(out))
+    assert code == 0, err
+    monkeypatch.chdir(tmp_path)
+    facts = facts_of(str(out))
+    assert facts.made_for == "org/Big-1B" and facts.card["license"] == "apache-2.0"
+    parcel = pack(out, f"me/Big-1B-{recipe}", None, None, [])
+    assert parcel.metadata["base_model"] == "org/Big-1B" and parcel.metadata["license"] == "apache-2.0"
+    assert parcel.texts["README.md"].count("base_model:") == 1 and "# Drafter for ./5" in parcel.texts["README.md"]
+    monkeypatch.setattr("forerun.catalogue.pull.facts_of", lambda name, tensors=True: facts_at(home, name))
+    code, text, err = run(monkeypatch, capsys, "drafters", "info", str(out))
+    assert code == 0, err
+    wrong = [line for line in text.splitlines() if " NO " in line and not line.startswith("size")]  # all here are tiny
+    assert re.search(r"made for +org/Big-1B", text) and not wrong and "names no target" not in text + err
+
+
+def test_a_drafter_of_the_default_model_says_so(
+    bare: Verb, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """It named none: `drafters push` asked for --for, and `drafters info` checked nothing."""
+    monkeypatch.setattr("forerun.models.hub.default_model", tiny.worded)
+    out = tmp_path / "d"
+    code, _, err = bare("--data", str(data), "--recipe", "medusa", *FLAGS, "--out", str(out))
+    assert code == 0, err
+    assert facts_of(str(out)).made_for == DEFAULT
+    assert pack(out, "me/mine", None, "mit", []).metadata["base_model"] == DEFAULT_REPOSITORY
+
+
+def test_a_drafter_of_a_model_in_a_directory_records_the_whole_path(
+    bare: Verb, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """So that it is found later from anywhere; whoever uploads it is asked for the Hub id."""
+    shutil.copytree(tiny.worded(), tmp_path / "big")
+    monkeypatch.chdir(tmp_path)
+    code, _, err = bare("--target", "big", "--data", str(data), "--recipe", "mtp", *FLAGS, "--out", "d")
+    assert code == 0, err
+    monkeypatch.chdir(tmp_path.parent)
+    assert facts_of(str(tmp_path / "d")).made_for == str(tmp_path / "big")
+    code, text, err = run(monkeypatch, capsys, "drafters", "info", str(tmp_path / "d"))
+    assert code == 0 and re.search(rf"target +ok +it was made for {tmp_path / 'big'}", text), text + err
+    with pytest.raises(ConfigError, match="which is no Hub id; give --for ORG/MODEL"):
+        pack(tmp_path / "d", "me/mine", None, "mit", [])

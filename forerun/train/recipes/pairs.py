@@ -146,7 +146,7 @@ class Eagle3(PairRecipe):
 
     def export(self, module: nn.Module, target: Target, directory: Path) -> None:
         assert isinstance(module, EagleHead)
-        save_head(module, directory, target.name, target.llm.decoder.dtype)
+        save_head(module, directory, target.recorded, target.llm.decoder.dtype)
 
     def _read(self, directory: Path, target: Target) -> PairHead:
         head = load_head(directory, view_of(target.llm.decoder))
@@ -181,7 +181,7 @@ class Mtp(PairRecipe):
 
     def export(self, module: nn.Module, target: Target, directory: Path) -> None:
         assert isinstance(module, MtpModule)
-        save_module(module, directory, target.name, target.llm.decoder.dtype)
+        save_module(module, directory, target.recorded, target.llm.decoder.dtype)
 
     def _read(self, directory: Path, target: Target) -> PairHead:
         return load_module(directory, view_of(target.llm.decoder))
