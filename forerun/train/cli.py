@@ -84,7 +84,9 @@ def train(
 
     Without --data the model writes the questions too.
 
-    Ctrl-C writes a checkpoint beside --out; --resume goes on from it to the same result.
+    Ctrl-C writes a checkpoint beside --out; --resume goes on from it, or from the last one of a run that was killed, to
+    the same weights as a run without a break. With --max-minutes the clock decides how many steps there are and when
+    the learning rate falls, so that no two runs have the same weights, nor has one that goes on.
     """
     chosen = {name: value for group in options.values() for name, value in group.items()}
     said = {"target": target, "recipe": recipe, "data": data, "save_data": save_data}

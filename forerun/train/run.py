@@ -38,6 +38,7 @@ from forerun.train.synthesis import Written, check_place, write
 from forerun.train.tasks import chosen_tasks, reach_of, task_prompts
 from forerun.whole import write_whole
 
+CLOCK = ": with --max-minutes the clock decides, so the weights will not be those of a run without a break"
 MAY_DIFFER = ("max_minutes", "tasks", "speed_rounds")  # between a run and its continuation
 
 
@@ -216,7 +217,7 @@ class _Run:
             if state["identity"]["digest"] != self.digest:
                 raise ConfigError("the data have changed since the run began: bring them back, or begin anew")
             trainer.resume(state)
-            self.tell.note(f"going on after step {trainer.record.step}")
+            self.tell.note(f"going on after step {trainer.record.step}{CLOCK if plan.training.max_minutes else ''}")
         record = trainer.run()
         facts = Facts(
             plan.target,

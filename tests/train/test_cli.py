@@ -174,6 +174,7 @@ def test_ctrl_c_and_resume(train: Verb, bare: Verb, tmp_path: Path, monkeypatch:
     code, _, err = bare("--resume", "--out", str(out), "--unroll", "2")
     assert code == 2 and "begun with recipe small-lm, which has no unroll" in err
     code, text, err = bare("--resume", "--out", str(out), "--layers", "1", "--max-minutes", "60", "--json")
+    assert "going on after step 4: with --max-minutes the clock decides" in err
     halves = json.loads(text)
     assert (code, err) == (0, "")
     for part in ("losses", "evaluations", "measured", "data"):
