@@ -174,12 +174,23 @@ def test_ctrl_c_and_resume(train: Verb, bare: Verb, tmp_path: Path, monkeypatch:
     code, _, err = bare("--resume", "--out", str(out), "--unroll", "2")
     assert code == 2 and "begun with recipe small-lm, which has no unroll" in err
     code, text, err = bare("--resume", "--out", str(out), "--layers", "1", "--max-minutes", "60", "--json")
-    assert "going on after step 4: with --max-minutes the clock decides" in err
     halves = json.loads(text)
     assert (code, err) == (0, "")
     for part in ("losses", "evaluations", "measured", "data"):
         assert halves[part] == whole[part]
     assert not (tmp_path / "halves.training").exists()
+
+
+@pytest.mark.parametrize("minutes", [[], ["--max-minutes", "60"]])
+def test_who_goes_on_by_the_clock_is_told_that_the_weights_differ(
+    minutes: list[str], train: Verb, bare: Verb, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        interrupt_at(patched, 4)
+        assert train("--out", str(tmp_path / "d"))[0] == 130
+    code, _, err = bare("--resume", "--out", str(tmp_path / "d"), *minutes)
+    assert code == 0 and "going on after step 4" in err
+    assert ("with --max-minutes the clock decides" in err) == bool(minutes)
 
 
 def test_resume_needs_the_same_data(train: Verb, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
