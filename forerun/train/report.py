@@ -198,6 +198,8 @@ def command(facts: Facts, place: str = PLACE) -> str:
     words = ["forerun", "train", "--eval", place, *(["--target", facts.target] if facts.target else [])]
     words += [word for path in facts.data for word in ("--data", path)]
     given, default = asdict(facts.settings), asdict(Training())
+    if not facts.data and given["tasks"] == "none":
+        given["tasks"] = default["tasks"]  # there is nothing else to measure on
     differing = [name for name in MEASURING if given[name] != default[name] and (given[name] or name != "speed_rounds")]
     return shlex.join([*words, *(f"--{name.replace('_', '-')}={given[name]}" for name in differing)])
 

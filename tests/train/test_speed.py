@@ -184,6 +184,8 @@ def test_the_command_of_the_card() -> None:
     )
     default = replace(FACTS, target=None, data=("library",), settings=Training(steps=3, seed=4))
     assert command(default) == "forerun train --eval DIRECTORY --data library"
+    bare = replace(default, data=(), settings=replace(default.settings, tasks="none"))
+    assert command(bare, "out") == "forerun train --eval out", "without data and tasks there is nothing to measure on"
 
 
 def test_a_card_has_a_row_for_each_task_and_a_column_for_each_depth() -> None:
