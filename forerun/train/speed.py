@@ -25,6 +25,7 @@ from forerun.measure.rounds import Rounds, Setting, always
 from forerun.measure.run import PLAIN, Arm, Work
 from forerun.measure.where import machine
 from forerun.progress import Tell, nothing
+from forerun.runner import Runner
 from forerun.sampling.params import SamplingParams
 from forerun.train.capture import Target
 from forerun.train.recipes import Recipe
@@ -170,7 +171,8 @@ def measure_speed(
     openings = sorted(prompts.openings, key=lambda opening: len(opening.tokens))[:MOST_PROMPTS]
     tokens = min(opening.limit - len(opening.tokens) for opening in openings)
     default = _default(target)
-    llm, own = _with_drafters(target, recipe, directory, default, settings)
+    runner = target.runner(1, max(opening.limit for opening in openings))
+    llm, own = _with_drafters(target, recipe, directory, default, runner)
     place = default.partition(":")[2]
     others = not place or Path(place).resolve() != directory.resolve()
     ways = _ways(f"{recipe.draft}:{directory}", own, default, depths_up_to(settings.depth), others)
@@ -218,12 +220,10 @@ def _compared(rounds: Rounds, ways: Sequence[_Way], default: str) -> Comparison:
     return Comparison(draft, draft_name(default), ratio, interval, rounds.ratio(best, PLAIN)[0])
 
 
-def _with_drafters(
-    target: Target, recipe: Recipe, directory: Path, default: str, settings: Training
-) -> tuple[LLM, str]:
+def _with_drafters(target: Target, recipe: Recipe, directory: Path, default: str, runner: Runner) -> tuple[LLM, str]:
     """The target as it is loaded, with an engine of its own that drafts with what is in the directory, and with what
     auto takes; and what that engine calls the former."""
-    llm, runner, name = copy.copy(target.llm), target.runner(1, settings.tokens), f"{recipe.draft}#2"
+    llm, name = copy.copy(target.llm), f"{recipe.draft}#2"
     load = Loader(llm.config, target.path, target.tokenizer, runner, target.device)
     view, options = view_of(runner.decoder), llm.config
     proposers = make_proposers(read_draft(default), load, view, runner.cache, options.width, options.draft_threshold)

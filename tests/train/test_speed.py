@@ -167,6 +167,14 @@ def test_the_shortest_prompts_leave_the_longest_outputs(target: Target) -> None:
     assert (speed.prompts, speed.tokens) == (4, 21)
 
 
+def test_prompts_of_tasks_may_be_longer_than_texts_that_are_learnt_from(target: Target) -> None:
+    """There is room for them in the caches of the target and of its drafters."""
+    settings, recipe = replace(SETTINGS, speed_rounds=1, depth=1), SmallLM(SmallLMOptions())
+    openings = (Opening(tuple(range(5, 165)), 200), Opening(tuple(range(7, 177)), 210))
+    speed = measure_speed(target, recipe, tiny.worded(0.03), Prompts("tasks", openings, 0), settings)
+    assert speed and (speed.prompts, speed.tokens, speed.task) == (2, 40, "tasks") and all(p.same for p in speed.paces)
+
+
 def test_the_best_fixed_depth_and_how_it_is_said() -> None:
     assert SPEED.best_depth == 2 and SPEED.as_dict()["best_depth"] == 2  # auto is no fixed one
     lines = speed_table(SPEED)

@@ -19,7 +19,7 @@ from forerun.errors import ConfigError, LoadError
 from forerun.models.config import ModelConfig
 from forerun.models.hub import find_model
 from forerun.runner import Runner
-from forerun.train.capture import PAGE, Batch, Target
+from forerun.train.capture import Batch, Target
 from forerun.train.data import Corpus
 from forerun.train.fused import fused_sum
 from forerun.train.losses import Law, Mixture, nothing_learnt, numbered
@@ -76,9 +76,9 @@ class PairRecipe(Recipe):
         return outlook_of(guesses, batch, depth, module.tokens())
 
     def proposer(self, directory: Path, target: Target, runner: Runner) -> Proposer:
-        view, slots = view_of(runner.decoder), len(runner.cache.length)
-        tokens = slots * (target.tokens + 4 * PAGE)
-        return Pairs(self.draft, self._read(directory, target), view, tokens=tokens, page=PAGE, slots=slots)
+        view, cache = view_of(runner.decoder), runner.cache
+        room = {"tokens": cache.pages.count * cache.pages.size, "page": cache.pages.size, "slots": len(cache.length)}
+        return Pairs(self.draft, self._read(directory, target), view, **room)
 
     def build(self, target: Target, corpus: Corpus) -> nn.Module:
         if self.options.init is None:
