@@ -8,4 +8,4 @@ params = SamplingParams(max_tokens=48, temperature=0.8, seed=7)
 for draft in ("off", "ngram", "suffix"):
     completions = llm.generate(prompts, params, draft=draft)
     lengths = ", ".join(f"{c.stats.accepted_length:.2f}" for c in completions)
-    print(f"{draft:7} tokens per pass: {lengths}   first line: {completions[0].text.splitlines()[0]!r}")
+    print(f"{draft:7} tokens per pass: {lengths}   first line: {completions[0].text.partition(chr(10))[0]!r}")

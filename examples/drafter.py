@@ -15,7 +15,7 @@ class LastSeen(Proposer):
     def __init__(self) -> None:
         self.slots: dict[int, tuple[dict[tuple[int, ...], int], int]] = {}
 
-    def open(self, slot: int, tokens: Sequence[int], references: Sequence[Reference] = ()) -> None:
+    def open(self, slot: int, tokens: Sequence[int], references: Sequence[Reference] = (), tenant: str = "") -> None:
         self.slots[slot] = ({}, 0)
 
     def close(self, slot: int, finished: Sequence[int] | None = None) -> None:
@@ -36,7 +36,7 @@ class LastSeen(Proposer):
 if __name__ == "__main__":
     llm = LLM()
     llm.engine.proposers[LastSeen.name] = LastSeen()
-    params = SamplingParams(max_tokens=40)
-    for draft in ("off", LastSeen.name):
-        (completion,) = llm.generate("x = [1, 2, 3]\n" * 4, params, draft=draft)
+    params = SamplingParams(temperature=0, max_tokens=40)
+    for draft in ("off", LastSeen.name):  # at a depth of 4: without one it drafts as deep as pays on this machine
+        (completion,) = llm.generate("x = [1, 2, 3]\n" * 4, params, draft=draft, depth=4)
         print(f"{draft:10} {completion.stats.accepted_length:.2f} tokens per pass, ids {completion.token_ids[:8]} ...")

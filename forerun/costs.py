@@ -24,7 +24,7 @@ MOST_SURPRISE = 1.5  # factor that one measurement may be off, at most
 FRESH = 8  # measurements until a curve is read anew: after a pass the caches are cold, and Python is slow
 SIZES = [*range(1, EXACT + 1), *(part << octave for octave in range(2, 14) for part in range(8, 16))]  # of passes
 TICK = 1e-9  # seconds that anything takes, whatever the clock says
-LONGEST = 1e4  # seconds that anything takes
+LEAST, LONGEST = 1e-12, 1e4  # seconds that anything takes, at any pace
 FURTHER, STRIDE = 1.25, 8  # times the largest size that was measured, or so many tokens more, that are tried next
 MOSTLY, KEEP = 0.5, 0.9  # share of a draft's time that reading is taken out of; of what was measured of reading
 MOST_TOKENS = 1e9  # that anything has read
@@ -77,7 +77,7 @@ class Curve:
     def recall(self, state: Sequence[Sequence[float]]) -> None:
         """Begin with these; no more of them than settle a size, so that new ones soon count for more."""
         for size, seconds, count in state:
-            if not (int(size) > 0 and 0 < seconds < LONGEST and count > 1):
+            if not (0 < int(size) <= MOST_TOKENS and LEAST <= seconds < LONGEST and count > 1):
                 raise ValueError(f"{seconds} s for {size}")
             self.count[int(size)], self.seen[int(size)] = min(int(count), SETTLED), float(seconds)
         self.sizes[:] = sorted(self.count)
@@ -217,15 +217,14 @@ class Costs:
         return {"passes": passes, "reads": reads, "drafts": drafts, "lags": lags}
 
     def recall(self, state: Mapping[str, Any]) -> None:
-        """Begin with what another process believed. Raises ValueError, TypeError, KeyError or AttributeError for what
-        `state` never gave."""
+        """Begin with what another process believed. Raises whatever it may for what `state` never gave."""
         self._passes.recall(state["passes"])
         self._reads.recall(state["reads"])
         for name, sizes in state["drafts"].items():
             octave, _, source = name.partition(" ")
             self._drafts[source, int(octave)].recall(sizes)
         for source, (seconds, count) in state["lags"].items():
-            if not (0 < seconds < LONGEST and 0 < count < MOST_TOKENS):
+            if not (LEAST <= seconds < LONGEST and 0 < count < MOST_TOKENS):
                 raise ValueError(f"{seconds} s for {count}")
             self._lags[source] = float(seconds), float(count)
 

@@ -1,8 +1,8 @@
 """What the depth policy learned, from one process to the next: a file of counts and seconds for each model and machine.
 
 Without it every process begins by believing nothing: it measures plain passes first, and what a drafter costs while
-its weights are not in the caches yet. It is a convenience: whatever goes wrong with the file, nothing is known, and no
-file of it changes what is generated. It holds no text.
+its weights are not in the caches yet. It is a convenience: of a file that is damaged nothing is believed, which is told
+in one line, and no file changes what is generated. It holds no text.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from forerun.engine.depth import Auto
 from forerun.errors import ForerunError
 from forerun.machine import processor
 from forerun.models.packed_cache import cache_folder, model_digest
-from forerun.whole import write_whole
+from forerun.whole import recalled, write_whole
 
 VERSION = "learned 3"  # of what a file holds
 SMALLEST = 32 << 20  # bytes of weights: what is smaller is measured as fast as it is read
@@ -33,8 +33,7 @@ class Learned:
         self.policy, self.path = policy, path
         self._passes, self._written = 0, float("-inf")
         if path is not None:
-            with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
-                policy.recall(json.loads(path.read_text(encoding="utf-8")))
+            recalled(path, policy.recall)
             self._passes = policy.learned.passes
 
     def keep(self) -> None:

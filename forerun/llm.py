@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
@@ -19,7 +20,7 @@ from forerun.draft.view import view_of
 from forerun.drafts import draft_name, read_draft
 from forerun.engine.depth import Auto
 from forerun.engine.engine import Engine
-from forerun.errors import RequestError
+from forerun.errors import RequestError, StateError, brief
 from forerun.job import Completion, Job
 from forerun.kernels import native
 from forerun.learned import learned_of
@@ -139,7 +140,7 @@ class LLM:
         Raises:
             RequestError, CapacityError: a prompt or parameters that cannot be served; nothing is generated then.
         """
-        params = params or SamplingParams()
+        params = _checked(params)
         jobs: list[Job] = []
         try:
             references = self.references(prediction, documents)
@@ -164,11 +165,16 @@ class LLM:
         prediction: str | None = None,
         documents: Sequence[str] = (),
     ) -> Stream:
-        """Complete one prompt and give its events as they come. Arguments as for `generate`; n must be 1."""
-        params = params or SamplingParams()
+        """Complete one prompt and give its events as they come. Arguments as for `generate`; n must be 1.
+
+        The request runs while there is a loop over the stream. Leaving the loop pauses it: another loop continues with
+        the next event, and a stream that nobody keeps is dropped.
+        """
+        params = _checked(params)
         if params.n != 1:
             raise RequestError(f"stream gives one completion, not n={params.n}: use generate, or several streams")
         (job,) = self._add(self.tokens(prompt), params, draft, depth, self.references(prediction, documents))
+        self._pause(job)  # until a loop begins
         return Stream(self, job)
 
     def forget(self) -> None:
@@ -184,7 +190,12 @@ class LLM:
         depth: int | str | None,
         references: Sequence[Reference],
     ) -> list[Job]:
-        draft = self.draft if draft in (None, "auto") else str(draft)
+        if not isinstance(draft, str | None):
+            raise RequestError(
+                f"draft={brief(draft)} is no draft: give the name of one, such as 'suffix' or 'off'; a proposer of your"
+                " own is put into llm.engine.proposers under its name"
+            )
+        draft = self.draft if draft in (None, "auto") else draft
         depth = self.config.depth if depth is None else depth
         references = [reference.behind(len(tokens)) for reference in references]
         if references and draft != "off":
@@ -198,6 +209,10 @@ class LLM:
 
     def references(self, prediction: str | None, documents: Sequence[str]) -> list[Reference]:
         """A prediction and documents as references, indexed once for any number of prompts. Raises RequestError."""
+        if not isinstance(prediction, str | None):
+            raise RequestError(f"prediction={brief(prediction)} is no text: give a string")
+        if not _is_list(documents) or not all(isinstance(text, str) for text in documents):
+            raise RequestError(f"documents={brief(documents)} is no list of texts: give a list of strings")
         texts = [("prediction", prediction)] if prediction else []
         texts += [("document", text) for text in documents if text]
         limit = 4 * self.decoder.context
@@ -221,9 +236,35 @@ class LLM:
         return references
 
     def _step(self) -> None:
-        for event in self.engine.step():
-            if event.request_id in self._jobs:
-                self._jobs[event.request_id].receive(event)
+        """One step of the engine, and its events to their jobs.
+
+        What is raised here, Ctrl-C too, may have cut the step in half: the engine starts over, and every request that
+        was running has an error.
+        """
+        try:
+            for event in self.engine.step():
+                if event.request_id in self._jobs:
+                    self._jobs[event.request_id].receive(event)
+        except BaseException as error:
+            name = type(error).__name__
+            why = f"a step of the engine was cut short by {name}, and this request with it: begin it anew"
+            for job in self._jobs.values():
+                job.request.error = job.request.error or StateError(why)
+            self._jobs.clear()
+            with suppress(StateError):  # a part of the model may be gone
+                self.engine.reset()
+            raise
+
+    def _pause(self, job: Job) -> None:
+        """Take a job out of the engine before its end."""
+        self._jobs.pop(job.request.id, None)
+        self.engine.pause(job.request)
+
+    def _resume(self, job: Job) -> None:
+        """Let a job go on, if it was paused."""
+        if job.request.id not in self._jobs:
+            self._jobs[job.request.id] = job
+            self.engine.resume(job.request)
 
     def _drop(self, jobs: Sequence[Job]) -> None:
         for job in jobs:
@@ -234,7 +275,7 @@ class LLM:
         """A prompt as the model reads it. Raises RequestError."""
         if isinstance(prompt, str):
             return self._text().encode(prompt)
-        if not isinstance(prompt, Sequence):
+        if not _is_list(prompt):
             raise RequestError(WHAT_IS_A_PROMPT)
         if prompt and all(isinstance(item, dict) for item in prompt):
             return self._text().chat(prompt)  # type: ignore[arg-type]
@@ -249,28 +290,44 @@ class LLM:
 
 
 class Stream:
-    """The events of one request. Leaving the loop early ends the request; `completion` is what there is so far."""
+    """The events of one request, each of them once.
+
+    Leaving a loop early pauses the request, and another loop continues it: the tokens are the same as without the
+    pause. `completion` is the output so far.
+    """
 
     def __init__(self, llm: LLM, job: Job) -> None:
-        self._llm, self._job, self._stopped = llm, job, False
+        self._llm, self._job = llm, job
+        self._stopped, self._ended = False, False
 
     def stop(self) -> None:
         """End the request: the loop ends with the step in progress. A signal's handler may call this at any moment."""
         self._stopped = True
 
     def __iter__(self) -> Iterator[Event]:
-        job = self._job
+        """Raises RequestError where all events were given before, and whatever ended the request."""
+        llm, job = self._llm, self._job
+        job.check()
+        if self._ended:
+            raise RequestError(
+                "this stream has ended, and gives its events once: its output is stream.completion; call llm.stream"
+                " for another one"
+            )
         try:
-            while job.inbox or not job.done:
-                while not job.inbox:
-                    if self._stopped or job.request.id not in self._llm._jobs:
-                        return  # as it was told to, or an earlier loop over this stream was left
-                    self._llm._step()
-                yield job.inbox.popleft()
+            while job.inbox or not (job.done or self._stopped):
+                if job.inbox:
+                    yield job.inbox.popleft()
+                else:
+                    llm._resume(job)  # it is paused before the first step, and when another loop over it was left
+                    llm._step()
+            self._ended = True
             job.check()
         finally:
-            self._llm._drop([job])
-            self._llm.learned.keep()
+            if self._ended:
+                llm._drop([job])
+            else:
+                llm._pause(job)
+            llm.learned.keep()
 
     @property
     def completion(self) -> Completion:
@@ -294,7 +351,7 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or many, as many. A list of ints or of messages is one prompt."""
     if isinstance(prompts, str):
         return [prompts]
-    if not isinstance(prompts, Sequence):
+    if not _is_list(prompts):
         raise RequestError(WHAT_IS_A_PROMPT)
     items = list(prompts)
     if not items:
@@ -302,3 +359,22 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if all(isinstance(item, (int, dict)) for item in items):
         return [items]  # type: ignore[list-item]
     return items  # type: ignore[return-value]
+
+
+def _is_list(prompt: object) -> bool:
+    """Whether this may be a list of tokens, messages or prompts: bytes are sequences of numbers, but no prompt."""
+    return isinstance(prompt, Sequence) and not isinstance(prompt, str | bytes | bytearray | memoryview)
+
+
+def _checked(params: object) -> SamplingParams:
+    """Sampling parameters as they were given, or the default ones for None. Raises RequestError for anything else."""
+    if params is None:
+        return SamplingParams()
+    if isinstance(params, SamplingParams):
+        return params
+    advice = "make them with SamplingParams(max_tokens=100), say"
+    if isinstance(params, dict):
+        advice = "make them with SamplingParams(**params)"
+    elif isinstance(params, list | tuple):
+        advice = "give one for all prompts, or call generate for each prompt"
+    raise RequestError(f"params={brief(params)} are no SamplingParams: {advice}")

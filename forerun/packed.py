@@ -8,7 +8,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeGuard
@@ -165,8 +164,11 @@ def pack(source: Source, bias: Tensor | None, form: str, keep: bool, gated: bool
     """A linear layer from the cache, or as it is stored where that is allowed and possible, or rounded to `form`."""
     kept = cache.find(source.name, source.shape)
     if kept is not None:
-        with suppress(Broken):
+        try:
             packed = Packed(kept, bias, kept.form, gated)
+        except Broken:
+            cache.tell_broken()
+        else:
             cache.keep(source.name, kept.form, source.shape, (packed.data, packed.scale), new=False)
             return packed
     held = source.read()

@@ -7,19 +7,21 @@ numbers of layers, and what they were worth. It holds no text.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from forerun.draft.skipping import Kept, continued, search
-from forerun.errors import CapacityError, ForerunError
+from forerun.errors import CapacityError, ForerunError, shown
 from forerun.models.config import note
 from forerun.models.packed_cache import cache_folder, model_digest
 from forerun.models.text import Tokenizer
 from forerun.progress import Tell, nothing
 from forerun.runner import Runner
-from forerun.whole import write_whole
+from forerun.whole import recalled, write_whole
 
 VERSION = "skips 1"  # of what a file holds
 OWN = (
@@ -67,14 +69,17 @@ def find(
 
 def recall(target: Runner, directory: Path) -> Kept | None:
     """What was found before; None where nothing was, or what is there is no such file."""
-    path = _place(target, directory)
-    with suppress(OSError, ValueError, TypeError, KeyError):
-        if path is not None:
-            said = json.loads(path.read_text(encoding="utf-8"))
-            layers = tuple(said["layers"])
-            if layers and list(layers) == sorted(set(layers) & set(range(target.decoder.config.layers))):
-                return Kept(layers, float(said["agrees"]), int(said["depth"]), float(said["times"]))
-    return None
+    path, count = _place(target, directory), target.decoder.config.layers
+
+    def read(said: Any) -> Kept:
+        layers, agrees, times = tuple(said["layers"]), float(said["agrees"]), float(said["times"])
+        if not layers or list(layers) != sorted(set(layers) & set(range(count))):
+            raise ValueError(f"these are no layers of {count}: {shown(layers)}")
+        if not (0 <= agrees <= 1 and 0 < times < math.inf):
+            raise ValueError(f"these are no figures: {agrees}, {times}")
+        return Kept(layers, agrees, int(said["depth"]), times)
+
+    return None if path is None else recalled(path, read)
 
 
 def written(layers: Sequence[int]) -> str:

@@ -1,15 +1,22 @@
-"""Files and directories that are written whole or not at all: beside their place, then moved there in one step."""
+"""Files and directories that are written whole or not at all: beside their place, then moved there in one step; and
+files that are read only if they are whole."""
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any, TypeVar
 
-from forerun.errors import ForerunError
+from forerun.errors import ForerunError, one_line
+
+MOST_RECALLED = 16 << 20  # bytes of a file that is recalled: more than any process has written
+T = TypeVar("T")
 
 
 @contextmanager
@@ -58,3 +65,23 @@ def write_whole(path: Path, text: str) -> None:
             os.fsync(file.fileno())
     except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: links that go round in circles
         raise ForerunError(f"{path} cannot be written: {getattr(error, 'strerror', None) or error}") from None
+
+
+def recalled(path: Path, read: Callable[[Any], T]) -> T | None:
+    """What `read` makes of the JSON in a file that an earlier process has left; None where there is none.
+
+    Such a file is a convenience: one that cannot be read, or that `read` raises anything for, is as good as none, and
+    is told of in one line on stderr.
+    """
+    try:
+        if not os.path.lexists(path):
+            return None
+        if not path.is_file():  # a pipe would be waited for
+            raise ValueError("it is no file")
+        if path.stat().st_size > MOST_RECALLED:
+            raise ValueError(f"it has more than {MOST_RECALLED >> 20} MiB")
+        return read(json.loads(path.read_text(encoding="utf-8")))
+    except Exception as error:  # too deep, too large a number, no right to read: whatever a file can be
+        why = (isinstance(error, OSError) and error.strerror) or one_line(str(error)) or type(error).__name__
+        print(f"note: {path} is damaged and ignored ({why}): what it held is found out anew", file=sys.stderr)
+        return None

@@ -142,6 +142,32 @@ def test_saved_and_loaded(commands: Commands, tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["talk.json"]
 
 
+@pytest.mark.parametrize("system", [None, "be brief"])
+def test_a_file_holds_what_the_context_does_not(llm: LLM, tmp_path: Path, system: str | None) -> None:
+    """Turns that were dropped from a full context are written, in order and once, and come back with the file."""
+    talk, file, texts = Conversation(llm, system), tmp_path / "talk.json", []
+    dropped = 0
+    for i in range(12):
+        texts.append(f"number {i}: " + "true false " * 8)
+        dropped += turn(talk, texts[-1], 32)[1]
+    assert dropped == len(talk.forgotten) > 0
+    assert f"{len(talk.forgotten)} messages" in Commands(talk, Parameters({})).run("/show")
+    said = Commands(talk, Parameters({})).run(f"/save {file}")
+    written = read(file)
+    assert f"{len(written)} messages" in said and written == talk.whole
+    assert [m["content"] for m in written if m["role"] == "user"] == texts
+    assert [m["role"] for m in written] == ["system"] * (system is not None) + ["user", "assistant"] * 12
+    other = Conversation(llm)
+    other.load(str(file))
+    assert other.whole == written and not other.forgotten
+    turn(other, "and then?", 32)
+    assert other.forgotten and other.whole[:-2] == written, "what does not fit is dropped again, and still kept"
+    other.system = "another"
+    assert other.whole[0]["content"] == "another" and len(other.whole) == 27
+    other.clear()
+    assert [m["role"] for m in other.whole] == ["system"]
+
+
 @pytest.mark.parametrize(
     "text",
     [

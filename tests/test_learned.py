@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,7 @@ def test_what_it_knows_gives_way(tmp_path: Path) -> None:
 
 def broken() -> dict[str, str]:
     good = experienced().state()
+    laws = good["sources"]["eagle3"]
     changed = {
         "negative": {"costs": {"passes": [[1, -1.0, 3]], "drafts": {}}},
         "endless": {"costs": {"passes": [[1, 1e300, 3]], "drafts": {}}},
@@ -71,16 +73,91 @@ def broken() -> dict[str, str]:
         "no number": {"sources": {"eagle3": [float("nan"), 0, 0, 0]}},
         "sixteenths": {"survivals": {"1 eagle3": [[0.0], [0.0]]}},
         "octaves": {"costs": {"passes": [], "drafts": {"many eagle3": []}}},
+        "sizes without end": {"costs": good["costs"] | {"passes": [[float("inf"), 1.0, 3]]}},
+        "counts without end": {"costs": good["costs"] | {"passes": [[1, 1.0, float("inf")]]}},
+        "sizes of no number": {"costs": good["costs"] | {"passes": [[float("nan"), 1.0, 3]]}},
+        "seconds of no number": {"costs": good["costs"] | {"reads": [[1, float("nan"), 3]]}},
+        "enormous numbers": {"sources": {"eagle3": [10**400, *laws[1:]]}},
+        "enormous sizes": {"costs": good["costs"] | {"passes": [[10**30, 1.0, 3]]}},
+        "no time at all": {"costs": good["costs"] | {"passes": [[1, 1e-300, 3]]}},
+        "no weights": {"sources": {"eagle3": [0.0] * len(laws)}},
+        "more than was seen": {"survivals": {"1 eagle3": [[5.0] * 32, [1.0] * 32]}},
+        "sources in a list": {"sources": [1]},
+        "drafts in a list": {"costs": good["costs"] | {"drafts": [1]}},
     }
     files = {name: json.dumps(good | change) for name, change in changed.items()}
-    return files | {"half": json.dumps(good)[:-40], "empty": "", "list": "[]", "null": "null"}
+    files |= {"half": json.dumps(good)[:-40], "empty": "", "list": "[]", "null": "null", "text": '"x"', "number": "7"}
+    files |= {"other keys": '{"version": 9}', "zeros": "\0" * 100, "words": "hello", "digits": "9" * 5000}
+    return files | {"deep list": "[" * 100_000, "deep object": '{"a":' * 100_000, "deep": "[" * 9000 + "]" * 9000}
 
 
 @pytest.mark.parametrize("name", broken())
-def test_a_file_that_is_damaged_is_none(name: str, tmp_path: Path) -> None:
+def test_a_file_that_is_damaged_is_none(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "x.json").write_text(broken()[name])
     policy = Learned(Auto(), tmp_path / "x.json").policy
     assert policy.state() == Auto().state(), "nothing of it is half believed"
+    told_once(tmp_path / "x.json", capsys)
+
+
+def told_once(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = capsys.readouterr()
+    assert said.err.startswith(f"note: {path} is damaged and ignored (") and said.err.count("\n") == 1 and not said.out
+    assert len(said.err) < 500 + len(str(path))
+
+
+@pytest.mark.parametrize("kind", ["directory", "pipe", "link to nowhere", "no text", "huge", "link in circles"])
+def test_whatever_is_in_its_place_is_none(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing is waited for, and no more is read than a process would have written."""
+    path = tmp_path / "x.json"
+    if kind == "directory":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind.startswith("link"):
+        path.symlink_to(path if kind == "link in circles" else tmp_path / "nowhere")
+    elif kind == "no text":
+        path.write_bytes(b"\xff\xfe{}")
+    else:
+        with path.open("wb") as file:
+            file.truncate(1 << 40)
+    policy = Learned(Auto(), path).policy
+    assert policy.state() == Auto().state()
+    told_once(path, capsys)
+
+
+def test_a_file_that_may_not_be_read_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The tests may run as root, whom no mode of a file stops."""
+
+    def denied(*_: object, **__: object) -> str:
+        raise PermissionError(13, "Permission denied")
+
+    path = tmp_path / "x.json"
+    path.write_text(json.dumps(experienced().state()))
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_text", denied)
+        assert Learned(Auto(), path).policy.state() == Auto().state()
+    assert "(Permission denied)" in capsys.readouterr().err
+    assert Learned(Auto(), path).policy.state() != Auto().state() and not capsys.readouterr().err
+
+
+def test_no_file_and_a_sound_one_are_told_nothing_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Learned(Auto(), tmp_path / "x.json")
+    Learned(Auto(), None)
+    (tmp_path / "x.json").write_text(json.dumps(experienced().state()))
+    assert Learned(Auto(), tmp_path / "x.json").policy.state() != Auto().state()
+    assert not capsys.readouterr().err
+
+
+def test_a_damaged_file_is_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "x.json"
+    path.write_text("[" * 100_000)
+    first = Learned(experienced(), path)
+    first._passes = 0
+    first.keep()
+    capsys.readouterr()
+    assert Learned(Auto(), path).policy.state() != Auto().state() and not capsys.readouterr().err
 
 
 def test_a_place_that_cannot_be_written_is_left_alone(tmp_path: Path) -> None:

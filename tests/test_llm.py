@@ -3,6 +3,7 @@
 import gc
 import itertools
 import weakref
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,8 @@ import torch
 
 from forerun import LLM, Config, ConfigError, RequestError, SamplingParams, load, loader
 from forerun.draft.automaton import SuffixAutomaton
+from forerun.draft.base import Proposer
+from forerun.errors import StateError
 from forerun.kernels import native
 from forerun.llm import derive_seed
 from forerun.load import pick_device
@@ -71,7 +74,14 @@ def test_prompts_of_every_kind(llm: LLM) -> None:
     assert many[2].prompt_token_ids == llm.tokenizer.encode("user: hello\nassistant:")
 
 
-@pytest.mark.parametrize("prompt", [[], [[]], [1.5], [True], [["x"]], [{"role": "user"}], "", [[{"content": "x"}]]])
+@pytest.mark.parametrize("prompt",
+    [
+        [], [[]], [1.5], [True], [["x"]], [{"role": "user"}], "", [[{"content": "x"}]], None, 5, 1.5, {1, 2}, [None],
+        b"bytes", bytearray(b"bytes"), memoryview(b"bytes"), [b"bytes"], (text for text in ["x"]), [[[1]]], [-1],
+        {"role": "user", "content": "x"}, [{"role": "user", "content": "x"}, "text"], [10**30], "\ud800",
+        [{"role": "user", "content": 5}], [{"role": 5, "content": "x"}], [{"role": "user", "content": {}}], [{5: 6}],
+    ],
+)  # fmt: skip
 def test_refused_prompts(llm: LLM, prompt: object) -> None:
     with pytest.raises(RequestError):
         llm.generate(prompt)  # type: ignore[arg-type]
@@ -112,13 +122,165 @@ def test_stream_gives_the_same_as_generate(llm: LLM) -> None:
     assert [e.token_id for e in stream.completion.logprobs] == whole.token_ids
 
 
-def test_leaving_a_stream_early_ends_its_request(llm: LLM) -> None:
+def test_leaving_a_stream_early_gives_its_place_back(llm: LLM) -> None:
     stream = llm.stream(PROMPT, SamplingParams(max_tokens=50, ignore_eos=True))
     for _ in stream:
         break
+    assert not llm.engine.busy and not llm._jobs
+    so_far = stream.completion
+    assert so_far.finish_reason == "abort" and so_far.token_ids and so_far.stats.seconds > 0
     llm.generate(PROMPT, SamplingParams(max_tokens=1))
-    assert not llm.engine.busy and stream.completion.finish_reason == "abort"
-    assert list(stream) == []
+    assert stream.completion.token_ids == so_far.token_ids and not llm.engine.busy
+
+
+@pytest.mark.parametrize("draft", ["off", "suffix", "model", "suffix+model", "suffix&model"])
+@pytest.mark.parametrize("leave", ["break", "error", "ctrl-c", "next", "generate"])
+def test_a_stream_that_was_left_goes_on(leave: str, draft: str, llm: LLM) -> None:
+    """However it was left, and whatever ran meanwhile: every event comes once, and the tokens are the same."""
+    params = SamplingParams(max_tokens=30, temperature=0.8, seed=5, ignore_eos=True, logprobs=1)
+    whole = llm.generate(PROMPT, params, draft="off")[0]
+    stream, pieces, loops = llm.stream(PROMPT, params, draft=draft, depth=1), [], 0
+    raised = {"error": ZeroDivisionError, "ctrl-c": KeyboardInterrupt}.get(leave)
+    while "".join(pieces) != whole.text or stream.completion.finish_reason == "abort":
+        loops += 1
+        if leave == "next":
+            pieces.append(next(iter(stream)).text)
+        else:
+            with pytest.raises(raised) if raised else nullcontext():
+                for event in stream:
+                    pieces.append(event.text)
+                    if raised:
+                        raise raised
+                    if leave == "generate":
+                        llm.generate("class A:", SamplingParams(max_tokens=3))
+                    else:
+                        break
+        assert not llm.engine.busy and loops <= 30
+    done = stream.completion
+    assert (loops >= 15) == (leave != "generate"), "two tokens a step at most"
+    assert (done.text, done.token_ids, done.finish_reason) == (whole.text, whole.token_ids, "length")
+    assert [entry.token_id for entry in done.logprobs] == whole.token_ids
+
+
+def test_a_stream_that_has_ended_says_so(llm: LLM) -> None:
+    """Another loop gave nothing in silence."""
+    stream = llm.stream(PROMPT, SamplingParams(max_tokens=3, ignore_eos=True))
+    assert len(list(stream)) and stream.completion.finish_reason == "length"
+    for _ in range(2):
+        with pytest.raises(RequestError, match=r"call llm\.stream"):
+            next(iter(stream))
+    at_its_end = llm.stream(PROMPT, SamplingParams(max_tokens=3, ignore_eos=True))
+    for event in at_its_end:
+        if event.finish_reason:
+            break
+    assert list(at_its_end) == [], "the loop that was left did not see the end"
+    with pytest.raises(RequestError, match="has ended"):
+        list(at_its_end)
+
+
+def test_a_stopped_stream_ends_and_says_so_afterwards(llm: LLM) -> None:
+    early, late = (llm.stream(PROMPT, SamplingParams(max_tokens=50, ignore_eos=True)) for _ in range(2))
+    early.stop()
+    assert list(early) == []
+    for _ in late:
+        late.stop()
+    assert 0 < len(late.completion.token_ids) < 50 and late.completion.finish_reason == "abort"
+    for stream in (early, late):
+        with pytest.raises(RequestError, match="has ended"):
+            list(stream)
+
+
+def test_streams_without_a_loop_cost_nothing(llm: LLM) -> None:
+    """More of them than there are slots, left alone, kept and half-read: others have the whole engine."""
+    params = SamplingParams(max_tokens=20, seed=1, temperature=0.8)
+    (plain,) = llm.generate(PROMPT, params, draft="off")
+    kept = [llm.stream(PROMPT, params) for _ in range(len(llm.engine.scheduler.slots) + 2)]
+    half = [iter(stream) for stream in kept[:3]]
+    for events in half:
+        next(events)
+    assert len(llm.engine.requests) == 3
+    del events, half
+    gc.collect()
+    assert not llm.engine.requests and not llm._jobs
+    assert llm.generate(PROMPT, params)[0].token_ids == plain.token_ids
+    assert [list(stream)[-1].finish_reason for stream in kept] == [plain.finish_reason] * len(kept)
+
+
+def test_two_loops_over_one_stream_share_its_events(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=12, seed=3, temperature=0.8, ignore_eos=True)
+    (whole,) = llm.generate(PROMPT, params)
+    stream, pieces = llm.stream(PROMPT, params, depth=0), []
+    for event in stream:
+        pieces.append(event.text)
+        for inner in stream:
+            pieces.append(inner.text)
+            break
+    assert "".join(pieces) == whole.text and len(pieces) == 12
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_a_step_that_was_cut_short_leaves_a_whole_engine(
+    error: type[BaseException], llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the middle of what a step commits: requests of that step end with an error, those outside go on."""
+    params = SamplingParams(max_tokens=20, seed=1, temperature=0.8, ignore_eos=True)
+    (plain,) = llm.generate(PROMPT, params, draft="off")
+    paused, open_, left = (llm.stream(PROMPT, params) for _ in range(3))
+    for _ in paused:
+        break
+    running = iter(open_)
+    next(running)
+    commit = llm.engine.target.cache.commit
+
+    def interrupted(slot: int, path: Any) -> None:
+        commit(slot, path)
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine.target.cache, "commit", interrupted)
+        with pytest.raises(error):
+            llm.generate(PROMPT, params)
+    with pytest.raises(StateError, match=f"cut short by {error.__name__}"):
+        list(running)
+    with pytest.raises(StateError, match="cut short"):
+        list(open_)
+    assert not llm.engine.busy and not llm._jobs
+    list(paused), list(left)
+    assert [s.completion.token_ids for s in (paused, left)] == [plain.token_ids] * 2
+    assert llm.generate(PROMPT, params)[0].token_ids == plain.token_ids
+
+
+WRONG_PARAMS = [{"temperature": 0}, {}, [SamplingParams()], (SamplingParams(),), [], "x", 5, False, SamplingParams]
+
+
+@pytest.mark.parametrize("params", WRONG_PARAMS, ids=repr)
+def test_what_is_no_sampling_parameters_is_refused_in_one_line(llm: LLM, params: Any) -> None:
+    for call in (llm.generate, llm.stream):
+        with pytest.raises(RequestError, match="no SamplingParams: ") as found:
+            call(PROMPT, params)
+        assert "\n" not in str(found.value) and len(str(found.value)) < 250
+    assert not llm.engine.busy
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"draft": 5}, {"draft": ["suffix"]}, {"draft": True}, {"draft": Proposer()}, {"draft": b"off"},
+        {"prediction": 5}, {"prediction": b"x"}, {"prediction": ["x"]}, {"documents": "one text"}, {"documents": 5},
+        {"documents": [5]}, {"documents": None}, {"documents": [b"x"]},
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_options_of_a_wrong_type_are_refused_in_one_line(llm: LLM, options: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match=f"^{next(iter(options))}=") as found:
+        llm.generate(PROMPT, SamplingParams(max_tokens=2), **options)
+    assert "\n" not in str(found.value) and not llm.engine.busy
+
+
+def test_a_message_without_a_text_is_an_empty_one(llm: LLM) -> None:
+    """As an assistant's is that calls a tool: not the word None."""
+    tokens = llm.tokens([{"role": "user", "content": "x"}, {"role": "assistant", "content": None}])
+    assert "None" not in llm.tokenizer.decode(tokens)
 
 
 def test_two_streams_at_once(llm: LLM) -> None:

@@ -166,6 +166,12 @@ def read_card(directory: Path) -> Json:
         return {}
 
 
+def license_of(path: Path) -> str:
+    """The licence of a model in a directory or a GGUF file, as it says; "" where it does not."""
+    said = skim(path).metadata.get("general.license") if path.is_file() else read_card(path).get("license")
+    return one_line(said).lower() if isinstance(said, str) else ""
+
+
 def card_of(text: str) -> tuple[Json, str]:
     """Metadata and text of a card."""
     import yaml

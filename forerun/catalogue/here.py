@@ -190,7 +190,8 @@ def _measurement(facts: Facts, said: Json, entry: Any) -> Measurement | None:
     try:
         task = str(entry["task"])[:LONGEST]
         paces = inner(said, "speed").get("paces", [])
-        fastest = max((float(pace["times_plain"]) for pace in paces if pace["depth"]), default=None)
+        own = [pace for pace in paces if pace["depth"] and pace.get("draft") != "auto"]
+        fastest = max((float(pace["times_plain"]) for pace in own), default=None)
         return Measurement(
             str(said.get("target"))[: LONGEST], facts.name, facts.kind.draft, task,
             float(entry["accepted_length"]), fastest if task == "held-out" else None,

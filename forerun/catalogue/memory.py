@@ -109,14 +109,18 @@ def _is_whole(row: tuple[Any, ...]) -> bool:
     """Whether a row is one of ours: SQLite keeps any type in any column."""
     named = dict(zip(COLUMNS, row, strict=True))
     texts = all(isinstance(named[name], str) for name in ("target", "drafter", "kind", "category", "depth", "machine"))
-    numbers = all(_is_number(named[name]) for name in ("accepted_length", "temperature", "passes", "seconds"))
-    return texts and numbers and (named["times_plain"] is None or _is_number(named["times_plain"]))
+    numbers = all(_is_number(named[name]) for name in ("temperature", "passes", "seconds"))
+    figures = [named["accepted_length"], *([] if named["times_plain"] is None else [named["times_plain"]])]
+    return texts and numbers and all(_is_number(figure) and figure > 0 for figure in figures)
 
 
 def _with(do: Callable[[sqlite3.Connection], T], writing: bool) -> T | None:
     """Do something with the file, with a new one where it is damaged; None where that cannot be."""
     path = place()
-    if path is None or not (writing or path.is_file()):
+    if path is None or not (writing or path.exists()):
+        return None
+    if path.exists() and not path.is_file():
+        _note(f"what drafters were measured to give cannot be kept in {path}: it is no file")
         return None
     for _ in range(2):
         seen = _identity(path)

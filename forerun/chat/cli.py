@@ -92,7 +92,10 @@ def _turn(commands: Commands, text: str, as_json: bool, alone: bool) -> None:
     talk, params = commands.conversation, commands.parameters.params
     messages, dropped, room = talk.ask(text, _wanted(commands))
     if dropped:
-        print(f"note: the context is full: the oldest {dropped} messages are forgotten", file=sys.stderr)
+        print(
+            f"note: the context is full: the oldest {dropped} messages are forgotten (/save writes them)",
+            file=sys.stderr,
+        )
     most = min(params.max_tokens, room)
     params = replace(params, max_tokens=most, min_tokens=min(params.min_tokens, most))
     stream = talk.llm.stream(messages, params)

@@ -13,7 +13,7 @@ HELP = {
     "/set NAME VALUE": "change a sampling parameter, such as temperature 0.8; VALUE default takes it back",
     "/system TEXT": 'replace the system message ("" removes it); without TEXT show it',
     "/clear": "forget the conversation; the system message stays",
-    "/save FILE": "write the conversation as JSON",
+    "/save FILE": "write the whole conversation as JSON",
     "/load FILE": "go on from such a file",
     "/stats": "switch the line of statistics on or off",
     "/bye, /exit, Ctrl-D": "leave",
@@ -71,6 +71,7 @@ class Commands:
                 ("precision", talk.llm.decoder.precision),
                 ("draft", f"{config.draft}, depth {config.depth}, rule {config.rule}"),
                 ("context", f"{talk.used} of {talk.room} tokens used, {len(talk.said)} messages"),
+                *([("forgotten", f"{len(talk.forgotten)} messages; /save writes them too")] if talk.forgotten else []),
                 *((name, f"{value} ({origin})") for name, value, origin in self.parameters.lines()),
                 *([("last seed", f"{self.seed} (drawn)")] if self.seed is not None else []),
             ]
@@ -95,7 +96,7 @@ class Commands:
 
     def _save(self, rest: str) -> str:
         self.conversation.save(_file("/save", rest))
-        return f"{len(self.conversation.messages)} messages written to {rest}"
+        return f"{len(self.conversation.whole)} messages written to {rest}"
 
     def _load(self, rest: str) -> str:
         self.conversation.load(_file("/load", rest))

@@ -19,12 +19,14 @@ Message = dict[str, Any]
 class Conversation:
     """What was said so far, for one model.
 
-    `messages` are {"role", "content"}, a system message first where there is one.
+    `messages` are those that the model reads, {"role", "content"}, a system message first where there is one.
+    `forgotten` are older ones that did not fit into the context any more: files of the conversation hold them too.
     """
 
     def __init__(self, llm: LLM, system: str | None = None) -> None:
         self.llm = llm
         self.messages: list[Message] = []
+        self.forgotten: list[Message] = []
         self.system = system
 
     @property
@@ -43,9 +45,15 @@ class Conversation:
         """The messages but for the system message."""
         return self.messages[self.system is not None :]
 
+    @property
+    def whole(self) -> list[Message]:
+        """All messages, those that the model does not read any more too."""
+        first = int(self.system is not None)
+        return [*self.messages[:first], *self.forgotten, *self.messages[first:]]
+
     def clear(self) -> None:
-        """Forget what was said; the system message stays."""
-        self.messages = self.messages[: self.system is not None]
+        """Drop what was said; the system message stays."""
+        self.messages, self.forgotten = self.messages[: self.system is not None], []
 
     @property
     def room(self) -> int:
@@ -87,16 +95,18 @@ class Conversation:
 
     def add(self, messages: list[Message], answer: str) -> None:
         """Keep what was asked, as `ask` gave it, and what was answered."""
+        dropped = len(self.messages) + 1 - len(messages)
+        self.forgotten += self.said[:dropped]
         self.messages = [*messages, {"role": "assistant", "content": answer}]
 
     def save(self, file: str) -> None:
-        """Write the messages as one line of JSON, whole or not at all. Raises ForerunError."""
-        text = json.dumps({"messages": self.messages}, ensure_ascii=False) + "\n"
+        """Write all messages as one line of JSON, whole or not at all. Raises ForerunError."""
+        text = json.dumps({"messages": self.whole}, ensure_ascii=False) + "\n"
         write_whole(Path(file).expanduser(), text)
 
     def load(self, file: str) -> None:
         """Go on from a file that `save` wrote, or from a list of messages. Raises RequestError."""
-        self.messages = read(Path(file).expanduser())
+        self.messages, self.forgotten = read(Path(file).expanduser()), []
 
 
 def read(path: Path) -> list[Message]:

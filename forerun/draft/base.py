@@ -13,10 +13,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Generic, TypeVar
 
+import numpy as np
 from torch import Tensor
 
 from forerun.cache.kv import KVCache
 from forerun.draft.automaton import SuffixAutomaton
+from forerun.errors import ForerunError, brief
 from forerun.sampling.params import SamplingParams
 from forerun.types import Draft, States
 from forerun.verify import Noise
@@ -175,6 +177,60 @@ class Proposer:
     def propose(self, rows: Sequence[Row]) -> list[Draft]:
         """One draft a row, at most `row.depth` deep. Must not change what a later call would propose for others."""
         raise NotImplementedError
+
+
+def drafts_of(proposer: Proposer, rows: Sequence[Row], vocab: int) -> list[Draft]:
+    """Ask a proposer for drafts, and check that they are what was asked for.
+
+    Raises:
+        ForerunError: they are not: there is no room for a draft that is too large, and what it overwrote might belong
+            to other requests.
+    """
+    found = proposer.propose(rows)
+    if not isinstance(found, list | tuple) or len(found) != len(rows):
+        gave = f"{len(found)} drafts" if isinstance(found, list | tuple) else brief(found)
+        raise ForerunError(
+            f"the drafter {proposer.name!r} was asked for a list of {len(rows)} drafts and gave {gave}: give one for"
+            " each row, Draft.root(row.tokens[-1]) where there is nothing to draft"
+        )
+    for row, draft in zip(rows, found, strict=True):
+        try:
+            fault = _fault(proposer, row, draft, vocab)
+        except (TypeError, ValueError, AttributeError, IndexError) as error:
+            fault = f"gave something that is no Draft ({error})"
+        if fault:
+            raise ForerunError(f"the drafter {proposer.name!r} {fault}")
+    return list(found)
+
+
+def _fault(proposer: Proposer, row: Row, draft: Draft, vocab: int) -> str:
+    """What is wrong with a draft; "" where nothing is."""
+    if not isinstance(draft, Draft):
+        return f"gave {brief(draft)}, which is no Draft: make one with Draft.root and add, or with Draft.chain"
+    count = len(draft.tokens)
+    if not count or not count == len(draft.parents) == len(draft.sources) == len(draft.laws):
+        lengths = f"{count} tokens, {len(draft.parents)} parents, {len(draft.sources)} sources, {len(draft.laws)} laws"
+        return f"gave a draft of {lengths}: it needs a root, and one of each for every node"
+    if draft.tokens[0] != row.tokens[-1] or draft.parents[0] != -1:
+        return f"gave a draft that begins with token {draft.tokens[0]}: its root is row.tokens[-1], {row.tokens[-1]}"
+    if not all(0 <= parent < node for node, parent in enumerate(draft.parents[1:], start=1)):
+        return "gave a draft with a node before its parent: parents come before their children"
+    if not row.branching and draft.parents != list(range(-1, count - 1)):
+        return "gave a tree under a rule that takes chains: look at row.branching"
+    reach, most = max(draft.depths()), proposer.most(row.depth)
+    if reach > row.depth or count - 1 > most:
+        return (
+            f"was asked for {most} tokens, {row.depth} deep, and gave {count - 1}, {reach} deep: keep to row.depth, and"
+            " set its width to the most nodes of a level"
+        )
+    if not 0 <= min(draft.tokens) <= max(draft.tokens) < vocab:
+        return f"gave a token that is not in the vocabulary of {vocab}"
+    if any(draft.laws):
+        if row.coupled:
+            return "gave sampled tokens under a rule that wants Law.GIVEN: look at row.coupled"
+        if not isinstance(draft.probs, np.ndarray) or draft.probs.shape != (count, vocab):
+            return f"gave sampled tokens and not the laws that they were drawn from: probs is [{count}, {vocab}]"
+    return ""
 
 
 class BySlot(Proposer, Generic[Kept]):

@@ -108,8 +108,8 @@ class Source:
     def recall(self, state: Sequence[float]) -> None:
         """Begin with these counts. Raises ValueError or TypeError for what `state` never gave."""
         *weights, yes, no = counts(state)
-        if len(weights) != len(LAWS):
-            raise ValueError(f"{len(weights)} weights for {len(LAWS)} laws")
+        if len(weights) != len(LAWS) or sum(weights) < 1:  # each round adds 1, and keeps most of what was there
+            raise ValueError(f"these are no weights of {len(LAWS)} laws: {weights}")
         self.weights, self.offered, self._read = weights, Chance(yes, no), (-1, [])
 
     def belief(self, acceptance: Acceptance) -> Belief:

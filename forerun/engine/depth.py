@@ -55,8 +55,8 @@ class Auto:
         }
 
     def recall(self, state: Mapping[str, Any]) -> None:
-        """Begin with what another process learned. Raises ValueError, TypeError, KeyError or AttributeError, and
-        nothing is known then, for what `state` never gave."""
+        """Begin with what another process learned. Raises whatever it may, and nothing is known then, for what `state`
+        never gave."""
         learned = Auto()
         learned.learned.recall(state["costs"])
         for name, found in state["sources"].items():

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-from forerun.draft.base import Proposer, Row
+from forerun.draft.base import Proposer, Row, drafts_of
 from forerun.draft.compose import Offer
 from forerun.engine.acceptance import Wish, kind_of_match
 from forerun.engine.blame import blaming, together
@@ -21,7 +21,6 @@ from forerun.engine.policy import DepthPolicy, Place
 from forerun.engine.request import OFF, Offered, Request
 from forerun.engine.scheduler import Work, drop, take_up
 from forerun.engine.stats import DRAFTED, EDGE, NO_ROOM, RESTED, UNPAID
-from forerun.errors import ForerunError
 from forerun.runner import Runner
 from forerun.sampling.matcher import SOURCE, Matcher, NotReadyError
 from forerun.types import Draft
@@ -131,9 +130,7 @@ class Drafting:
             (draft,) = self._proposed(rival, [row], [request])
             self._time(rival, [row], [draft], [request], self.clock() - start)
             if draft is not None:
-                with blaming(request):
-                    self._check(draft, PROBE_DEPTH, rival)
-                    request.offered.insert(0, Offered(rival.name, "", draft))  # who was asked to draft stands last
+                request.offered.insert(0, Offered(rival.name, "", draft))  # who was asked to draft stands last
 
     def _goes_on(self, plan: Plan, place: Place) -> bool:
         """Whether there is somebody to ask, who does not rest or wait."""
@@ -181,7 +178,13 @@ class Drafting:
         return self.target.cache.pages.grow(request.slot, len(request.tokens) + plan.whole.most(depth))
 
     def _proposed(self, proposer: Proposer, rows: Sequence[Row], requests: Sequence[Request]) -> Sequence[Draft | None]:
-        return together(lambda chosen: proposer.propose([rows[i] for i in chosen]), range(len(rows)), requests)
+        """What a proposer drafts; None for a request for which that fails, which is the request's error."""
+        vocab = self.target.decoder.config.vocab
+
+        def ask(chosen: Sequence[int]) -> Sequence[Draft]:
+            return drafts_of(proposer, [rows[i] for i in chosen], vocab)
+
+        return together(ask, range(len(rows)), requests)
 
     def _time(
         self,
@@ -199,10 +202,8 @@ class Drafting:
 
     def _offer(self, plan: Plan, draft: Draft, place: Place) -> Offer:
         """A draft, and as much of it as pays alone: of nodes that were weighed, and of what was copied. What becomes of
-        copies depends on the text alone, so it is exact under every rule. Raises ForerunError for one that was not
-        asked for."""
+        copies depends on the text alone, so it is exact under every rule."""
         request, proposer, taken = plan.work.request, plan.asked, draft
-        self._check(draft, plan.depth, proposer)
         kind = kind_of_match(proposer.name, draft.match) if draft.match else ""
         request.offered.append(Offered(proposer.name, kind, draft))
         copied, speed = bool(kind) and request.depth == "auto", 0.0
@@ -240,18 +241,6 @@ class Drafting:
             draft = draft.first(self.policy.enough(draft.chances, place))
         grammar = request.state.grammar
         return grammar.prune(draft) if grammar and len(draft) > 1 else draft
-
-    def _check(self, draft: Draft, depth: int, proposer: Proposer) -> None:
-        """Raise ForerunError for a draft that was not asked for: there is no room for it, and what it overwrote might
-        belong to others."""
-        reach, most, vocab = max(draft.depths()), proposer.most(depth), self.target.decoder.config.vocab
-        if reach > depth or len(draft) - 1 > most:
-            raise ForerunError(
-                f"the drafter {proposer.name!r} was asked for {most} tokens, {depth} deep, and gave {len(draft) - 1},"
-                f" {reach} deep: keep to row.depth, and set its width to the most nodes of a level"
-            )
-        if not 0 <= min(draft.tokens) <= max(draft.tokens) < vocab:
-            raise ForerunError(f"the drafter {proposer.name!r} gave a token that is not in the vocabulary of {vocab}")
 
     def _forced(self, work: Work, grammar: Matcher) -> Draft:
         """What the request's grammar leaves no choice about, a root where it does or there is no room.

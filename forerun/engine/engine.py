@@ -131,6 +131,21 @@ class Engine:
                 rest = request.text.take(finished=True) if request.text else ""
             self._aborted.append(Event(request.id, [], [], [rest], finish_reason="abort", error=request.error))
 
+    def pause(self, request: Request) -> None:
+        """Take a request out of the engine before its end; it holds no slot and no pages then. `resume` continues it
+        with the tokens that it would have had without the pause."""
+        if request.id in self.requests:
+            request.stats.seconds = time.perf_counter() - request.arrived
+            self.scheduler.withdraw(request)
+            del self.requests[request.id]
+
+    def resume(self, request: Request) -> None:
+        """Queue a paused request again."""
+        if request.draft != OFF:  # its proposer may have been made anew for others meanwhile, or be gone
+            request.draft = self.proposers.known(request.draft, {other.draft for other in self.requests.values()})
+        self.requests[request.id] = request
+        self.scheduler.waiting.append(request)
+
     def remember(self, tenant: str, tokens: Sequence[int]) -> None:
         """A text of a tenant that was written elsewhere, with the same model: proposers may copy from it. Raises
         RequestError for tokens that the model has not got."""

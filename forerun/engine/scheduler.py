@@ -97,13 +97,22 @@ class Scheduler:
         else:
             self._release(request, finished=request.error is None)
 
+    def withdraw(self, request: Request) -> None:
+        """Take a request out that has not ended: put back among the waiting ones, it reads its tokens again and goes on
+        as after a preemption."""
+        if request.slot == WAITING:
+            self.waiting.remove(request)
+        else:
+            self._release(request, finished=False)
+
     def _release(self, request: Request, finished: bool) -> None:
         if request.draft in self.proposers:
             if request.dropped and finished:
                 with blaming(request):
                     take_up(request, self.proposers[request.draft])  # it may remember the text for others
             if not request.dropped:
-                self.proposers[request.draft].close(request.slot, request.tokens if finished else None)
+                with blaming(request):  # whatever a drafter does here, the slot is given back
+                    self.proposers[request.draft].close(request.slot, request.tokens if finished else None)
         self.cache.close(request.slot)
         self.slots.append(request.slot)
         self.running.remove(request)

@@ -37,6 +37,8 @@ class Survival:
         self.yes, self.seen = (counts(found) for found in state)
         if not len(self.yes) == len(self.seen) == 2 * SIXTEENTHS:
             raise ValueError("there are other parts of a probability")
+        if any(yes > seen for yes, seen in zip(self.yes, self.seen, strict=True)):
+            raise ValueError("more came true than was seen")
         for sixteenth in range(2 * SIXTEENTHS):
             self._say(sixteenth)
 

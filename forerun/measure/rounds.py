@@ -210,6 +210,15 @@ class Rounds:
             cost_per_million=cost_per_million(price, overall(speeds)) if price else None,
         )  # fmt: skip
 
+    def speed(self, arm: Arm) -> float:
+        """Tokens a second of one arm over all rounds."""
+        return overall(self._speeds(arm))
+
+    def ratio(self, arm: Arm, base: Arm) -> tuple[float, tuple[float, float] | None]:
+        """The speed of one arm over that of another, with its 95 % interval; None of fewer than two rounds."""
+        speeds, others = self._speeds(arm), self._speeds(base)
+        return overall(speeds) / overall(others), ratio_interval(speeds, others)
+
     def _speeds(self, arm: Arm) -> np.ndarray:
         """Tokens a second by batch and round. [batches, repeats]"""
         return np.array([[run.speed for run in batch] for batch in self.runs[arm]])

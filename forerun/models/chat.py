@@ -225,5 +225,5 @@ def plain_layout(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[
         lines += [json.dumps(tool.get("function", tool)) for tool in tools]
     for message in messages:
         calls = [f"<tool_call>{json.dumps(c['function'])}</tool_call>" for c in message.get("tool_calls", ())]
-        lines.append(f"{message['role']}: {message['content']}{''.join(calls)}")
+        lines.append(f"{message['role']}: {message['content'] or ''}{''.join(calls)}")
     return "\n".join([*lines, "assistant:"])

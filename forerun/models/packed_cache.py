@@ -72,9 +72,24 @@ class PackedCache:
     def __init__(self, path: Path | None) -> None:
         """`path` is that of the file, there or not; None keeps nothing."""
         self.path = path
-        self.index = {} if path is None else _read_index(path)
+        self._told = False
+        self.index = self._read() if path is not None and path.is_file() else {}
         self.matrices: dict[str, tuple[str, tuple[int, ...], tuple[Array, ...]]] = {}
         self.complete = True  # nothing was packed that the file does not hold
+
+    def _read(self) -> dict[str, Kept]:
+        assert self.path is not None
+        try:
+            return _read_index(self.path)
+        except Broken:
+            self.tell_broken()
+            return {}
+
+    def tell_broken(self) -> None:
+        """Say once that the file is not whole; it is written anew."""
+        if not self._told:
+            self._told = True
+            print(f"note: {self.path} is damaged and ignored: the weights are packed anew", file=sys.stderr)
 
     def find(self, name: str, shape: tuple[int, ...]) -> Kept | None:
         """The matrix in the file, if it is there in this shape."""
@@ -150,23 +165,23 @@ def _files(directory: Path) -> list[Path]:
 
 
 def _read_index(path: Path) -> dict[str, Kept]:
-    """What the file holds; nothing if it is not there or not whole."""
+    """What the file holds. Raises Broken."""
     try:
         with path.open("rb") as file:
             end = file.seek(-TRAILER.size, os.SEEK_END)
             start, length, checksum, magic = TRAILER.unpack(file.read(TRAILER.size))
             if magic != MAGIC or start + length != end:
-                return {}
+                raise Broken
             file.seek(start)
             content = file.read(length)
         if zlib.crc32(content) != checksum:
-            return {}
+            raise Broken
         own, entries = json.loads(content)
         if own != path.stem:
-            return {}
+            raise Broken
         return {name: _entry(path, *entry) for name, entry in entries.items()}
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
-        return {}
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError, MemoryError):
+        raise Broken from None
 
 
 def _entry(path: Path, form: object, shape: list[int], parts: list[tuple[int, int, int]]) -> Kept:

@@ -10,7 +10,7 @@ from typing import Any
 
 import tokenizers
 
-from forerun.errors import BusyError, LoadError, RequestError, one_line
+from forerun.errors import BusyError, LoadError, RequestError, brief, one_line
 from forerun.models.chat import SANDBOX, ChatTemplate, directory_template, plain_layout
 from forerun.models.files import read_object
 from forerun.models.gguf.container import open_gguf
@@ -181,7 +181,9 @@ class Tokenizer:
         """
         for message in messages:
             if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
-                raise RequestError(f"a chat message needs a role and a content, not {message!r}")
+                raise RequestError(f"a chat message needs a role and a content, not {brief(message)}")
+            if not isinstance(message["content"], str | list | tuple | None):
+                raise RequestError(f"the content of a chat message is a text, not {brief(message['content'])}")
         if self._template is None:
             return self.encode(plain_layout(messages, tools))
         try:

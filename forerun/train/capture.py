@@ -25,7 +25,7 @@ from forerun.llm import LLM
 from forerun.load import load_tokenizer, pick_device
 from forerun.models.config import load_config
 from forerun.models.decoder import default_context, longest_context
-from forerun.models.hub import find_model
+from forerun.models.hub import DEFAULT, find_model
 from forerun.models.text import Tokenizer
 from forerun.models.weights import Source, load_weights
 from forerun.runner import Runner
@@ -40,6 +40,7 @@ PAGE = 16
 AT_ONCE = 16  # texts continued together
 ROOM = 384  # tokens of the longer prompts of tasks, beside a text that is learnt from
 LOGITS = 1 << 25  # most logits of one pass
+CACHED = "models--"  # what directories of the Hub's cache begin with
 BEGINNINGS = 64  # of texts that are remembered: prompts have them in common
 
 
@@ -99,6 +100,18 @@ class Target:
         self.vocab = self.llm.decoder.config.vocab
         self.recorder = self.llm.engine.proposers[RECORDED] = Recorder()
         self._beginning = functools.lru_cache(BEGINNINGS)(self._read)
+
+    @property
+    def recorded(self) -> str:
+        """Its name as drafters record it, by which it is found from anywhere: as it was given, or a whole path, but the
+        Hub id of what lies in the Hub's cache."""
+        given = self.name or DEFAULT
+        path = Path(given).expanduser()
+        if self.name is None or not path.exists():
+            return given
+        path = path.absolute()
+        cached = next((part for part in path.parts if part.startswith(CACHED)), None)
+        return cached.removeprefix(CACHED).replace("--", "/", 1) if cached else str(path)
 
     @property
     def tokenizer(self) -> Tokenizer:

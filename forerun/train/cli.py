@@ -84,7 +84,9 @@ def train(
 
     Without --data the model writes the questions too.
 
-    Ctrl-C writes a checkpoint beside --out; --resume goes on from it to the same result.
+    Ctrl-C writes a checkpoint beside --out; --resume goes on from it, or from the last one of a run that was killed, to
+    the same weights as a run without a break. With --max-minutes the clock decides how many steps there are and when
+    the learning rate falls, so that no two runs have the same weights, nor has one that goes on.
     """
     chosen = {name: value for group in options.values() for name, value in group.items()}
     said = {"target": target, "recipe": recipe, "data": data, "save_data": save_data}
@@ -111,6 +113,8 @@ def train(
         options_of(recipe or recipes_with(chosen)[0], chosen)
     from forerun.train import run
     from forerun.train.checkpoint import checkpoint_path
+    from forerun.train.report import advice
+    from forerun.train.speed import PLACE
 
     try:
         with progress(as_json, measuring=True) as tell:
@@ -128,9 +132,13 @@ def train(
     first, best = report.record.evaluations[0], report.record.best or report.record.evaluations[0]
     print(
         f"{out}: {report.parameters / 1e6:.1f}M parameters after {best.step} of {report.record.step} steps; accepted"
-        f" length {best.accepted_length:.2f}, {first.accepted_length:.2f} before\n"
-        f"next: forerun generate ... {f'--model {target} ' if target else ''}--draft {report.draft}:{out}"
+        f" length {best.accepted_length:.2f}, {first.accepted_length:.2f} before"
     )
+    print(advice(report.findings, str(out), report))
+    comparison = report.findings.speed and report.findings.speed.comparison
+    if comparison and comparison.better:
+        draft, named = comparison.draft.replace(PLACE, str(out)), report.facts.target
+        print(f"next: forerun generate ... {f'--model {named} ' if named else ''}--draft {draft}")
 
 
 def _make_table(target: str | None, data: Sequence[str], training: Training, out: Path, as_json: bool) -> None:
@@ -178,10 +186,14 @@ def _evaluate(drafter: str, given: dict[str, Any], as_json: bool, trains: bool) 
 
     with progress(as_json, measuring=True) as tell:
         findings = measure(given.get("target"), drafter, tuple(given.get("data", ())), training, tell)
+    from forerun.train.report import advice
+
+    said = advice(findings, drafter)
     if as_json:
-        print_json({"drafter": drafter, **findings.as_dict()})
-    else:
-        _print(findings)
+        print_json({"drafter": drafter, **findings.as_dict(), "advice": said})
+        return
+    _print(findings)
+    print(said)
 
 
 def _print(findings: Findings) -> None:
@@ -215,16 +227,16 @@ def _print_lengths(measured: Sequence[Measured]) -> None:
 def _print_speed(speed: Speed) -> None:
     """Each way to decode beside plain decoding."""
     print_table(
-        ("depth", "tokens/s", "times plain (95 %)", "accepted length", "text"),
+        ("", "tokens/s", "times plain (95 %)", "accepted length", "text"),
         [
             (
-                str(pace.depth or "plain"), f"{pace.tokens_per_second:.1f}", pace.ratio, f"{pace.accepted_length:.2f}",
+                pace.label, f"{pace.tokens_per_second:.1f}", pace.ratio, f"{pace.accepted_length:.2f}",
                 "same" if pace.same else "DIFFERENT",
             )
             for pace in speed.paces
         ],
     )  # fmt: skip
     print(
-        f"held-out texts, {speed.tokens} tokens behind each of {speed.prompts} prompts, temperature 0; medians of"
+        f"{speed.task} texts, {speed.tokens} tokens behind each of {speed.prompts} prompts, temperature 0; medians of"
         f" {speed.rounds} round{'s' * (speed.rounds > 1)}; the best fixed depth is {speed.best_depth}"
     )

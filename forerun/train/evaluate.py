@@ -29,6 +29,7 @@ from forerun.train.deadline import Deadline, TimeIsOver
 from forerun.train.lengths import Stretch, accepted_length, from_any
 from forerun.train.recipes import Recipe
 from forerun.train.settings import Training, depths_up_to
+from forerun.train.speed import OTHER_WAYS
 from forerun.train.stream import seed_of
 from forerun.train.tasks import Opening, Prompts, held_out_prompts
 
@@ -122,7 +123,7 @@ class Judge:
     def parts(self) -> int:
         """How many evaluations take about as long as all that comes behind the last step: one, the figures, and the
         speed, where each way to decode takes about as long for its few texts, one at a time, as for many together."""
-        ways = 2 + len(depths_up_to(self.settings.depth))
+        ways = OTHER_WAYS + len(depths_up_to(self.settings.depth))
         return 1 + FIGURE * len(self.cases) + ways * self.settings.speed_rounds
 
     @cached_property

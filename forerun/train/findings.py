@@ -16,7 +16,8 @@ from torch import nn
 from forerun.progress import Tell, nothing
 from forerun.train.deadline import Deadline
 from forerun.train.evaluate import Case, Judge, Measured
-from forerun.train.speed import Speed, measure_speed
+from forerun.train.speed import MOST_PROMPTS, Speed, measure_speed
+from forerun.train.tasks import Prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,7 @@ class Findings:
     Attributes:
         measured: by task, temperature and depth; held-out texts first.
         left_out: {task: prompts that were too long}, of tasks that have any.
-        speed: None where there are no held-out texts, or where it was not wanted.
+        speed: on held-out texts, or on the tasks where there are none; None where it was not wanted.
         no_time: what the time did not suffice for, in words.
     """
 
@@ -45,7 +46,7 @@ def find(
 ) -> Findings:
     """Measure what is in `directory`, as much as there is time for; `module` is what should be there. `expected` are
     the seconds that the first figure may take."""
-    cases, rounds = judge.cases, judge.settings.speed_rounds if judge.held_out is not None else 0
+    cases, rounds = judge.cases, judge.settings.speed_rounds
     order = sorted(cases, key=lambda case: case.depth != judge.settings.depth)
     figures = _Paced(judge.measure(module, directory, order, tell, deadline), deadline, expected)
     measured = figures.take(sum(case.prompts is judge.held_out for case in order[:2]))
@@ -86,13 +87,19 @@ class _Paced:
 
 def _speed(judge: Judge, directory: Path, deadline: Deadline, tell: Tell) -> Speed | None:
     """None where the time is too short for a round. Those behind the first leave half of the time to the tasks."""
-    assert judge.held_out is not None
     half = deadline.left / 2
+    prompts = judge.held_out or _of_each(judge.sets)
 
     def fits(seconds: float, done: int) -> bool:
         return deadline.has(seconds + (half if done else 0.0))
 
-    return measure_speed(judge.target, judge.recipe, directory, judge.held_out, judge.settings, tell, fits)
+    return measure_speed(judge.target, judge.recipe, directory, prompts, judge.settings, tell, fits)
+
+
+def _of_each(sets: Sequence[Prompts]) -> Prompts:
+    """The first prompt of each task, of as many tasks as the speed is measured on."""
+    firsts = [prompts.openings[0] for prompts in sets if prompts.openings]
+    return Prompts("tasks", tuple(firsts[:MOST_PROMPTS]), 0)
 
 
 def _missing(cases: Sequence[Case], found: Mapping[Case, Measured]) -> Iterator[str]:

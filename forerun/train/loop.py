@@ -68,6 +68,10 @@ class Record:
         best = self.best
         return 0 if best is None else len(self.evaluations) - 1 - self.evaluations.index(best)
 
+    def gave_up(self, patience: int) -> bool:
+        """Whether so many evaluations were no better than the best; 0 never gives up."""
+        return bool(patience) and self.without_better() >= patience
+
 
 class Trainer:
     """A run of one recipe. `best` are the weights that were evaluated best."""
@@ -217,8 +221,8 @@ class Trainer:
         return max(self.record.step / self.settings.steps, min(share, 1.0))
 
     def _done(self) -> bool:
-        no_better = self.settings.patience and self.record.without_better() >= self.settings.patience
-        return bool(self.record.step >= self.settings.steps or self.deadline.seconds >= self._until() or no_better)
+        over = self.record.step >= self.settings.steps or self.deadline.seconds >= self._until()
+        return over or self.record.gave_up(self.settings.patience)
 
     def _due(self, every: int) -> bool:
         """Whether the steps done are a multiple of `every`; of 0 only none at all is."""

@@ -19,7 +19,7 @@ from forerun.train.evaluate import Evaluation, Measured
 from forerun.train.findings import Findings
 from forerun.train.loop import Record
 from forerun.train.settings import Training, depths_up_to
-from forerun.train.speed import Speed
+from forerun.train.speed import PLACE, Speed
 
 # Settings that change what is measured of a drafter that is there.
 MEASURING = (
@@ -42,6 +42,8 @@ class Facts:
         documents: trained on, and held out.
         digest: a hash of all documents.
         kept: whether all of them are in `data`.
+        made_for: the target by a name that is found from anywhere, for whoever looks for it later.
+        license: of the target, as the Hub writes it; "" where it does not say.
     """
 
     target: str | None
@@ -52,6 +54,15 @@ class Facts:
     documents: tuple[int, int]
     digest: str
     kept: bool = True
+    made_for: str = ""
+    license: str = ""
+
+    def metadata(self, draft: str) -> dict[str, Any]:
+        """What stands above the card, as the Hub reads it: `forerun drafters` finds the target there. `draft` is what
+        --draft calls the drafter."""
+        said: dict[str, Any] = {"base_model": self.made_for or self.target or DEFAULT, "library_name": "forerun"}
+        said |= {"license": self.license} if self.license else {}
+        return said | {"tags": ["speculative-decoding", "draft-model", "forerun", draft]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,19 +95,26 @@ class Report:
             "evaluations": [asdict(evaluation) for evaluation in self.record.evaluations],
             "best": None if best is None else asdict(best),
             **self.findings.as_dict(),
+            "advice": advice(self.findings, PLACE, self),
         }
 
 
 def card(report: Report) -> str:
     """The text of the card."""
+    import yaml
+
     facts, best, first = report.facts, report.record.best, report.record.evaluations[0]
     settings = facts.settings
     lines = [
+        f"---\n{yaml.safe_dump(facts.metadata(report.draft), sort_keys=False, allow_unicode=True)}---",
+        "",
         f"# Drafter for {facts.target or DEFAULT}",
         "",
         f"{report.parameters:,} parameters, made by `forerun train --recipe {facts.recipe['name']}` (forerun"
-        f" {__version__}). Use it with `forerun generate --draft {report.draft}:DIRECTORY`: it changes how soon the"
-        " target's tokens come, never which.",
+        f" {__version__}), for `forerun generate --draft {report.draft}:DIRECTORY`: it changes how soon the target's"
+        " tokens come, never which.",
+        "",
+        advice(report.findings, PLACE, report),
         "",
         f"What follows was measured by `{command(facts)}`{'' if facts.kept else UNKEPT}.",
         "",
@@ -138,12 +156,51 @@ def card(report: Report) -> str:
     return "\n".join(lines) + "\n"
 
 
-def command(facts: Facts) -> str:
-    """What measures the same again, with DIRECTORY for the drafter's."""
-    words = ["forerun", "train", "--eval", "DIRECTORY", *(["--target", facts.target] if facts.target else [])]
+def advice(findings: Findings, place: str, report: Report | None = None) -> str:
+    """Whether to use a drafter that is at `place`, by what was measured of it beside what auto takes already; and what
+    would help if not, as far as the run that made it says so."""
+    again = f"forerun train --eval {place}" if report is None else command(report.facts, place)
+    if findings.speed is None:
+        return (
+            "It was not compared with what --draft auto takes already, so nothing says that it is worth using. To"
+            f" compare them: {again}"
+        )
+    found = findings.speed.comparison
+    if found is None:
+        return "It is what --draft auto takes already."
+    draft, seen = found.draft.replace(PLACE, place), f"{found.ratio} times the speed of {found.default}"
+    seen += f", which --draft auto takes already, and {found.times_plain:.2f} times that of plain decoding"
+    if found.better:
+        return f"Use it: --draft {draft} has {seen}."
+    if not found.worse:
+        return (
+            f"Whether to use it is open: --draft {draft} has {seen}. Until more rounds tell, leave --draft as it is:"
+            f" {again} --speed-rounds 20"
+        )
+    return f"Do not use it as it is: --draft {draft} has {seen}. {_help(report)}"
+
+
+def _help(report: Report | None) -> str:
+    """What may make a better drafter."""
+    if report is None:
+        return "More training may help: more minutes, more texts."
+    settings, steps = report.facts.settings, report.record.step
+    if settings.max_minutes and steps < settings.steps and not report.record.gave_up(settings.patience):
+        return (
+            f"It has learnt for {steps} steps, as many as {settings.max_minutes:g} minutes had time for: give it more"
+            " --max-minutes, or a machine that does nothing else."
+        )
+    return f"It has learnt for {steps} steps: more texts may help (--data, --write), and more --steps."
+
+
+def command(facts: Facts, place: str = PLACE) -> str:
+    """What measures the same again of the drafter at a place, with its speed."""
+    words = ["forerun", "train", "--eval", place, *(["--target", facts.target] if facts.target else [])]
     words += [word for path in facts.data for word in ("--data", path)]
     given, default = asdict(facts.settings), asdict(Training())
-    differing = [name for name in MEASURING if given[name] != default[name]]
+    if not facts.data and given["tasks"] == "none":
+        given["tasks"] = default["tasks"]  # there is nothing else to measure on
+    differing = [name for name in MEASURING if given[name] != default[name] and (given[name] or name != "speed_rounds")]
     return shlex.join([*words, *(f"--{name.replace('_', '-')}={given[name]}" for name in differing)])
 
 
@@ -176,14 +233,14 @@ def speed_table(speed: Speed) -> list[str]:
         "",
         "## Speed",
         "",
-        f"Plain decoding and every depth in turn, on {speed.prompts} held-out prompts one at a time, {speed.tokens}"
-        f" tokens behind each at temperature 0, reading prompts not counted: medians of {speed.rounds} rounds. The best"
-        f" fixed depth is {speed.best_depth}. Measured on: {where}.",
+        f"Plain decoding, what `auto` takes already, and this drafter in turn, on {speed.prompts} {speed.task} prompts,"
+        f" one at a time, {speed.tokens} tokens behind each at temperature 0, reading prompts not counted: medians of"
+        f" {speed.rounds} rounds. The best fixed depth is {speed.best_depth}. Measured on: {where}.",
         "",
         "| | tokens/s | times plain (95 %) | accepted length | text |",
         "|---|---|---|---|---|",
         *(
-            f"| {f'depth {pace.depth}' if pace.depth else 'plain decoding'} | {pace.tokens_per_second:.1f} |"
+            f"| {pace.label} | {pace.tokens_per_second:.1f} |"
             f" {pace.ratio} | {pace.accepted_length:.2f} |"
             f" {'same' if pace.same else 'DIFFERENT'} |"
             for pace in speed.paces

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from forerun.catalogue.facts import license_of
 from forerun.draft.registry import kind_of
 from forerun.drafts import LOADED, parse_draft
 from forerun.errors import ConfigError
@@ -37,6 +38,7 @@ from forerun.train.synthesis import Written, check_place, write
 from forerun.train.tasks import chosen_tasks, reach_of, task_prompts
 from forerun.whole import write_whole
 
+CLOCK = ": with --max-minutes the clock decides, so the weights will not be those of a run without a break"
 MAY_DIFFER = ("max_minutes", "tasks", "speed_rounds")  # between a run and its continuation
 
 
@@ -215,7 +217,7 @@ class _Run:
             if state["identity"]["digest"] != self.digest:
                 raise ConfigError("the data have changed since the run began: bring them back, or begin anew")
             trainer.resume(state)
-            self.tell.note(f"going on after step {trainer.record.step}")
+            self.tell.note(f"going on after step {trainer.record.step}{CLOCK if plan.training.max_minutes else ''}")
         record = trainer.run()
         facts = Facts(
             plan.target,
@@ -226,6 +228,8 @@ class _Run:
             (len(self.split[0]), len(self.split[1])),
             self.digest,
             kept=self.written is None or plan.save_data is not None,
+            made_for=self.target.recorded,
+            license=license_of(self.target.path),
         )
         report = export(self.out, self.module, self.judge, facts, record, deadline, self.tell)
         self.path.unlink(missing_ok=True)

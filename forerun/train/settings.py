@@ -46,7 +46,7 @@ class Training:
         patience: evaluations without a better accepted length before training stops; 0 never stops early.
         checkpoint_every: steps between checkpoints; 0 writes them at Ctrl-C and at the end only.
         max_minutes: most of the whole run, loading and measuring included; the learning rate has fallen when training
-            ends. 0 sets no limit.
+            ends, so the weights depend on the clock. 0 sets no limit, and the weights follow from the seed.
         top: likeliest tokens of the target's law that are learnt from, beside what is left for all others; of a
             vocabulary of up to 8192 tokens the whole law is taken.
         dtype: float32, bfloat16 (weights stay in float32), or auto: bfloat16 where the processor computes in it.

@@ -100,6 +100,9 @@ def test_rows_of_other_types_are_left_out(folder: Path) -> None:
     with sqlite3.connect(folder / FILE) as db:
         db.execute("INSERT INTO measurements (target, drafter, category) VALUES ('t', x'00', 5)")
         db.execute("UPDATE measurements SET accepted_length = 'much' WHERE drafter = 'no'")
+        whole = "('t', ?, 'eagle3', 'code', ?, ?, 'auto', 0.0, '', 9, 1.0)"
+        for i, figures in enumerate([(-2.0, None), (2.0, -1.0), (float("inf"), None), (float("nan"), 1.0), (0, None)]):
+            db.execute(f"INSERT INTO measurements VALUES {whole}", (f"wrong {i}", *figures))
     db.close()
     assert [m.drafter for m in recall("t")] == ["d"]
 
@@ -114,6 +117,16 @@ def test_what_cannot_be_kept_is_one_line(
     monkeypatch.setenv("FORERUN_CACHE", "off")
     remember("t", "d", "eagle3", "code", 2.0)
     assert memory.place() is None and recall() == [] and not capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["directory", "pipe"])
+def test_something_else_in_its_place_is_one_line(kind: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder.mkdir()
+    (os.mkfifo if kind == "pipe" else os.mkdir)(folder / FILE)
+    assert recall("t") == []
+    assert capsys.readouterr().err.count("\n") == 1
+    remember("t", "d", "eagle3", "code", 2.0)
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_a_newer_file_is_left_alone(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

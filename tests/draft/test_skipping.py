@@ -122,9 +122,20 @@ def test_what_was_found_is_remembered(
     (path,) = (tmp_path / "layers").iterdir()
     kept = Kept(**json.loads(path.read_text()))
     assert path.stat().st_size < 300
-    for broken in ("", "{}", '{"layers": [99], "agrees": 1, "depth": 1, "times": 1}', '{"layers": [1, 0]}'):
+    whole = {"layers": list(kept.layers), "agrees": 1, "depth": 2, "times": 1.5}
+    wrong = [
+        {"agrees": float("nan")}, {"agrees": -1}, {"times": float("inf")}, {"times": 0}, {"depth": float("inf")},
+        {"layers": 5}, {"layers": [[0]]}, {"layers": ["0"]}, {"agrees": None}, {"agrees": 10**400},
+    ]  # fmt: skip
+    for broken in (
+        "", "{}", '{"layers": [99], "agrees": 1, "depth": 1, "times": 1}', '{"layers": [1, 0]}', "null", "[" * 100_000,
+        *(json.dumps(whole | change) for change in wrong),
+    ):  # fmt: skip
         path.write_text(broken)
+        capsys.readouterr()
         assert skips.recall(llm.engine.target, tiny.family("llama")) is None
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1 and "is damaged and ignored" in said
     path.write_text(json.dumps({"layers": list(kept.layers), "agrees": 1, "depth": 2, "times": 1.5}))
     assert skips.recall(llm.engine.target, tiny.family("llama")) == Kept(tuple(kept.layers), 1.0, 2, 1.5)
 

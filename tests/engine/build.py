@@ -180,6 +180,13 @@ def finish(engine: Engine) -> None:
     check_idle(engine)
 
 
+def finish_all(engine: Engine) -> None:
+    """Run to the end, though some requests may fail."""
+    while engine.busy:
+        engine.step()
+    check_idle(engine)
+
+
 def check_idle(engine: Engine) -> None:
     """Every page and slot is back, in the target's pool and in the drafters'."""
     parts = [part for p in engine.proposers.values() for part in (p.parts if isinstance(p, Either) else (p,))]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 
@@ -16,7 +18,7 @@ from forerun.engine.request import Request
 from forerun.engine.stats import NO_ROOM
 from forerun.errors import ForerunError
 from forerun.runner import Runner
-from forerun.types import Draft
+from forerun.types import Draft, Law
 from tests import tiny
 from tests.engine import build
 
@@ -96,6 +98,105 @@ def test_a_draft_that_was_not_asked_for_is_refused(parents: list[int], token: in
     engine.add(build.prompts()[1], build.params(1, 0.8, 30), draft="both", depth=2)
     with pytest.raises(ForerunError, match=says):
         build.finish(engine)
+
+
+class Faulty(Proposer):
+    """Gives what a function of its rows says."""
+
+    name = "faulty"
+
+    def __init__(self, give: Callable[[Sequence[Row]], Any]) -> None:
+        self.give = give
+
+    def propose(self, rows: Sequence[Row]) -> Any:
+        return self.give(rows)
+
+
+def chain(row: Row) -> Draft:
+    return Draft.chain(row.tokens[-1], [3], "faulty")
+
+
+def changed(**fields: Any) -> Callable[[Sequence[Row]], Any]:
+    """Chains of one token with other fields."""
+
+    def give(rows: Sequence[Row]) -> list[Draft]:
+        drafts = [chain(row) for row in rows]
+        for draft, (name, value) in itertools.product(drafts, fields.items()):
+            setattr(draft, name, value)
+        return drafts
+
+    return give
+
+
+FAULTS: dict[str, tuple[Callable[[Sequence[Row]], Any], str]] = {
+    "none": (lambda rows: None, "gave None"),
+    "too few": (lambda rows: [], "asked for a list of 1 drafts and gave 0 drafts"),
+    "too many": (lambda rows: [chain(row) for row in rows] * 2, "gave 2 drafts"),
+    "a generator": (lambda rows: (chain(row) for row in rows), "gave <generator"),
+    "one draft": (lambda rows: chain(rows[0]), "gave Draft"),
+    "nones": (lambda rows: [None] * len(rows), "gave None, which is no Draft"),
+    "tokens": (lambda rows: [[1, 2]] * len(rows), "which is no Draft"),
+    "no root": (changed(tokens=[], parents=[], sources=[], laws=[]), "needs a root"),
+    "another root": (changed(tokens=[63, 3]), "its root is row.tokens"),
+    "lists of several lengths": (changed(sources=[]), "2 tokens, 2 parents, 0 sources, 2 laws"),
+    "text": (changed(tokens="no"), "begins with token n"),
+    "words": (lambda rows: [Draft.chain(row.tokens[-1], ["x"], "") for row in rows], "no Draft"),
+    "no list": (changed(parents=None), "no Draft"),
+    "a parent behind its child": (changed(parents=[-1, 1]), "parents come before"),
+    "a negative parent": (changed(parents=[-1, -1]), "parents come before"),
+    "sampled tokens": (changed(laws=[Law.GIVEN, Law.SAMPLED]), "row.coupled"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("rule", ["match", "token"])
+def test_what_is_no_draft_is_one_clear_line(rule: str, name: str) -> None:
+    """It ends the requests that it was for; others, in the same steps, go on."""
+    give, says = FAULTS[name]
+    if rule == "token" and name == "sampled tokens":
+        says = "not the laws"
+    runner = Runner(tiny.decoder(tiny.family("llama")), tokens=512, page=4, slots=4)
+    engine = Engine(runner, {"faulty": Faulty(give)}, rule=rule)
+    bad = engine.add(build.prompts()[1], build.params(1, 0.8, 30), draft="faulty", depth=2)
+    good = engine.add(build.prompts()[2], build.params(2, 0.8, 8))
+    build.finish_all(engine)
+    assert isinstance(bad.error, ForerunError) and good.error is None and good.finish_reason == "length"
+    assert says in str(bad.error) and "'faulty'" in str(bad.error) and "\n" not in str(bad.error)
+
+
+def test_a_tree_under_a_rule_of_chains_is_refused() -> None:
+    runner = Runner(tiny.decoder(tiny.family("llama")), tokens=512, page=4, slots=4)
+    wide = Wrong([0, 0], 1)
+    wide.width = 2
+    engine = Engine(runner, {"wrong": wide}, rule="block")
+    engine.add(build.prompts()[1], build.params(1, 0.8, 30), draft="wrong", depth=2)
+    with pytest.raises(ForerunError, match=r"look at row\.branching"):
+        build.finish(engine)
+
+
+def test_a_drafter_that_fails_when_a_slot_is_closed_harms_nobody() -> None:
+    """The slot is given back: `open` failed for want of a parameter, so that `close` found nothing to delete."""
+
+    class Forgetful(Proposer):
+        name = "forgetful"
+
+        def __init__(self) -> None:
+            self.slots: dict[int, int] = {}
+
+        def open(self, slot: int, tokens: Sequence[int], references: Sequence[Any] = ()) -> None:  # type: ignore[override]
+            self.slots[slot] = 0
+
+        def close(self, slot: int, finished: Sequence[int] | None = None) -> None:
+            del self.slots[slot]
+
+    runner = Runner(tiny.decoder(tiny.family("llama")), tokens=512, page=4, slots=4)
+    engine = Engine(runner, {"forgetful": Forgetful()})
+    bad = engine.add(build.prompts()[1], build.params(1, 0.8, 30), draft="forgetful", depth=2)
+    good = engine.add(build.prompts()[2], build.params(2, 0.8, 8))
+    build.finish_all(engine)
+    assert isinstance(bad.error.__cause__, TypeError) and good.error is None and good.finish_reason == "length"
+    assert len(engine.scheduler.slots) == 4
+    build.check_idle(engine)
 
 
 def test_a_cascade_of_cascades_is_flat() -> None:

@@ -150,29 +150,32 @@ def test_where_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 # ---------------------------------------------------------------- files that are not whole
 
 
-def heals(folder: Path, model: Path, expected: NativeDecoder, whole: bytes) -> None:
-    """The model loads right, and the file is whole again."""
+def heals(folder: Path, model: Path, expected: NativeDecoder, whole: bytes, capsys: pytest.CaptureFixture[str]) -> None:
+    """The model loads right with one line, and the file is whole again."""
     file = only(folder)
+    capsys.readouterr()
     same(load(model), expected)
+    said = capsys.readouterr().err
     assert only(folder) == file and file.read_bytes() == whole
+    assert said.count("\n") == 1 and f"{file} is damaged and ignored" in said
 
 
-def test_truncated_corrupt_and_foreign_files(folder: Path, model: Path) -> None:
+def test_truncated_corrupt_and_foreign_files(folder: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     expected = load(model)
     file = only(folder)
     whole = file.read_bytes()
     for length in (0, 1, 20, len(whole) // 2, len(whole) - 36, len(whole) - 1):
         file.write_bytes(whole[:length])
-        heals(folder, model, expected, whole)
+        heals(folder, model, expected, whole, capsys)
     for at in [*range(0, len(whole), len(whole) // 40), *range(len(whole) - 60, len(whole), 7)]:
         file.write_bytes(whole[:at] + bytes([whole[at] ^ 64]) + whole[at + 1 :])
-        heals(folder, model, expected, whole)
+        heals(folder, model, expected, whole, capsys)
     for content in (whole + b"x", b"\0" * len(whole), b"{}", whole[: len(whole) // 2] * 2):
         file.write_bytes(content)
-        heals(folder, model, expected, whole)
+        heals(folder, model, expected, whole, capsys)
 
 
-def test_the_file_of_another_model(folder: Path, model: Path, tmp_path: Path) -> None:
+def test_the_file_of_another_model(folder: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A sound file, of the same shapes, under the wrong name."""
     expected = load(model)
     file = only(folder)
@@ -181,7 +184,7 @@ def test_the_file_of_another_model(folder: Path, model: Path, tmp_path: Path) ->
     (other,) = [path for path in folder.iterdir() if path != file]
     os.replace(other, file)
     assert file.read_bytes() != whole
-    heals(folder, model, expected, whole)
+    heals(folder, model, expected, whole, capsys)
 
 
 def test_a_directory_in_its_place(folder: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -191,6 +194,15 @@ def test_a_directory_in_its_place(folder: Path, model: Path, capsys: pytest.Capt
     (file / "x").mkdir(parents=True)
     same(load(model), expected)
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_pipe_in_its_place_is_not_waited_for(folder: Path, model: Path) -> None:
+    expected = load(model)
+    file = only(folder)
+    file.unlink()
+    os.mkfifo(file)
+    same(load(model), expected)
+    assert only(folder) == file and file.is_file()
 
 
 # ---------------------------------------------------------------- places that cannot be written

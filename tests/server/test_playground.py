@@ -575,8 +575,9 @@ def test_ready_prompts_say_what_to_expect(open_page, sampling: dict[str, float],
     server = FakeServer(info=CHAT | {"sampling": sampling})
     page = open_page(server.url)
     buttons = page.locator("#ready button")
-    expect(buttons.first).to_contain_text("speculates well")
-    expect(buttons.last).to_contain_text("hardly speculates")
+    expect(buttons.first).to_contain_text("most of the answer is in the prompt")
+    expect(buttons.last).to_contain_text("nothing of the answer is in the prompt")
+    assert "speculate" not in page.locator("#ready").inner_text(), "that is measured, not known before"
     buttons.first.click()
     assert "def total_price" in page.input_value("#prompt")
     assert page.input_value("[name=temperature]") == temperature
@@ -586,6 +587,25 @@ def test_ready_prompts_say_what_to_expect(open_page, sampling: dict[str, float],
     buttons.last.click()
     assert page.input_value("[name=temperature]") == ""
     server.close()
+
+
+def test_a_ready_prompt_says_what_it_was_measured_to_give(open_page, page_url) -> None:
+    """It said "hardly speculates" whatever was drafted. Others, and runs without speculation, change nothing."""
+    page = open_page(page_url)
+    page.locator("#run:enabled").wait_for()
+    labels = page.locator("#ready small")
+    before = labels.all_inner_texts()
+    page.locator("#ready button").last.click()
+    run(page, draft="off", max_tokens=8)
+    assert labels.all_inner_texts() == before
+    page.locator("#ready button").last.click()
+    run(page, draft="suffix", max_tokens=40, depth="2", temperature=0, beside=False)
+    said = re.fullmatch(r"last run: (\d+\.\d\d) tokens a pass, (\d+) of (\d+) passes drafted", labels.last.inner_text())
+    assert said and int(said[2]) <= int(said[3]) <= 40 and float(said[1]) >= 1
+    assert f"in {said[3]} passes" in page.locator("#status").inner_text()
+    assert labels.all_inner_texts()[:-1] == before[:-1]
+    run(page, "something else", max_tokens=8)
+    assert labels.last.inner_text() == said[0]
 
 
 def test_a_wrong_field_out_of_sight_comes_into_sight(open_page, fake) -> None:

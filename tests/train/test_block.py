@@ -232,7 +232,7 @@ def test_the_verb(
         "--confidence", "0.5", "--out", str(out),
     )  # fmt: skip
     assert code == 0, err
-    assert f"--draft block:{out}" in text
+    assert f"--eval {out}" in text
     report = json.loads((out / "training.json").read_text())
     assert report["recipe"] | {"name": "block", "block_size": 3, "decay": 0.7, "confidence": 0.5} == report["recipe"]
     code, text, err = run(monkeypatch, capsys, *basics, "--eval", str(out), "--json")

@@ -8,15 +8,19 @@ import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers
 from safetensors import SafetensorError
 
-from forerun import LLM, SamplingParams
+from forerun import LLM, ConfigError, SamplingParams
+from forerun.catalogue.facts import facts_at, facts_of
+from forerun.catalogue.push import pack
 from forerun.draft import stored
 from forerun.models.config import load_config
+from forerun.models.hub import DEFAULT, DEFAULT_REPOSITORY
 from forerun.train import export, loop
 from forerun.train.checkpoint import read_checkpoint
 from tests import quantise, tiny
@@ -56,7 +60,8 @@ def test_from_data_to_a_drafter(train: Verb, bare: Verb, data: Path, tmp_path: P
     out = tmp_path / "drafter"
     code, text, err = train("--out", str(out))
     assert code == 0, err
-    assert "accepted length" in text and f"--draft model:{out}" in text
+    assert "accepted length" in text and f"forerun train --eval {out}" in text
+    assert "not compared with what --draft auto takes" in text and "next:" not in text
     assert "step 6 of 6, loss" in err and "after 3 steps" in err and "\x1b" not in err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data.jsonl", "drafter"]
     assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "README.md"} <= {
@@ -90,8 +95,12 @@ def test_the_card_says_how_to_measure_it_again(
     assert report["left_out"] == {"edit": 1} and "left out, since they are too long: edit 1" in text
     assert "edit: 1 prompts were too long" in card and "| chat | 0.8 | " in card and "| plain decoding | " in card
     speed = report["speed"]
-    assert [pace["depth"] for pace in speed["paces"]] == [0, "auto", 1, 2, 3] and speed["best_depth"] in (1, 2, 3)
+    assert [pace["depth"] for pace in speed["paces"]] == [0, *["auto"] * 3, 1, 2, 3]
+    assert speed["best_depth"] in (1, 2, 3)
     assert f"best fixed depth is {speed['best_depth']}" in card and "best fixed depth" in text
+    assert speed["comparison"]["default"] == "suffix" and report["advice"] in card
+    assert report["advice"].replace("DIRECTORY", str(out)) in text
+    assert ("next: " in text) == speed["comparison"]["better"] == report["advice"].startswith("Use it")
     (told,) = re.findall(r"measured by `forerun train (.*)`", card)
     words = [str(out) if word == "DIRECTORY" else word for word in shlex.split(told)]
     code, text, _ = bare(*words, "--json")
@@ -99,7 +108,11 @@ def test_the_card_says_how_to_measure_it_again(
     assert code == 0 and all(again[name] == report[name] for name in ("measured", "left_out"))
     assert again["speed"]["tokens"] == speed["tokens"]
     code, text, _ = bare("--eval", str(out), "--target", str(tiny.worded()), *FLAGS, "--tasks", "chat")
-    assert code == 0 and {line.split()[0] for line in text.splitlines()} == {"task", "chat"}  # without data, no speed
+    assert code == 0 and {line.split()[0] for line in text.splitlines()[:-1]} == {"task", "chat"}
+    assert text.splitlines()[-1].startswith("It was not compared with what --draft auto takes")
+    words = ["--eval", str(out), "--target", str(tiny.worded()), *FLAGS, "--tasks", "chat", "--speed-rounds", "1"]
+    code, text, _ = bare(*words)  # without data, on the tasks
+    assert code == 0 and "tasks texts, " in text and "auto, depth auto" in text and "compared" not in text
 
 
 def test_a_run_whose_time_is_over_when_it_is_set_up(train: Verb, tmp_path: Path) -> None:
@@ -166,6 +179,18 @@ def test_ctrl_c_and_resume(train: Verb, bare: Verb, tmp_path: Path, monkeypatch:
     for part in ("losses", "evaluations", "measured", "data"):
         assert halves[part] == whole[part]
     assert not (tmp_path / "halves.training").exists()
+
+
+@pytest.mark.parametrize("minutes", [[], ["--max-minutes", "60"]])
+def test_who_goes_on_by_the_clock_is_told_that_the_weights_differ(
+    minutes: list[str], train: Verb, bare: Verb, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        interrupt_at(patched, 4)
+        assert train("--out", str(tmp_path / "d"))[0] == 130
+    code, _, err = bare("--resume", "--out", str(tmp_path / "d"), *minutes)
+    assert code == 0 and "going on after step 4" in err
+    assert ("with --max-minutes the clock decides" in err) == bool(minutes)
 
 
 def test_resume_needs_the_same_data(train: Verb, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,3 +335,67 @@ def test_a_model_of_another_vocabulary_is_refused(bare: Verb, data: Path, tmp_pa
     for flags in (["--out", str(tmp_path / "d"), "--init", str(other)], ["--eval", str(other)]):
         code, _, err = bare(*basics, *flags)
         assert code == 2 and "another vocabulary" in err.splitlines()[-1]
+
+
+RECIPES = {
+    "eagle3": ["--draft-vocab", "100"],
+    "mtp": [],
+    "medusa": ["--heads", "2"],
+    "block": ["--block-size", "3", "--block-layers", "1"],
+    "small-lm": ["--layers", "1"],
+}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_drafter_says_which_target_it_is_for(
+    recipe: str, bare: Verb, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """`drafters info` checks it against that target, from any directory, and `drafters push` needs to be told nothing
+    else where the target has a Hub id and a licence."""
+    home = tmp_path / "models--org--Big-1B" / "snapshots" / "5"
+    shutil.copytree(tiny.worded(), home)
+    (home / "README.md").write_text("---\nlicense: Apache-2.0\n---\n# Big\n")
+    monkeypatch.chdir(home.parent)
+    out, flags = tmp_path / "d", [flag for flag in FLAGS if not flag.startswith("--steps")]
+    words = ["--target", "./5", "--data", str(data), "--recipe", recipe, *RECIPES[recipe], *flags, "--steps", "1"]
+    code, _, err = bare(*words, "--out", str(out))
+    assert code == 0, err
+    monkeypatch.chdir(tmp_path)
+    facts = facts_of(str(out))
+    assert facts.made_for == "org/Big-1B" and facts.card["license"] == "apache-2.0"
+    parcel = pack(out, f"me/Big-1B-{recipe}", None, None, [])
+    assert parcel.metadata["base_model"] == "org/Big-1B" and parcel.metadata["license"] == "apache-2.0"
+    assert parcel.texts["README.md"].count("base_model:") == 1 and "# Drafter for ./5" in parcel.texts["README.md"]
+    monkeypatch.setattr("forerun.catalogue.pull.facts_of", lambda name, tensors=True: facts_at(home, name))
+    code, text, err = run(monkeypatch, capsys, "drafters", "info", str(out))
+    assert code == 0, err
+    wrong = [line for line in text.splitlines() if " NO " in line and not line.startswith("size")]  # all here are tiny
+    assert re.search(r"made for +org/Big-1B", text) and not wrong and "names no target" not in text + err
+
+
+def test_a_drafter_of_the_default_model_says_so(
+    bare: Verb, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """It named none: `drafters push` asked for --for, and `drafters info` checked nothing."""
+    monkeypatch.setattr("forerun.models.hub.default_model", tiny.worded)
+    out = tmp_path / "d"
+    code, _, err = bare("--data", str(data), "--recipe", "medusa", *FLAGS, "--out", str(out))
+    assert code == 0, err
+    assert facts_of(str(out)).made_for == DEFAULT
+    assert pack(out, "me/mine", None, "mit", []).metadata["base_model"] == DEFAULT_REPOSITORY
+
+
+def test_a_drafter_of_a_model_in_a_directory_records_the_whole_path(
+    bare: Verb, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """So that it is found later from anywhere; whoever uploads it is asked for the Hub id."""
+    shutil.copytree(tiny.worded(), tmp_path / "big")
+    monkeypatch.chdir(tmp_path)
+    code, _, err = bare("--target", "big", "--data", str(data), "--recipe", "mtp", *FLAGS, "--out", "d")
+    assert code == 0, err
+    monkeypatch.chdir(tmp_path.parent)
+    assert facts_of(str(tmp_path / "d")).made_for == str(tmp_path / "big")
+    code, text, err = run(monkeypatch, capsys, "drafters", "info", str(tmp_path / "d"))
+    assert code == 0 and re.search(rf"target +ok +it was made for {tmp_path / 'big'}", text), text + err
+    with pytest.raises(ConfigError, match="which is no Hub id; give --for ORG/MODEL"):
+        pack(tmp_path / "d", "me/mine", None, "mit", [])

@@ -109,6 +109,40 @@ def test_an_interrupted_run_goes_on_to_the_very_same_curve(
     assert all(torch.equal(a, b) for a, b in zip(whole.module.parameters(), second.module.parameters(), strict=True))
 
 
+class Killed(BaseException):
+    """What no handler knows."""
+
+
+@pytest.mark.parametrize("minutes", [0.0, 1000.0], ids=["no limit", "a limit that is far"])
+@pytest.mark.parametrize("at", [3, 4, 5])
+def test_a_killed_run_goes_on_from_its_last_checkpoint_to_the_very_same_curve(
+    make: Make, at: int, minutes: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is written or removed at its end, and what was captured of texts since the checkpoint is still there."""
+    monkeypatch.setattr(stream, "POOL", 4)
+    whole = with_dropout(make(max_minutes=minutes))
+    record = whole.run()
+
+    class Killing:
+        def __call__(self, text: str, done: float = 0.0, of: float = 0.0) -> None:
+            if text.startswith(f"step {at} "):
+                raise Killed
+
+        def note(self, text: str) -> None:
+            pass
+
+    first = with_dropout(make(tell=Killing(), max_minutes=minutes))
+    with monkeypatch.context() as patch:
+        patch.setattr(first.harvest, "close", lambda remove: None)
+        with pytest.raises(Killed):
+            first.run()
+    second = with_dropout(make(max_minutes=minutes))
+    second.resume(read_checkpoint(first.path))
+    assert second.record.step == (at - 1) // 2 * 2
+    assert second.run() == record
+    assert all(torch.equal(a, b) for a, b in zip(whole.module.parameters(), second.module.parameters(), strict=True))
+
+
 @pytest.mark.parametrize("part", ["random", "optimizers", "module", "step"])
 def test_each_part_of_a_checkpoint_counts(make: Make, part: str) -> None:
     """Without it the curve is another: the test above can fail."""

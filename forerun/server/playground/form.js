@@ -54,8 +54,16 @@ export class Form {
     for (const button of byId("ready").children) button.disabled = on;
   }
 
+  /** What a run of this prompt came to: a ready prompt says that from now on. */
+  measured(prompt, said) {
+    for (const button of byId("ready").children) {
+      if (button.asks === prompt) button.querySelector("small").textContent = said;
+    }
+  }
+
   #button(ready) {
-    const button = el("button", { type: "button", "aria-pressed": "false" }, ready.name, el("small", {}, ready.hope));
+    const button = el("button", { type: "button", "aria-pressed": "false" }, ready.name, el("small", {}, ready.about));
+    button.asks = ready.text;
     button.addEventListener("click", () => {
       this.prompt = ready.text;
       this.#mark(button);

@@ -3,7 +3,7 @@
 import { complete, serverInfo } from "./api.js";
 import { Calculator } from "./calculator.js";
 import { Conversation } from "./conversation.js";
-import { byId, everyFrame, moving, plural } from "./dom.js";
+import { byId, everyFrame, moving, num, plural } from "./dom.js";
 import { Form } from "./form.js";
 import { drawComparison, drawLive, exactness, outcome, pace } from "./live.js";
 import { showError, status, withKey } from "./messages.js";
@@ -102,6 +102,7 @@ async function start() {
     await speculate(plan, spec);
     if (plan.beside) await race(plan, spec, plain);
     status(done(spec, plan.request.max_tokens));
+    if (plan.speculative && spec.rounds.length) form.measured(plan.prompt, measured(spec));
     byId("caution").textContent = warning;
     byId("caution").hidden = !warning;
   } catch (error) {
@@ -121,6 +122,13 @@ function done({ finish, tokens: said, rounds: passes, why }, most) {
   const cut = finish === "length" ? ` ${full}` : "";
   const drafts = why ? ` It ${why}.` : "";
   return `Done: ${plural(said.length, "token")} in ${plural(passes.length, "pass", "passes")}.${cut}${drafts}`;
+}
+
+/** What a ready prompt was measured to give with the drafter that was chosen. */
+function measured(run) {
+  const drafted = run.rounds.filter((round) => round.draft.length).length;
+  const share = `${drafted} of ${plural(run.rounds.length, "pass", "passes")} drafted`;
+  return `last run: ${num(run.acceptedLength, 2)} tokens a pass, ${share}`;
 }
 
 /** The stage as it is before anything has come. In a chat the prompt leaves the form and the last answer joins the turns. */

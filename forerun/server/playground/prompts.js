@@ -1,5 +1,6 @@
-// Ready prompts, some that speculate well and some that hardly do. `exact`: the answer is in the prompt, so where a
-// model's authors recommend no sampling its most likely text is the one to ask for.
+// Ready prompts. `about` says what can be known before a run: how much of the answer is in the prompt. What that is worth
+// depends on the drafter and is measured (`Form.measured`). `exact`: the answer is in the prompt, so where a model's
+// authors recommend no sampling its most likely text is the one to ask for.
 
 const CODE = `def total_price(rows):
     x = 0
@@ -26,49 +27,49 @@ const LIGHTHOUSE = `The lighthouse at Cape Morn was built in 1871 after three sh
 Its lamp burned whale oil at first, then paraffin, and it was given an electric lamp in 1923. The last keeper left in 1988, \
 when the light was made automatic. Today the tower is a small museum, and volunteers open it to visitors on summer weekends.`;
 
-const WELL = "copies much: speculates well";
-const SOME = "copies some: speculates a little";
-const HARDLY = "nothing to copy: hardly speculates";
+const MUCH = "most of the answer is in the prompt";
+const SOME = "some of the answer is in the prompt";
+const NOTHING = "nothing of the answer is in the prompt";
 
 const CHAT = [
   {
     name: "Rename a variable",
-    hope: WELL,
+    about: MUCH,
     exact: true,
     text: `Rename the variable x to total in this function. Repeat all other lines as they are.\n\n\`\`\`python\n${CODE}\n\`\`\``,
   },
   {
     name: "Text to JSON",
-    hope: SOME,
+    about: SOME,
     exact: true,
     text: `Turn this text into JSON. Write one object for each person, such as ${PERSON}.\n\n${PEOPLE}`,
   },
-  { name: "Summarise", hope: SOME, exact: true, text: `Summarise this paragraph in two sentences.\n\n${LIGHTHOUSE}` },
-  { name: "Write a poem", hope: HARDLY, text: "Write a poem about the sea at night." },
-  { name: "Free question", hope: HARDLY, text: "What makes a good holiday?" },
+  { name: "Summarise", about: SOME, exact: true, text: `Summarise this paragraph in two sentences.\n\n${LIGHTHOUSE}` },
+  { name: "Write a poem", about: NOTHING, text: "Write a poem about the sea at night." },
+  { name: "Free question", about: NOTHING, text: "What makes a good holiday?" },
 ];
 
 const TEXT = [
   {
     name: "Rename a variable",
-    hope: WELL,
+    about: MUCH,
     exact: true,
     text: `${CODE}\n\n\n# The same function, with x renamed to total:\n\n\ndef total_price(rows):`,
   },
   {
     name: "Repetitive code",
-    hope: WELL,
+    about: MUCH,
     exact: true,
     text: "import argparse\n\n\ndef main():\n    parser = argparse.ArgumentParser()\n    parser.add_argument('--name',",
   },
   {
     name: "Text to JSON",
-    hope: WELL,
+    about: MUCH,
     exact: true,
     text: `${PEOPLE}\n\nThe same as JSON:\n\n[\n  ${PERSON},\n`,
   },
-  { name: "A poem", hope: HARDLY, text: "The sea at night\n\nA poem\n\n" },
-  { name: "A story", hope: HARDLY, text: "Nobody in the village remembered who had built the bridge, but" },
+  { name: "A poem", about: NOTHING, text: "The sea at night\n\nA poem\n\n" },
+  { name: "A story", about: NOTHING, text: "Nobody in the village remembered who had built the bridge, but" },
 ];
 
 /** The ready prompts for a model that chats, or one that continues texts. */

@@ -135,7 +135,7 @@ class Block(Recipe):
 
     def export(self, module: nn.Module, target: Target, directory: Path) -> None:
         assert isinstance(module, BlockHead)
-        save_block(module, directory, target.name, target.llm.decoder.dtype)
+        save_block(module, directory, target.recorded, target.llm.decoder.dtype)
 
     def proposer(self, directory: Path, target: Target, runner: Runner) -> Proposer:
         view, cache = view_of(runner.decoder), runner.cache

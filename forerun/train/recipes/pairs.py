@@ -19,7 +19,7 @@ from forerun.errors import ConfigError, LoadError
 from forerun.models.config import ModelConfig
 from forerun.models.hub import find_model
 from forerun.runner import Runner
-from forerun.train.capture import PAGE, Batch, Target
+from forerun.train.capture import Batch, Target
 from forerun.train.data import Corpus
 from forerun.train.fused import fused_sum
 from forerun.train.losses import Law, Mixture, nothing_learnt, numbered
@@ -76,9 +76,9 @@ class PairRecipe(Recipe):
         return outlook_of(guesses, batch, depth, module.tokens())
 
     def proposer(self, directory: Path, target: Target, runner: Runner) -> Proposer:
-        view, slots = view_of(runner.decoder), len(runner.cache.length)
-        tokens = slots * (target.tokens + 4 * PAGE)
-        return Pairs(self.draft, self._read(directory, target), view, tokens=tokens, page=PAGE, slots=slots)
+        view, cache = view_of(runner.decoder), runner.cache
+        room = {"tokens": cache.pages.count * cache.pages.size, "page": cache.pages.size, "slots": len(cache.length)}
+        return Pairs(self.draft, self._read(directory, target), view, **room)
 
     def build(self, target: Target, corpus: Corpus) -> nn.Module:
         if self.options.init is None:
@@ -146,7 +146,7 @@ class Eagle3(PairRecipe):
 
     def export(self, module: nn.Module, target: Target, directory: Path) -> None:
         assert isinstance(module, EagleHead)
-        save_head(module, directory, target.name, target.llm.decoder.dtype)
+        save_head(module, directory, target.recorded, target.llm.decoder.dtype)
 
     def _read(self, directory: Path, target: Target) -> PairHead:
         head = load_head(directory, view_of(target.llm.decoder))
@@ -181,7 +181,7 @@ class Mtp(PairRecipe):
 
     def export(self, module: nn.Module, target: Target, directory: Path) -> None:
         assert isinstance(module, MtpModule)
-        save_module(module, directory, target.name, target.llm.decoder.dtype)
+        save_module(module, directory, target.recorded, target.llm.decoder.dtype)
 
     def _read(self, directory: Path, target: Target) -> PairHead:
         return load_module(directory, view_of(target.llm.decoder))

@@ -1,0 +1,109 @@
+"""What people copy runs: every file in examples/, and the Python in the documentation.
+
+In this process on a tiny model, in an instant; and once as a user runs them, on the default model, where that is here.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import forerun
+from forerun.draft.base import Proposer
+from tests import tiny
+from tests.cluster.deployed import NEEDS_RAY
+from tests.test_docs import DOCS, ROOT, tokens
+
+EXAMPLES = ROOT / "examples"
+SHORT = {  # what makes them short
+    "drafter.py": (),
+    "batch.py": (),
+    "demo.py": ("--repeats", "1"),
+    "predict.py": ("--repeats", "1", "--tokens", "24", "--changed", "1"),
+}
+CLUSTER = "cluster_demo.py"
+
+
+def test_no_example_is_forgotten() -> None:
+    assert {path.name for path in EXAMPLES.glob("*.py")} == {*SHORT, CLUSTER}
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_examples_run(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("forerun.models.hub.default_model", tiny.spoken)
+    monkeypatch.setattr(sys, "argv", [name, *SHORT[name]])
+    try:
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    except SystemExit as end:
+        assert not end.code, "demo.py ends so where a text differs"
+    assert len(capsys.readouterr().out.splitlines()) > 1
+
+
+def started(name: str, *options: str, timeout: float = 300) -> str:
+    """What an example prints where it is run as a user runs it."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(EXAMPLES / name), *options]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.default_model
+@pytest.mark.parametrize("name", ["batch.py", "predict.py"])
+def test_examples_run_on_the_default_model(name: str) -> None:
+    assert len(started(name, *SHORT[name]).splitlines()) > 1
+
+
+@pytest.mark.default_model
+def test_the_drafter_of_the_example_drafts() -> None:
+    """And the text is the one without it."""
+    plain, drafted = started("drafter.py").splitlines()[-2:]
+    lengths = [float(re.findall(r"\d\.\d\d", line)[0]) for line in (plain, drafted)]
+    assert lengths[0] == 1.0 < lengths[1] and plain.split("ids")[1] == drafted.split("ids")[1]
+
+
+@NEEDS_RAY
+@pytest.mark.default_model
+def test_the_cluster_of_the_example_answers() -> None:
+    said = started(CLUSTER)
+    assert said.count("prompt tokens were there") == 12 and "forerun_routed_total" in said
+
+
+def blocks(page: Path) -> list[str]:
+    """The Python on a page."""
+    return [token.content for token in tokens(page) if token.type == "fence" and token.info == "python"]
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", DOCS / "generate.md", DOCS / "write-a-drafter.md"])
+def test_the_python_of_pages_runs(
+    page: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One block after the other, as somebody would type them, with a tiny model in place of any that is named."""
+    made = forerun.LLM
+    monkeypatch.setattr(forerun, "LLM", lambda model=None, **options: made(tiny.spoken(), kv_tokens=4096, **options))
+    names: dict[str, Any] = {"text": "a request that the page has before"}
+    found = [block for block in blocks(page) if not block.startswith("class Proposer:")]
+    assert found
+    for block in found:
+        exec(compile(block, page.name, "exec"), names)
+    assert capsys.readouterr().out
+
+
+def test_the_interface_on_the_page_is_that_of_the_code() -> None:
+    (shown,) = [block for block in blocks(DOCS / "write-a-drafter.md") if block.startswith("class Proposer:")]
+    functions = [node for node in ast.walk(ast.parse(shown)) if isinstance(node, ast.FunctionDef)]
+    named = {function.name: ast.unparse(function.args) for function in functions}
+    assert named.keys() == {"open", "propose", "close"}
+    for name, parameters in named.items():
+        code = inspect.signature(getattr(Proposer, name)).parameters
+        plain = [each if p.default is p.empty else f"{each}={p.default!r}" for each, p in code.items()]
+        assert parameters == ", ".join(plain), name
