@@ -36,7 +36,7 @@ class LastSeen(Proposer):
 if __name__ == "__main__":
     llm = LLM()
     llm.engine.proposers[LastSeen.name] = LastSeen()
-    params = SamplingParams(max_tokens=40)
+    params = SamplingParams(temperature=0, max_tokens=40)
     for draft in ("off", LastSeen.name):
         (completion,) = llm.generate("x = [1, 2, 3]\n" * 4, params, draft=draft)
         print(f"{draft:10} {completion.stats.accepted_length:.2f} tokens per pass, ids {completion.token_ids[:8]} ...")

@@ -14,13 +14,11 @@ from forerun.errors import LoadError, RequestError
 from forerun.flags import ANSWER, ENGINE_FLAGS, SAMPLING, model_as_argument, with_flags, with_model
 from forerun.models.hub import find_model
 from forerun.sampling.grammar import Grammar
-from forerun.sampling.params import SamplingParams
+from forerun.sampling.params import DEFAULT, SamplingParams
 from forerun.terminal import Clock, as_dict, load, sampling_params, say, show, summary
 
 if TYPE_CHECKING:
     from forerun.llm import LLM, Prompt
-
-ADVISED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # what models' authors set
 
 
 @with_flags(ENGINE_FLAGS, SAMPLING)
@@ -58,7 +56,7 @@ def generate(
         config = with_model(_named(first), config)
     text = _text(first if second is None else second)
     llm = load(config, as_json)
-    params = sampling_params(ANSWER | llm.recommended | asked)
+    params = sampling_params(ANSWER | asked).resolved(llm.recommended)
     prompt = llm.tokens(_prompt(llm, text, raw, system))
     params = _that_fits(llm, prompt, params, "max_tokens" in sampling)
     clock = Clock()
@@ -68,7 +66,7 @@ def generate(
             say(summary(completion, llm.room, clock.plain))
         return
     for completion in llm.generate(prompt, params):
-        used = {"sampling": {name: getattr(params, name) for name in ADVISED}}
+        used = {"sampling": {name: getattr(params, name) for name in DEFAULT}}
         print(json.dumps(as_dict(completion) | used) if as_json else completion.text)
         if stats and not as_json:
             say(summary(completion, llm.room, None))

@@ -31,7 +31,7 @@ from forerun.models.decoder import Decoder
 from forerun.models.hub import find_model
 from forerun.models.text import Message, Tokenizer
 from forerun.native import NativeDecoder
-from forerun.sampling.params import SamplingParams
+from forerun.sampling.params import DEFAULT, SamplingParams
 from forerun.types import Event
 
 WHAT_IS_A_PROMPT = "a prompt is a string, a list of token ids or a list of chat messages"
@@ -49,8 +49,8 @@ class LLM:
         llm.generate(["def fib(n):"], SamplingParams(temperature=0.8, seed=1))[0].text
         for event in llm.stream("def fib(n):"): print(event.text, end="")
 
-    `recommended` are the sampling parameters that the model's authors set; nothing uses them but the command line and
-    the server.
+    `recommended` are the sampling parameters that the model's authors set. They hold where a request gives none of its
+    own; `sampling` are those together with forerun's default for the rest.
 
     Args:
         model: as in `Config`; None is the default model.
@@ -108,6 +108,11 @@ class LLM:
         pages = self.engine.target.cache.pages
         return min(self.decoder.context, pages.count * pages.size)
 
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """The sampling parameters of a request that gives none: the authors' values, else forerun's default."""
+        return {**DEFAULT, **self.recommended}
+
     def index(self, directory: Path) -> Index:
         """An index that `forerun index` made for this model. Raises LoadError, RequestError."""
         return open_index(directory, self.tokenizer, self.decoder.config.vocab)
@@ -126,7 +131,8 @@ class LLM:
 
         Args:
             prompts: a string, a list of token ids, a list of chat messages ({"role", "content"}), or a list of those.
-            params: how to choose tokens and when to stop.
+            params: how to choose tokens and when to stop; what is not given is as the model's authors set it, or
+                else forerun's default (temperature 0.8, top_k 40, top_p 0.95, min_p 0.05).
             draft: off, or a proposer of this engine (ngram, suffix, model), for this call; None is the engine's own.
             depth: auto or a number, for this call; None is the engine's own.
             prediction: what the output will probably be, such as the file before an edit: it is drafted from where the
@@ -139,7 +145,7 @@ class LLM:
         Raises:
             RequestError, CapacityError: a prompt or parameters that cannot be served; nothing is generated then.
         """
-        params = params or SamplingParams()
+        params = (params or SamplingParams()).resolved(self.recommended)
         jobs: list[Job] = []
         try:
             references = self.references(prediction, documents)
@@ -165,7 +171,7 @@ class LLM:
         documents: Sequence[str] = (),
     ) -> Stream:
         """Complete one prompt and give its events as they come. Arguments as for `generate`; n must be 1."""
-        params = params or SamplingParams()
+        params = (params or SamplingParams()).resolved(self.recommended)
         if params.n != 1:
             raise RequestError(f"stream gives one completion, not n={params.n}: use generate, or several streams")
         (job,) = self._add(self.tokens(prompt), params, draft, depth, self.references(prediction, documents))

@@ -49,12 +49,14 @@ def test_generate_without_a_model_takes_the_default(forerun) -> None:
 
 
 def test_json_is_one_object_and_nothing_else(forerun) -> None:
-    code, out, err = forerun("generate", "def add(a, b):\n", "--json", "--logprobs", "2", "--depth", "3", *SMALL)
+    code, out, err = forerun(
+        "generate", "def add(a, b):\n", "--json", "--logprobs", "2", "--depth", "3", "-t", "0", *SMALL
+    )
     answer = json.loads(out)
     assert code == 0 and not err
     assert len(answer["token_ids"]) == 8 and answer["finish_reason"] == "length"
     assert answer["stats"]["completion_tokens"] == 8 and len(answer["logprobs"]) == 8
-    plain = json.loads(forerun("generate", "def add(a, b):\n", "--json", "--draft", "off", *SMALL)[1])
+    plain = json.loads(forerun("generate", "def add(a, b):\n", "--json", "--draft", "off", "-t", "0", *SMALL)[1])
     assert plain["token_ids"] == answer["token_ids"]
 
 
@@ -93,7 +95,7 @@ def test_what_the_authors_set_counts_where_nothing_is_said(forerun, tmp_path: Pa
     (model / "generation_config.json").write_text(json.dumps(settings))
     small = ["generate", "ab", "--json", "--model", str(model), "--max-tokens", "2", "--kv-tokens", "2048"]
     used = json.loads(forerun(*small)[1])["sampling"]
-    assert used["temperature"] == 0.7 and used["top_k"] == 11 and used["top_p"] == 1.0
+    assert used["temperature"] == 0.7 and used["top_k"] == 11 and used["top_p"] == 0.95
     used = json.loads(forerun(*small, "--temperature", "0")[1])["sampling"]
     assert used["temperature"] == 0.0 and used["top_k"] == 11
 
@@ -203,7 +205,7 @@ def test_a_prompt_larger_than_the_cache_names_the_flags(forerun) -> None:
 
 
 def test_the_model_is_an_argument_or_a_flag(forerun) -> None:
-    flags = ["--json", "--max-tokens", "4", "--kv-tokens", "2048"]
+    flags = ["--json", "--max-tokens", "4", "--kv-tokens", "2048", "-t", "0"]
     one = forerun("generate", MODEL[1], "x = 1", *flags)
     other = forerun("generate", "x = 1", "-m", MODEL[1], *flags)
     assert one[0] == other[0] == 0 and json.loads(one[1])["token_ids"] == json.loads(other[1])["token_ids"]

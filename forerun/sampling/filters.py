@@ -19,6 +19,8 @@ from forerun.sampling.matcher import Matcher
 from forerun.sampling.params import SamplingParams
 from forerun.types import Draft
 
+UNFILTERED = 0, 1.0, 0.0  # top_k, top_p and min_p that keep every token
+
 
 class SamplingState:
     """What the filters must remember of one request: parameters, tokens counted by penalties, place in the grammar."""
@@ -142,8 +144,8 @@ def _penalise(row: Tensor, state: SamplingState, path: Sequence[int]) -> None:
     counts, seen = state.history(row)
     if path:
         counts, seen = _counted(counts, path), _with(seen, path)
-    if params.repetition_penalty != 1.0:
-        damped = torch.where(row > 0, row / params.repetition_penalty, row * params.repetition_penalty)
+    if params.damping != 1.0:
+        damped = torch.where(row > 0, row / params.damping, row * params.damping)
         row.copy_(torch.where(seen, damped, row))
     if params.presence_penalty or params.frequency_penalty:
         amounts = params.presence_penalty + params.frequency_penalty * counts.to(row.dtype)
@@ -162,27 +164,27 @@ def draw_tokens(logits: Tensor, drafts: Sequence[Draft], states: Sequence[Sampli
 def shape_logits(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """Temperature, top-k, top-p and min-p, each row with its own parameters. [M, V], M parameters -> scores [M, V]"""
     scores = temper(logits, [p.heat for p in params])
-    params = [SamplingParams() if p.greedy else p for p in params]  # of one token there is nothing to filter
-    if any(p.top_k or p.top_p < 1 for p in params):
-        scores = _top_k_top_p(scores, params)
-    if any(p.min_p for p in params):
-        floors = [math.log(p.min_p) if p.min_p else -math.inf for p in params]
+    filters = [UNFILTERED if p.greedy else p.filters for p in params]  # of one token there is nothing to filter
+    if any(k or p < 1 for k, p, _ in filters):
+        scores = _top_k_top_p(scores, [k for k, _, _ in filters], [p for _, p, _ in filters])
+    if any(share for _, _, share in filters):
+        floors = [math.log(share) if share else -math.inf for _, _, share in filters]
         floor = torch.tensor(floors, dtype=scores.dtype, device=scores.device)[:, None]
         scores = scores.masked_fill(scores < floor + scores.amax(-1, keepdim=True), -math.inf)
     return scores
 
 
-def _top_k_top_p(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+def _top_k_top_p(scores: Tensor, top_k: Sequence[int], top_p: Sequence[float]) -> Tensor:
     vocab, device = scores.shape[-1], scores.device
     ordered, index = scores.sort(dim=-1, descending=True, stable=True)
-    k = torch.tensor([min(p.top_k, vocab) or vocab for p in params], device=device)
-    ordered = ordered.masked_fill(ordered < ordered.gather(-1, k[:, None] - 1), -math.inf)
-    if any(p.top_p < 1 for p in params):
+    kept = torch.tensor([min(k, vocab) or vocab for k in top_k], device=device)
+    ordered = ordered.masked_fill(ordered < ordered.gather(-1, kept[:, None] - 1), -math.inf)
+    if any(p < 1 for p in top_p):
         probs = ordered.softmax(-1)
         before = probs.cumsum(-1) - probs
         # a rounded sum must not cut anything where top_p is 1
-        top_p = torch.tensor([p.top_p if p.top_p < 1 else 2.0 for p in params], dtype=scores.dtype, device=device)
-        cut = before >= top_p[:, None]
+        most = torch.tensor([p if p < 1 else 2.0 for p in top_p], dtype=scores.dtype, device=device)
+        cut = before >= most[:, None]
         cut[:, 0] = False  # the likeliest token stays, however small top_p
         ordered = ordered.masked_fill(cut, -math.inf)
     return torch.empty_like(scores).scatter_(-1, index, ordered)

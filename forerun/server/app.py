@@ -19,6 +19,7 @@ from forerun import __version__
 from forerun.llm import LLM
 from forerun.models.hub import DEFAULT
 from forerun.models.names import title
+from forerun.sampling.params import DEFAULT as DEFAULT_SAMPLING
 from forerun.server import api, errors, ollama, translate
 from forerun.server.answers import started
 from forerun.server.bodies import BoundedRoute
@@ -214,6 +215,7 @@ def _operation(app: FastAPI, kitchen: Kitchen, metrics: Metrics) -> None:
             "context": llm.decoder.context,
             "chat": llm.tokenizer is not None and llm.tokenizer.has_chat_template,
             "sampling": llm.recommended,
+            "default_sampling": dict(DEFAULT_SAMPLING),
             "drafts": ["off", *(name for name in llm.engine.proposers if "reference" not in name and name != "auto")],
             "draft": llm.draft,
             "depth": llm.config.depth,

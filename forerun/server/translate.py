@@ -137,12 +137,12 @@ def grammar_of(form: ResponseFormat | None) -> Grammar | None:
 def sampling(
     llm: LLM, request: Generation, max_tokens: int | None, logprobs: int | None, grammar: Grammar | None
 ) -> SamplingParams:
-    """The sampling parameters of a request; where it says nothing, those that the model's authors set. Without a seed
-    it is given one, so that it can be repeated."""
+    """The sampling parameters of a request; what it does not say is as the model's authors set it, or else forerun's
+    default. Without a seed it is given one, so that it can be repeated."""
     if request.seed is not None and not -(1 << 63) <= request.seed < 1 << 64:
         raise ApiError(400, f"seed={brief(request.seed)} is out of range: give a 64-bit number", "seed")
     options: dict[str, Any] = {
-        **({"temperature": 1.0} | llm.recommended),
+        **llm.sampling,
         "seed": secrets.randbits(48) if request.seed is None else request.seed % (1 << 63),
         "max_tokens": max_tokens,
         "logprobs": logprobs,

@@ -95,7 +95,7 @@ def measure_speed(
     spec = f"{recipe.draft}:{directory}"
     depths: list[int | str] = ["auto", *depths_up_to(settings.depth)]
     arms = [PLAIN, *(Arm(spec, depth) for depth in depths)]
-    params = SamplingParams(max_tokens=tokens, ignore_eos=True, seed=0)
+    params = SamplingParams.pure(temperature=0.0, max_tokens=tokens, ignore_eos=True, seed=0)
     setting = Setting(f"speed, {prompts.task}", 0.0, 1)
     llm = _with_drafter(target, recipe, directory, settings)
     rounds = Rounds(llm, setting, arms, params, settings.speed_rounds, Meter())

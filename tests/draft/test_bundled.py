@@ -58,7 +58,7 @@ def test_auto_drafts_with_it_and_says_the_same(
     shutil.copytree(tiny.family("llama"), model := tmp_path / DEFAULT)
     llm, other = LLM(model, kv_tokens=1024), LLM(tiny.family("llama"), kv_tokens=1024)
     assert (llm.draft, other.draft) == ("suffix+eagle3", "suffix")
-    params = SamplingParams(max_tokens=40, temperature=temperature, seed=5, ignore_eos=True)
+    params = SamplingParams.pure(max_tokens=40, temperature=temperature, seed=5, ignore_eos=True)
     prompts = [[5, 6, 7], [9, 8] * 4, [3, 1, 4, 1, 5]]
     plain = [c.token_ids for c in other.generate(prompts, params, draft="off")]
     for how in ({}, {"draft": "auto"}, {"depth": 3}, {"draft": "eagle3", "depth": 3}, {"draft": "off"}):

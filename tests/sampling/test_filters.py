@@ -124,7 +124,7 @@ FILTERS = {
 @pytest.mark.parametrize("kind", ["root", "chain", "tree"])
 @pytest.mark.parametrize("name", FILTERS)
 def test_filters_equal_the_reference_at_every_node(name, kind):
-    params, dice = SamplingParams(**FILTERS[name]), random.Random(name)
+    params, dice = SamplingParams.pure(**FILTERS[name]), random.Random(name)
     for seed in range(6):
         draft, output = random_draft(dice, kind), dice.choices(range(VOCAB), k=dice.randrange(5))
         logits = random_logits(seed, len(draft), VOCAB)
@@ -136,7 +136,7 @@ def test_filters_equal_the_reference_at_every_node(name, kind):
 
 def test_mixed_batch_equals_the_reference():
     dice = random.Random(0)
-    settings = [SamplingParams(**options) for options in FILTERS.values()]
+    settings = [SamplingParams.pure(**options) for options in FILTERS.values()]
     drafts = [random_draft(dice, dice.choice(["root", "chain", "tree"])) for _ in settings]
     outputs = [dice.choices(range(VOCAB), k=dice.randrange(8)) for _ in settings]
     logits = random_logits(1, sum(map(len, drafts)), VOCAB)
@@ -153,7 +153,7 @@ def test_mixed_batch_equals_the_reference():
 def test_tokens_are_drawn_from_the_filtered_scores(only):
     """With each parameter alone, some of which need no scores, and with all of them in one batch."""
     dice = random.Random(3)
-    settings = [SamplingParams(**FILTERS[name]) for name in ([only] * 3 if only else FILTERS)]
+    settings = [SamplingParams.pure(**FILTERS[name]) for name in ([only] * 3 if only else FILTERS)]
     drafts, states = [random_draft(dice, "tree") for _ in settings], [started(p, [5, 5, 2]) for p in settings]
     logits = random_logits(2, sum(map(len, drafts)), VOCAB)
     keys = [rng.stream(5, rng.Lane.TARGET, i) for i in range(len(logits))]
@@ -166,7 +166,7 @@ def test_tokens_are_drawn_from_the_filtered_scores(only):
 def test_rows_do_not_depend_on_the_batch(vocab, dtype):
     """Bit for bit: the same request alone, in a batch, and in that batch the other way round."""
     dice = random.Random(1)
-    states = [started(SamplingParams(**options), [5, 5, 2]) for options in FILTERS.values()]
+    states = [started(SamplingParams.pure(**options), [5, 5, 2]) for options in FILTERS.values()]
     drafts = [random_draft(dice, "tree") for _ in states]
     logits = [random_logits(i, len(draft), vocab).to(dtype) for i, draft in enumerate(drafts)]
     alone = [filter_logits(x, [d], [s]) for x, d, s in zip(logits, drafts, states, strict=True)]
@@ -178,7 +178,7 @@ def test_rows_do_not_depend_on_the_batch(vocab, dtype):
 @pytest.mark.parametrize("name", FILTERS)
 def test_a_draft_is_filtered_as_one_token_after_the_other(name):
     """Bit for bit: each node of a tree equals plain decoding that has committed the node's path."""
-    params, dice = SamplingParams(**FILTERS[name]), random.Random(2)
+    params, dice = SamplingParams.pure(**FILTERS[name]), random.Random(2)
     draft, output = random_draft(dice, "tree"), [4, 4, 0]
     logits = random_logits(3, len(draft), VOCAB)
     scores = filter_logits(logits, [draft], [started(params, output)])
@@ -191,7 +191,7 @@ def test_a_draft_is_filtered_as_one_token_after_the_other(name):
 
 
 def test_logits_and_states_are_left_alone():
-    params = SamplingParams(**FILTERS["everything"])
+    params = SamplingParams.pure(**FILTERS["everything"])
     logits, state, draft = random_logits(4, 6, VOCAB), started(params, [4]), random_draft(random.Random(3), "chain")
     before = logits.clone()
     filter_logits(logits, [draft], [state])
@@ -201,7 +201,7 @@ def test_logits_and_states_are_left_alone():
 
 def shaped(values, dtype=torch.float32, **options):
     """The tokens kept of one row, and its scores."""
-    scores = shape_logits(torch.tensor([values], dtype=dtype), [SamplingParams(**options)])[0]
+    scores = shape_logits(torch.tensor([values], dtype=dtype), [SamplingParams.pure(**options)])[0]
     return torch.nonzero(scores > -math.inf).ravel().tolist(), scores
 
 
@@ -323,7 +323,7 @@ def test_min_tokens_counts_the_draft(produced, allowed_from):
 
 def test_a_sample_follows_the_reference_law():
     """The scores are a law up to a constant: what is drawn from them is what the reference gives."""
-    params = SamplingParams(**FILTERS["everything"])
+    params = SamplingParams.pure(**FILTERS["everything"])
     logits = random_logits(8, 1, VOCAB)
     expected = reference(logits[0], params, [4, 4])
     scores = filter_logits(logits, [Draft.root(4)], [started(params, [4, 4])])
