@@ -13,6 +13,7 @@ import typer
 from forerun.errors import LoadError, RequestError
 from forerun.flags import ANSWER, ENGINE_FLAGS, SAMPLING, model_as_argument, with_flags, with_model
 from forerun.models.hub import find_model
+from forerun.models.places import names_model
 from forerun.sampling.grammar import Grammar
 from forerun.sampling.params import DEFAULT, SamplingParams
 from forerun.terminal import Clock, as_dict, load, sampling_params, say, show, summary
@@ -54,6 +55,10 @@ def generate(
         raise RequestError("--raw and --system contradict each other: a system message is part of a chat")
     if second is not None:
         config = with_model(_named(first), config)
+    elif first is not None and names_model(first):
+        raise RequestError(
+            f"{first!r} is a model, and there is no prompt: write the prompt behind it, or pipe it into -m {first}"
+        )
     text = _text(first if second is None else second)
     llm = load(config, as_json)
     params = sampling_params(ANSWER | asked).resolved(llm.recommended)

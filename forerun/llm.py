@@ -23,7 +23,7 @@ from forerun.errors import RequestError
 from forerun.job import Completion, Job
 from forerun.kernels import native
 from forerun.learned import learned_of
-from forerun.load import load_tokenizer, make_runner, pick_device
+from forerun.load import load_tokenizer, make_runner, pick_device, within_machine
 from forerun.loader import Loader, open_index, share_memory
 from forerun.measure.energy import JoulesClock
 from forerun.models.advice import recommended
@@ -58,7 +58,7 @@ class LLM:
     """
 
     def __init__(self, model: str | Path | None = None, **options: Any) -> None:
-        config = self.config = Config.of(model=None if model is None else str(model), **options)
+        config = self.config = within_machine(Config.of(model=None if model is None else str(model), **options))
         clock = JoulesClock() if config.objective == "energy" else None
         if config.threads:
             torch.set_num_threads(config.threads)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from forerun import cli
+from forerun.models.places import names_model
 from tests import tiny
 
 MODEL = ["--model", str(tiny.spoken())]
@@ -304,3 +305,23 @@ def test_a_reader_that_goes_away_is_no_error_message() -> None:
     )
     done = subprocess.run(command, shell=True, capture_output=True, text=True)
     assert "Traceback" not in done.stderr and "Exception" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "kind", ["file", "file that is not there", "directory", "directory of GGUF", "name of Ollama's"]
+)
+def test_a_model_in_place_of_a_prompt_is_told(forerun, tmp_path: Path, kind: str) -> None:
+    """Its name went to the default model as a prompt."""
+    (tmp_path / "x.gguf").write_bytes(b"GGUF")
+    given = {
+        "file": tmp_path / "x.gguf", "file that is not there": "models/Qwen3-0.6B-Q8_0.gguf",
+        "directory": tiny.spoken(), "directory of GGUF": tmp_path, "name of Ollama's": "ollama:qwen3:0.6b",
+    }[kind]  # fmt: skip
+    code, out, err = forerun("generate", str(given))
+    assert (code, out) == (2, "") and "is a model, and there is no prompt" in err and len(err.splitlines()) == 1
+
+
+def test_what_is_no_model_is_a_prompt(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("x")
+    prompts = ["What is a .gguf", "and/or", str(tmp_path / "notes.txt"), "TCP/IPv4", "ollama", "", "x" * 9000, "a\0b"]
+    assert [text for text in prompts if names_model(text)] == []

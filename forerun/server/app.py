@@ -249,5 +249,7 @@ def _page(name: str) -> FileResponse:
 
 
 def describe(llm: LLM, settings: Settings) -> dict[str, Any]:
-    """What is served and how."""
-    return {"model": served_name(llm, settings), "draft": llm.draft, "depth": llm.config.depth, "rule": llm.config.rule}
+    """What is served and how; that a model has no chat template is said where it is so, since it may not chat then."""
+    facts = {"model": served_name(llm, settings), "draft": llm.draft, "depth": llm.config.depth}
+    lacking = llm.tokenizer is None or not llm.tokenizer.has_chat_template
+    return facts | {"rule": llm.config.rule} | ({"chat_template": False} if lacking else {})

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from forerun import LLM, SamplingParams
-from forerun.draft import bundled, registry
+from forerun.draft import bundled
 from forerun.draft.bundled import bundled_for
 from forerun.draft.eagle3 import save_head
 from forerun.draft.registry import automatic
@@ -54,7 +54,7 @@ def test_auto_drafts_with_it_and_says_the_same(
 ) -> None:
     if native.library() is None:
         pytest.skip("the native kernels were not compiled")
-    monkeypatch.setattr(registry, "PAYS", {native.start(): 0.0})
+    monkeypatch.setattr(bundled, "PAYS", {native.start(): 0.0})
     shutil.copytree(tiny.family("llama"), model := tmp_path / DEFAULT)
     llm, other = LLM(model, kv_tokens=1024), LLM(tiny.family("llama"), kv_tokens=1024)
     assert (llm.draft, other.draft) == ("suffix+eagle3", "suffix")
