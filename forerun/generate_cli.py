@@ -17,6 +17,7 @@ from forerun.models.places import names_model
 from forerun.sampling.grammar import Grammar
 from forerun.sampling.params import DEFAULT, SamplingParams
 from forerun.terminal import Clock, as_dict, load, sampling_params, say, show, summary
+from forerun.texts import BYTE_ORDER_MARK, UnreadableError, text_of
 
 if TYPE_CHECKING:
     from forerun.llm import LLM, Prompt
@@ -92,7 +93,7 @@ def _text(given: str | None) -> str:
         return str(given)
     if given is None and sys.stdin.isatty():
         raise RequestError("there is no prompt: write it behind generate, or pipe it in")
-    return sys.stdin.read().removesuffix("\n")
+    return sys.stdin.read().removeprefix(BYTE_ORDER_MARK).removesuffix("\n")
 
 
 def _prompt(llm: LLM, text: str, raw: bool, system: str | None) -> Prompt:
@@ -129,7 +130,8 @@ def _grammar(schema: str | None, regex: str | None) -> dict[str, Any]:
         return {}
     if not schema.lstrip().startswith("{"):
         try:
-            schema = Path(schema).read_text(encoding="utf-8")
-        except (OSError, ValueError):
-            raise RequestError(f"--json-schema {schema!r} is neither a JSON object nor a text file with one") from None
+            schema = text_of(Path(schema))
+        except UnreadableError as error:
+            why = f"is neither a JSON object nor a text file with one: {error}"
+            raise RequestError(f"--json-schema {schema!r} {why}") from None
     return {"grammar": Grammar.of("json_schema", schema)}

@@ -15,6 +15,7 @@ from forerun.errors import ForerunError, RequestError
 from forerun.flags import Json
 from forerun.measure.tables import print_json
 from forerun.progress import Tell, progress
+from forerun.texts import UnreadableError, text_of
 
 if TYPE_CHECKING:
     from forerun.draft.corpus import File
@@ -156,8 +157,8 @@ def _texts(file: File) -> list[str]:
     from forerun.train.data import read_line
 
     try:
-        text = Path(file.path).read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError):
+        text = text_of(Path(file.path), largest=None)
+    except UnreadableError:
         return []
     if "\0" in text or not text.strip():
         return []

@@ -18,6 +18,7 @@ from forerun.chat.parameters import Parameters
 from forerun.errors import ForerunError
 from forerun.flags import ENGINE, SAMPLING, with_flags
 from forerun.terminal import as_dict, load, say, show, summary
+from forerun.texts import BYTE_ORDER_MARK
 
 if TYPE_CHECKING:
     from forerun.llm import LLM
@@ -56,7 +57,7 @@ def _stop(llm: LLM) -> tuple[str, ...]:
 def _lines(alone: bool) -> Iterator[str]:
     """What comes in by a pipe, or what is typed."""
     if alone:
-        return (line.removesuffix("\n") for line in sys.stdin)
+        return (line.removeprefix(BYTE_ORDER_MARK).removesuffix("\n") for line in sys.stdin)
     from forerun.chat.line import typed
 
     return typed()
