@@ -17,17 +17,24 @@ MARKS = (  # those of UTF-32 before those of UTF-16, which they begin with
 
 
 class UnreadableError(ValueError):
-    """Says in a few words why a file is no text: "it is not UTF-8 text (line 3)", "Is a directory"."""
+    """Says in a few words why a file is no text: "it is not UTF-8 text (line 3)", "Is a directory". `line` is where in
+    the file that was seen; 0 where the file could not be read at all."""
+
+    def __init__(self, why: str, line: int = 0) -> None:
+        super().__init__(why)
+        self.line = line
 
 
 def decoded(content: bytes) -> str:
     """The text in the bytes of a file, without its byte order mark. Raises UnreadableError."""
     mark, encoding = next(((m, name) for m, name in MARKS if content.startswith(m)), (b"", "utf-8"))
+    if content == mark and encoding != "utf-8":
+        mark, encoding = b"", "utf-8"  # two or four bytes alone are no text in UTF-16
     try:
         return content[len(mark) :].decode(encoding)
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, len(mark) + error.start) + 1
-        raise UnreadableError(f"it is not UTF-8 text (line {line})") from None
+        raise UnreadableError(f"it is not UTF-8 text (line {line})", line) from None
 
 
 def text_of(path: Path, largest: int | None = LARGEST) -> str:

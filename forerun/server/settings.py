@@ -101,7 +101,8 @@ def read_toml(path: Path, what: str) -> dict[str, Any]:
     try:
         return tomllib.loads(text_of(path))
     except UnreadableError as error:
-        raise ConfigError(f"the {what} file {path} cannot be read: {error}") from None
+        wrong = "is not TOML" if error.line else "cannot be read"
+        raise ConfigError(f"the {what} file {path} {wrong}: {error}") from None
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(f"the {what} file {path} is not TOML: {one_line(str(error))}") from None
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from forerun import rng
+from forerun.sampling import filters
 from forerun.sampling.filters import SamplingState, draw_tokens, filter_logits, shape_logits
 from forerun.sampling.params import SamplingParams
 from forerun.types import Draft
@@ -356,3 +357,21 @@ def test_penalties_of_a_growing_text_are_those_of_its_counts(seed, dtype):
         for token in chance.choices(range(VOCAB), k=chance.randint(0, 5)):
             state.append(token)
             output.append(token)
+
+
+@pytest.mark.parametrize("top_k, top_p, min_p", [(1, 1.0, 0.0), (5, 0.7, 0.05), (40, 0.95, 0.05), (3, 1.0, 0.3)])
+@pytest.mark.parametrize("rows", ["any", "ties", "few are allowed", "one is allowed"])
+def test_selecting_the_likeliest_is_the_same_as_sorting_all(rows, top_k, top_p, min_p):
+    """Sorting a whole vocabulary took as long as a pass of the model: the likeliest are selected, with their ties."""
+    generator = torch.Generator().manual_seed(5)
+    scores = torch.randn(4, 300, generator=generator)
+    if rows == "ties":
+        scores = (scores * 2).round()
+    if "allowed" in rows:
+        scores[:, 1 if rows == "one is allowed" else 20 :] = -math.inf
+    selected, every = (cut(scores, top_k, top_p, min_p) for cut in (filters._cut, filters._cut_sorted))
+    assert torch.equal(torch.isneginf(selected), torch.isneginf(every))
+    assert torch.equal(selected, every) and all(
+        torch.equal(filters._cut(row[None], top_k, top_p, min_p)[0], whole)
+        for row, whole in zip(scores, selected, strict=True)
+    )

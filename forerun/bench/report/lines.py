@@ -269,7 +269,8 @@ def _objects_of(paths: Sequence[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
         try:
             lines = text_of(path, largest=None).split("\n")
         except UnreadableError as error:
-            raise ForerunError(f"{path} cannot be read: {error}") from None
+            wrong = f"{path}, line {error.line} is not JSON" if error.line else f"{path} cannot be read"
+            raise ForerunError(f"{wrong}: {error}") from None
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
