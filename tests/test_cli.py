@@ -325,3 +325,8 @@ def test_what_is_no_model_is_a_prompt(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("x")
     prompts = ["What is a .gguf", "and/or", str(tmp_path / "notes.txt"), "TCP/IPv4", "ollama", "", "x" * 9000, "a\0b"]
     assert [text for text in prompts if names_model(text)] == []
+
+
+def test_a_message_in_place_of_a_model_is_told(forerun) -> None:
+    code, out, err = forerun("chat", "hello there")
+    assert (code, out) == (2, "") and "messages are typed or piped in" in err and len(err.splitlines()) == 1

@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 
 from forerun import LLM, SamplingParams
+from forerun.catalogue.survey import survey
 from forerun.draft import bundled
 from forerun.draft.bundled import bundled_for
 from forerun.draft.eagle3 import save_head
 from forerun.draft.registry import automatic
 from forerun.kernels import native
 from forerun.models.hub import DEFAULT
+from forerun.models.places import Found
 from tests import tiny
 
 PLACES = (
@@ -60,6 +62,8 @@ def test_auto_drafts_with_it_and_says_the_same(
     assert (llm.draft, other.draft) == ("suffix+eagle3", "suffix")
     params = SamplingParams.pure(max_tokens=40, temperature=temperature, seed=5, ignore_eos=True)
     prompts = [[5, 6, 7], [9, 8] * 4, [3, 1, 4, 1, 5]]
+    (row,) = survey([Found("x", model, "here")])
+    assert row.draft == llm.draft == "suffix+eagle3", "forerun models names what serve drafts with"
     plain = [c.token_ids for c in other.generate(prompts, params, draft="off")]
     for how in ({}, {"draft": "auto"}, {"depth": 3}, {"draft": "eagle3", "depth": 3}, {"draft": "off"}):
         said = llm.generate(prompts, params, **how)
