@@ -10,6 +10,7 @@ import functools
 import io
 import os
 import sys
+from contextlib import suppress
 from typing import Annotated, Any
 
 import typer
@@ -111,6 +112,9 @@ def main() -> None:
         sys.argv.append("--help")
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")  # bytes that are no text are then refused as a prompt
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a terminal may lack a character that a model writes
     try:
         with words_of_bash():
             code = command_line()(standalone_mode=False)
@@ -126,12 +130,24 @@ def main() -> None:
     except (typer.Abort, KeyboardInterrupt):
         code = _say("interrupted", 130)
     except BrokenPipeError:  # the reader has gone, as in `forerun generate ... | head -1`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
     except OSError as error:
         code = _say(f"the output cannot be written: {error}", 1)
     exec("")  # else `python -m` dies by SIGINT, whatever the code, where Ctrl-C fell into an exec (as of a dataclass)
+    _close()
     sys.exit(code)
+
+
+def _close() -> None:
+    """Write what is left to the streams; where a reader has gone, quietly nowhere."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if stream is not None:
+                stream.flush()
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        except (OSError, ValueError):
+            pass  # a full disk was told already, or the stream is closed
 
 
 def _options(words: list[str]) -> dict[str, str]:
@@ -143,7 +159,8 @@ def _options(words: list[str]) -> dict[str, str]:
 
 
 def _say(message: str, code: int) -> int:
-    print(f"forerun: {' '.join(message.split())}", file=sys.stderr)
+    with suppress(BrokenPipeError):
+        print(f"forerun: {' '.join(message.split())}", file=sys.stderr)
     return code
 
 

@@ -147,10 +147,15 @@ def info(drafter: Name, target: For = None, as_json: Json = False) -> None:
     found = examine(facts, wanted)
     if as_json:
         print(json.dumps(describe(facts, wanted, found, note)))
-        return
-    for name, text in _lines(facts):
-        print(f"{name:<13}{text}")
-    _print_checks(found, note)
+    else:
+        for name, text in _lines(facts):
+            print(f"{name:<13}{text}")
+        _print_checks(found, note)
+    wrong = [check.name for check in found if check.ok is False]
+    if wrong:
+        against = f" {wanted.name}" if wanted else ""
+        print(f"forerun: {facts.name} does not fit{against}: {', '.join(wrong)}", file=sys.stderr)
+        raise typer.Exit(1)
 
 
 @app.command(epilog="[dim]forerun drafters pull RedHatAI/Qwen3-8B-speculator.eagle3 --for Qwen/Qwen3-8B[/dim]")

@@ -14,7 +14,7 @@ from forerun.completion import draft_names, model_names
 from forerun.config import Config
 from forerun.drafts import joined
 from forerun.errors import ConfigError
-from forerun.sampling.params import SamplingParams
+from forerun.sampling.params import DEFAULT, SamplingParams
 
 SHORT = {"model": "-m", "max_tokens": "-n", "temperature": "-t"}
 COMPLETION = {"model": model_names, "draft": draft_names}  # what the shell offers
@@ -86,11 +86,19 @@ CONFIG_TYPES = {
     "context": int,
     "kv_tokens": int,
 }
-SAMPLING_TYPES = {"logit_bias": list[str], "stop": list[str], "stop_token_ids": list[int], "seed": int, "logprobs": int}
+SAMPLING_TYPES = {
+    "logit_bias": list[str],
+    "stop": list[str],
+    "stop_token_ids": list[int],
+    "seed": int,
+    "logprobs": int,
+    **{name: type(value) for name, value in DEFAULT.items()},
+}
 ENGINE = Group("config", Config, "Engine", CONFIG_TYPES, model=True)
 ENGINE_FLAGS = replace(ENGINE, model=False)  # for verbs with arguments of their own
 ANSWER = {"max_tokens": 512}  # where nobody says how long an answer may be
-SAMPLING = Group("sampling", SamplingParams, "Sampling", SAMPLING_TYPES, leave_out=("grammar",), defaults=ANSWER)
+USUAL = ANSWER | {name: f"as the model's authors set it, else {value}" for name, value in DEFAULT.items()}
+SAMPLING = Group("sampling", SamplingParams, "Sampling", SAMPLING_TYPES, leave_out=("grammar",), defaults=USUAL)
 
 
 def with_model(argument: str | None, config: dict[str, Any]) -> dict[str, Any]:

@@ -13,14 +13,14 @@ import typer
 from forerun.errors import LoadError, RequestError
 from forerun.flags import ANSWER, ENGINE_FLAGS, SAMPLING, model_as_argument, with_flags, with_model
 from forerun.models.hub import find_model
+from forerun.models.places import names_model
 from forerun.sampling.grammar import Grammar
-from forerun.sampling.params import SamplingParams
+from forerun.sampling.params import DEFAULT, SamplingParams
 from forerun.terminal import Clock, as_dict, load, sampling_params, say, show, summary
+from forerun.texts import BYTE_ORDER_MARK, UnreadableError, text_of
 
 if TYPE_CHECKING:
     from forerun.llm import LLM, Prompt
-
-ADVISED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # what models' authors set
 
 
 @with_flags(ENGINE_FLAGS, SAMPLING)
@@ -56,9 +56,13 @@ def generate(
         raise RequestError("--raw and --system contradict each other: a system message is part of a chat")
     if second is not None:
         config = with_model(_named(first), config)
+    elif first is not None and names_model(first):
+        raise RequestError(
+            f"{first!r} is a model, and there is no prompt: write the prompt behind it, or pipe it into -m {first}"
+        )
     text = _text(first if second is None else second)
     llm = load(config, as_json)
-    params = sampling_params(ANSWER | llm.recommended | asked)
+    params = sampling_params(ANSWER | asked).resolved(llm.recommended)
     prompt = llm.tokens(_prompt(llm, text, raw, system))
     params = _that_fits(llm, prompt, params, "max_tokens" in sampling)
     clock = Clock()
@@ -68,7 +72,7 @@ def generate(
             say(summary(completion, llm.room, clock.plain))
         return
     for completion in llm.generate(prompt, params):
-        used = {"sampling": {name: getattr(params, name) for name in ADVISED}}
+        used = {"sampling": {name: getattr(params, name) for name in DEFAULT}}
         print(json.dumps(as_dict(completion) | used) if as_json else completion.text)
         if stats and not as_json:
             say(summary(completion, llm.room, None))
@@ -89,7 +93,7 @@ def _text(given: str | None) -> str:
         return str(given)
     if given is None and sys.stdin.isatty():
         raise RequestError("there is no prompt: write it behind generate, or pipe it in")
-    return sys.stdin.read().removesuffix("\n")
+    return sys.stdin.read().removeprefix(BYTE_ORDER_MARK).removesuffix("\n")
 
 
 def _prompt(llm: LLM, text: str, raw: bool, system: str | None) -> Prompt:
@@ -126,7 +130,8 @@ def _grammar(schema: str | None, regex: str | None) -> dict[str, Any]:
         return {}
     if not schema.lstrip().startswith("{"):
         try:
-            schema = Path(schema).read_text(encoding="utf-8")
-        except (OSError, ValueError):
-            raise RequestError(f"--json-schema {schema!r} is neither a JSON object nor a text file with one") from None
+            schema = text_of(Path(schema))
+        except UnreadableError as error:
+            why = f"is neither a JSON object nor a text file with one: {error}"
+            raise RequestError(f"--json-schema {schema!r} {why}") from None
     return {"grammar": Grammar.of("json_schema", schema)}

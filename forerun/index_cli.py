@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,11 +15,13 @@ from forerun.errors import ForerunError, RequestError
 from forerun.flags import Json
 from forerun.measure.tables import print_json
 from forerun.progress import Tell, progress
+from forerun.texts import UnreadableError, text_of
 
 if TYPE_CHECKING:
     from forerun.draft.corpus import File
     from forerun.models.text import Tokenizer
 
+NAMED = 5  # unreadable files that are named
 TOGETHER = 1 << 20  # characters that are tokenized at once
 
 
@@ -30,6 +32,7 @@ class Indexed:
     files: int = 0
     unchanged: int = 0  # they are in the index as they are
     unreadable: int = 0  # not UTF-8, or empty
+    unreadable_files: list[str] = field(default_factory=list)  # the first of them
     tokens: int = 0
     seconds: float = 0.0
     total: int = 0  # tokens of the whole index
@@ -68,6 +71,9 @@ def index(
         f" {made.unreadable} unreadable; {made.total:,} tokens in all",
         file=sys.stderr,
     )
+    if made.unreadable:
+        more = f" and {made.unreadable - NAMED} more" if made.unreadable > NAMED else ""
+        print(f"not UTF-8 text, or empty: {', '.join(made.unreadable_files)}{more}", file=sys.stderr)
     print(f"next: forerun generate ... {f'--model {model} ' if model else ''}--draft retrieval:{out}")
 
 
@@ -132,8 +138,11 @@ def _together(files: Sequence[File], made: Indexed) -> Iterator[list[tuple[File,
     size = 0
     for file in files:
         texts = _texts(file)
-        made.unreadable += not texts
-        if texts:
+        if not texts:
+            made.unreadable += 1
+            if made.unreadable <= NAMED:
+                made.unreadable_files.append(file.path)
+        else:
             some.append((file, texts))
             size += sum(map(len, texts))
         if size > TOGETHER:
@@ -148,8 +157,8 @@ def _texts(file: File) -> list[str]:
     from forerun.train.data import read_line
 
     try:
-        text = Path(file.path).read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError):
+        text = text_of(Path(file.path), largest=None)
+    except UnreadableError:
         return []
     if "\0" in text or not text.strip():
         return []

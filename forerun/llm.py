@@ -24,7 +24,7 @@ from forerun.errors import RequestError, StateError, brief
 from forerun.job import Completion, Job
 from forerun.kernels import native
 from forerun.learned import learned_of
-from forerun.load import load_tokenizer, make_runner, pick_device
+from forerun.load import load_tokenizer, make_runner, pick_device, within_machine
 from forerun.loader import Loader, open_index, share_memory
 from forerun.measure.energy import JoulesClock
 from forerun.models.advice import recommended
@@ -32,7 +32,7 @@ from forerun.models.decoder import Decoder
 from forerun.models.hub import find_model
 from forerun.models.text import Message, Tokenizer
 from forerun.native import NativeDecoder
-from forerun.sampling.params import SamplingParams
+from forerun.sampling.params import DEFAULT, SamplingParams
 from forerun.types import Event
 
 WHAT_IS_A_PROMPT = "a prompt is a string, a list of token ids or a list of chat messages"
@@ -50,8 +50,8 @@ class LLM:
         llm.generate(["def fib(n):"], SamplingParams(temperature=0.8, seed=1))[0].text
         for event in llm.stream("def fib(n):"): print(event.text, end="")
 
-    `recommended` are the sampling parameters that the model's authors set; nothing uses them but the command line and
-    the server.
+    `recommended` are the sampling parameters that the model's authors set. They hold where a request gives none of its
+    own; `sampling` are those together with forerun's default for the rest.
 
     Args:
         model: as in `Config`; None is the default model.
@@ -59,7 +59,7 @@ class LLM:
     """
 
     def __init__(self, model: str | Path | None = None, **options: Any) -> None:
-        config = self.config = Config.of(model=None if model is None else str(model), **options)
+        config = self.config = within_machine(Config.of(model=None if model is None else str(model), **options))
         clock = JoulesClock() if config.objective == "energy" else None
         if config.threads:
             torch.set_num_threads(config.threads)
@@ -109,6 +109,11 @@ class LLM:
         pages = self.engine.target.cache.pages
         return min(self.decoder.context, pages.count * pages.size)
 
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """The sampling parameters of a request that gives none: the authors' values, else forerun's default."""
+        return {**DEFAULT, **self.recommended}
+
     def index(self, directory: Path) -> Index:
         """An index that `forerun index` made for this model. Raises LoadError, RequestError."""
         return open_index(directory, self.tokenizer, self.decoder.config.vocab)
@@ -127,7 +132,8 @@ class LLM:
 
         Args:
             prompts: a string, a list of token ids, a list of chat messages ({"role", "content"}), or a list of those.
-            params: how to choose tokens and when to stop.
+            params: how to choose tokens and when to stop; what is not given is as the model's authors set it, or
+                else forerun's default (temperature 0.8, top_k 40, top_p 0.95, min_p 0.05).
             draft: off, or a proposer of this engine (ngram, suffix, model), for this call; None is the engine's own.
             depth: auto or a number, for this call; None is the engine's own.
             prediction: what the output will probably be, such as the file before an edit: it is drafted from where the
@@ -140,7 +146,7 @@ class LLM:
         Raises:
             RequestError, CapacityError: a prompt or parameters that cannot be served; nothing is generated then.
         """
-        params = _checked(params)
+        params = _checked(params).resolved(self.recommended)
         jobs: list[Job] = []
         try:
             references = self.references(prediction, documents)
@@ -170,7 +176,7 @@ class LLM:
         The request runs while there is a loop over the stream. Leaving the loop pauses it: another loop continues with
         the next event, and a stream that nobody keeps is dropped.
         """
-        params = _checked(params)
+        params = _checked(params).resolved(self.recommended)
         if params.n != 1:
             raise RequestError(f"stream gives one completion, not n={params.n}: use generate, or several streams")
         (job,) = self._add(self.tokens(prompt), params, draft, depth, self.references(prediction, documents))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from forerun.cache.kv import KVCache
 from forerun.config import Config
 from forerun.errors import CapacityError, ConfigError
 from forerun.kernels import native
-from forerun.machine import free_ram, give_back
+from forerun.machine import cores, free_ram, give_back
 from forerun.models.config import ModelConfig, load_config, note
 from forerun.models.decoder import Decoder, default_context, load_decoder, longest_context
 from forerun.models.gguf.container import open_gguf
@@ -27,6 +28,16 @@ from forerun.runner import Runner
 
 ANGLE, ROW = 16, 8  # bytes of a position: of each channel that rotates, while its table is made; of each request
 PADDING = re.compile(r"\[PAD\d+\]")  # tokens that only fill up the rows of an embedding
+
+
+def within_machine(config: Config) -> Config:
+    """The configuration with no more threads than there are processors: more of them wait for each other, and nothing
+    gets done. Tells where it is cut."""
+    most = cores()
+    cut: dict[str, Any] = {name: most for name in ("threads", "draft_threads") if getattr(config, name) > most}
+    for name in cut:
+        note(f"{name}={getattr(config, name)} is cut to {most}, the processors that this process may use")
+    return replace(config, **cut) if cut else config
 
 
 def pick_device(name: str) -> torch.device:
@@ -87,6 +98,8 @@ def make_runner(config: Config, directory: Path, device: torch.device, target: R
     context = served_context(config, shape)
     _check_tables(config, shape, directory, context)
     is_native, form = pick_form(config, device, shape.raw, drafter=target is not None)
+    if native.reason() and device.type == "cpu" and config.kernels == "auto" and config.tensor_parallel == 1:
+        note(native.advice())
     tokens = config.kv_tokens if target is None else target.cache.pages.count * target.cache.pages.size
     each = KVCache.token_bytes(shape, cache_dtype(is_native, form))
     if config.kv_tokens:

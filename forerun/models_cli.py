@@ -41,9 +41,13 @@ def models(
     if not rows:
         print(NOTHING, file=sys.stderr)
         return
-    print_rows([_cells(row) for row in rows], ("format", "runs here"))
+    cells = [_cells(row) for row in rows]
+    if not any(row.drafter for row in rows):
+        for columns in cells:
+            del columns["or"]
+    print_rows(cells, ("format", "draft", "runs here"))
     if sys.stdout.isatty():
-        print("the first column is for --model, the last but one for --draft")
+        print("the first column is for --model, the column or for --draft; the column draft is what --draft auto takes")
 
 
 def _cells(row: Survey) -> dict[str, str]:
@@ -56,6 +60,7 @@ def _cells(row: Survey) -> dict[str, str]:
         "parameters": count_of(row.parameters),
         "context": str(row.context or ""),
         "draft": row.draft,
+        "or": row.drafter,
         "runs here": "yes" if row.runs else f"no: {row.reason}",
     }
 

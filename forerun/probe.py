@@ -22,7 +22,7 @@ def probe(llm: LLM) -> str:
 
 
 def _probe(llm: LLM, name: str) -> str:
-    params = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
+    params = SamplingParams.pure(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
     (said,) = llm.generate(_prompt(llm), params, draft=name, depth=None if name == "off" else DEPTH)
     llm.forget()
     counts = said.stats.by_source[name]

@@ -10,9 +10,12 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
+
+from rich.cells import cell_len
 
 from forerun.config import Config
 from forerun.errors import RequestError
@@ -122,21 +125,91 @@ class Clock:
                 self.plain = statistics.median(undrafted)
 
 
+class Lines:
+    """Text that comes in pieces, broken between words where a line of a terminal is full.
+
+    A word is held back until it is known to end, so that it is never shown on two lines; one that is longer than a line
+    is given as it comes. `width` gives the columns of the terminal, which may change.
+    """
+
+    def __init__(self, width: Callable[[], int]) -> None:
+        self._width = width
+        self._column = 0  # where the next character goes
+        self._word: list[tuple[str, str]] = []  # of one character each, with its style
+
+    def add(self, text: str, style: str) -> list[tuple[str, str]]:
+        """What can be shown now that this text has come, with the style of each part."""
+        shown: list[tuple[str, str]] = []
+        for character in text:
+            if character.isspace():
+                shown += self._placed()
+                shown += self._space(character)
+            else:
+                if cell_len(character) > 1:  # scripts with wide characters break anywhere
+                    shown += self._placed()
+                self._word.append((character, style))
+                if self._wide > self._width():
+                    shown += self._placed()
+                    self._column %= self._width()  # the terminal breaks this one
+        return _joined(shown)
+
+    def rest(self) -> list[tuple[str, str]]:
+        """What is still held back, at the end of the text."""
+        return _joined(self._placed())
+
+    @property
+    def _wide(self) -> int:
+        return sum(cell_len(character) for character, _ in self._word)
+
+    def _placed(self) -> list[tuple[str, str]]:
+        """The word, on the next line where it does not fit on this one."""
+        word, wide = self._word, self._wide
+        self._word = []
+        if not word:
+            return []
+        breaks = self._column > 0 and self._column + wide > self._width()
+        self._column = wide + (0 if breaks else self._column)
+        return [("\n", ""), *word] if breaks else word
+
+    def _space(self, character: str) -> list[tuple[str, str]]:
+        if character in "\n\r":
+            self._column = 0
+        elif character == "\t":
+            self._column += 8 - self._column % 8
+        elif self._column >= self._width():
+            return []  # the line is full: what follows begins the next one
+        else:
+            self._column += 1
+        return [(character, "")]
+
+
+def _joined(parts: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Neighbours of one style as one part."""
+    return [("".join(text for text, _ in some), style) for style, some in groupby(parts, key=lambda part: part[1])]
+
+
 def show(stream: Stream, clock: Clock) -> Completion:
     """Print the text of a stream as it comes, on terminals accepted tokens in the colour of their source."""
     from rich.console import Console
     from rich.text import Text
 
     console = Console(highlight=False, soft_wrap=True)
+    lines = Lines(lambda: console.width)
     clock.start()
+
+    def put(parts: Iterable[tuple[str, str]]) -> None:
+        for text, style in parts:
+            console.print(Text(text, style=style), end="")
+
     for event in stream:
         clock.tick()
         for piece, source in zip(event.pieces, [*event.sources, ""], strict=False):
             if console.is_terminal:
-                console.print(Text(piece, style=COLOURS.get(source, "cyan") if source else ""), end="")
+                put(lines.add(piece, COLOURS.get(source, "cyan") if source else ""))
             else:
                 sys.stdout.write(piece)
         sys.stdout.flush()
+    put(lines.rest())
     print()
     clock.stop(stream.completion)
     return stream.completion

@@ -57,7 +57,7 @@ def main() -> None:
     tasks = read_tasks(args.prompts) if args.prompts else [task for task in builtin() if task.category == "chat"]
     prompts = [task.prompt for task in tasks][:4]
     for temperature in (0.0, 0.8):
-        params = SamplingParams(max_tokens=args.tokens, temperature=temperature, seed=5, ignore_eos=True)
+        params = SamplingParams.pure(max_tokens=args.tokens, temperature=temperature, seed=5, ignore_eos=True)
         shares = {}
         for coupled in (True, False):
             ahead.coupled, ahead.asked, ahead.hits = coupled, 0, 0

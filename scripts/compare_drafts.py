@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def compare(llm: LLM, category: str, prompts: list[object], args: argparse.Namespace) -> None:
-    params = SamplingParams(max_tokens=args.tokens, temperature=args.temperature, seed=1, ignore_eos=True)
+    params = SamplingParams.pure(max_tokens=args.tokens, temperature=args.temperature, seed=1, ignore_eos=True)
     speeds: dict[str, list[float]] = {draft: [] for draft in ("off", *args.drafts)}
     lengths, drafting = dict.fromkeys(speeds, 0.0), dict.fromkeys(speeds, 0.0)
     texts = {}

@@ -32,7 +32,9 @@ def main() -> None:
     row = several.engine.target.cache.row_bytes / one.engine.target.cache.row_bytes
     print(f"keys and values of a token in the first: {row:.2f} of all")
     for temperature in (0.0, 0.8):
-        params = SamplingParams(max_tokens=asked.tokens, temperature=temperature, seed=1, ignore_eos=True, logprobs=2)
+        params = SamplingParams.pure(
+            max_tokens=asked.tokens, temperature=temperature, seed=1, ignore_eos=True, logprobs=2
+        )
         for task in tasks:
             expected, *others = (
                 llm.generate(task.prompt, params, draft=draft)[0]

@@ -72,7 +72,7 @@ def run(llm: LLM, library: Timed, draft: str, seed: int, requests: int, tokens: 
         return events
 
     prompts = [[{"role": "user", "content": f"Tell me a story about animal number {i}."}] for i in range(requests)]
-    params = SamplingParams(max_tokens=tokens, temperature=0.8, seed=seed, ignore_eos=True)
+    params = SamplingParams.pure(max_tokens=tokens, temperature=0.8, seed=seed, ignore_eos=True)
     Engine.step = timed  # type: ignore[method-assign]
     try:
         llm.generate(prompts, params, draft=draft)

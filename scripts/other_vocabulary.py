@@ -57,7 +57,9 @@ def written(count: int, place: Path, spelled: tokenizers.Tokenizer) -> list[str]
     llm = LLM(draft="suffix", max_rows=16, context=512)
     found = []
     for at in range(0, count, 16):
-        some = llm.generate(questions(count)[at : at + 16], SamplingParams(max_tokens=160, temperature=0.8, seed=at))
+        some = llm.generate(
+            questions(count)[at : at + 16], SamplingParams.pure(max_tokens=160, temperature=0.8, seed=at)
+        )
         found += [spelled.decode([*c.prompt_token_ids, *c.token_ids], skip_special_tokens=False) for c in some]
         print(f"{len(found)} of {count} texts", file=sys.stderr)
     place.write_text(json.dumps(found))
@@ -142,7 +144,7 @@ def main() -> None:
     for name in ("same", "other"):
         llm = LLM(draft=f"model:{args.out / name}")
         for temperature in (0.0, 0.8):
-            params = SamplingParams(max_tokens=120, temperature=temperature, seed=3)
+            params = SamplingParams.pure(max_tokens=120, temperature=temperature, seed=3)
             found = llm.generate(questions(HELD_OUT), params, depth=4)
             emitted = sum(len(c.token_ids) for c in found)
             passes = sum(len(c.token_ids) / c.stats.accepted_length for c in found)

@@ -24,7 +24,7 @@ def main() -> None:
     for task in builtin():
         if task.category in args.categories.split(","):
             for temperature in (0.0, 0.8):
-                params = SamplingParams(max_tokens=args.tokens, temperature=temperature, seed=1, ignore_eos=True)
+                params = SamplingParams.pure(max_tokens=args.tokens, temperature=temperature, seed=1, ignore_eos=True)
                 print(json.dumps({"text": llm.generate(task.prompt, params)[0].text}), flush=True)
 
 

@@ -262,7 +262,7 @@ def use(directory: Path, kernels: str = "torch") -> str:
                     llm.tokens(prompt)
                 except RequestError as error:  # a request's own affair
                     check_line(str(error))
-        params = SamplingParams(max_tokens=3, min_tokens=2, **llm.recommended)
+        params = SamplingParams.pure(max_tokens=3, min_tokens=2, **llm.recommended)
         llm.generate([[3, 4, 5]], params)
     except ForerunError as error:
         check_line(str(error))

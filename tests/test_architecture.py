@@ -23,6 +23,7 @@ FLOORS = [
         "progress",
         "ranges",
         "sandbox",
+        "texts",
         "whole",
     },
     {"kernels", "sampling", "verify"},

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from forerun import cli
+from forerun.models.places import names_model
 from tests import tiny
 
 MODEL = ["--model", str(tiny.spoken())]
@@ -49,12 +50,14 @@ def test_generate_without_a_model_takes_the_default(forerun) -> None:
 
 
 def test_json_is_one_object_and_nothing_else(forerun) -> None:
-    code, out, err = forerun("generate", "def add(a, b):\n", "--json", "--logprobs", "2", "--depth", "3", *SMALL)
+    code, out, err = forerun(
+        "generate", "def add(a, b):\n", "--json", "--logprobs", "2", "--depth", "3", "-t", "0", *SMALL
+    )
     answer = json.loads(out)
     assert code == 0 and not err
     assert len(answer["token_ids"]) == 8 and answer["finish_reason"] == "length"
     assert answer["stats"]["completion_tokens"] == 8 and len(answer["logprobs"]) == 8
-    plain = json.loads(forerun("generate", "def add(a, b):\n", "--json", "--draft", "off", *SMALL)[1])
+    plain = json.loads(forerun("generate", "def add(a, b):\n", "--json", "--draft", "off", "-t", "0", *SMALL)[1])
     assert plain["token_ids"] == answer["token_ids"]
 
 
@@ -93,7 +96,7 @@ def test_what_the_authors_set_counts_where_nothing_is_said(forerun, tmp_path: Pa
     (model / "generation_config.json").write_text(json.dumps(settings))
     small = ["generate", "ab", "--json", "--model", str(model), "--max-tokens", "2", "--kv-tokens", "2048"]
     used = json.loads(forerun(*small)[1])["sampling"]
-    assert used["temperature"] == 0.7 and used["top_k"] == 11 and used["top_p"] == 1.0
+    assert used["temperature"] == 0.7 and used["top_k"] == 11 and used["top_p"] == 0.95
     used = json.loads(forerun(*small, "--temperature", "0")[1])["sampling"]
     assert used["temperature"] == 0.0 and used["top_k"] == 11
 
@@ -203,7 +206,7 @@ def test_a_prompt_larger_than_the_cache_names_the_flags(forerun) -> None:
 
 
 def test_the_model_is_an_argument_or_a_flag(forerun) -> None:
-    flags = ["--json", "--max-tokens", "4", "--kv-tokens", "2048"]
+    flags = ["--json", "--max-tokens", "4", "--kv-tokens", "2048", "-t", "0"]
     one = forerun("generate", MODEL[1], "x = 1", *flags)
     other = forerun("generate", "x = 1", "-m", MODEL[1], *flags)
     assert one[0] == other[0] == 0 and json.loads(one[1])["token_ids"] == json.loads(other[1])["token_ids"]
@@ -302,3 +305,28 @@ def test_a_reader_that_goes_away_is_no_error_message() -> None:
     )
     done = subprocess.run(command, shell=True, capture_output=True, text=True)
     assert "Traceback" not in done.stderr and "Exception" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "kind", ["file", "file that is not there", "directory", "directory of GGUF", "name of Ollama's"]
+)
+def test_a_model_in_place_of_a_prompt_is_told(forerun, tmp_path: Path, kind: str) -> None:
+    """Its name went to the default model as a prompt."""
+    (tmp_path / "x.gguf").write_bytes(b"GGUF")
+    given = {
+        "file": tmp_path / "x.gguf", "file that is not there": "models/Qwen3-0.6B-Q8_0.gguf",
+        "directory": tiny.spoken(), "directory of GGUF": tmp_path, "name of Ollama's": "ollama:qwen3:0.6b",
+    }[kind]  # fmt: skip
+    code, out, err = forerun("generate", str(given))
+    assert (code, out) == (2, "") and "is a model, and there is no prompt" in err and len(err.splitlines()) == 1
+
+
+def test_what_is_no_model_is_a_prompt(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("x")
+    prompts = ["What is a .gguf", "and/or", str(tmp_path / "notes.txt"), "TCP/IPv4", "ollama", "", "x" * 9000, "a\0b"]
+    assert [text for text in prompts if names_model(text)] == []
+
+
+def test_a_message_in_place_of_a_model_is_told(forerun) -> None:
+    code, out, err = forerun("chat", "hello there")
+    assert (code, out) == (2, "") and "messages are typed or piped in" in err and len(err.splitlines()) == 1

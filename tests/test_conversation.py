@@ -26,7 +26,7 @@ def commands(llm: LLM) -> Commands:
 def turn(talk: Conversation, text: str, tokens: int = 16):
     """One message answered; the completion and how many messages were left out."""
     messages, dropped, _ = talk.ask(text, tokens)
-    (done,) = talk.llm.generate(messages, SamplingParams(max_tokens=tokens, ignore_eos=True))
+    (done,) = talk.llm.generate(messages, SamplingParams.pure(max_tokens=tokens, ignore_eos=True))
     talk.add(messages, done.text)
     return done, dropped
 
@@ -88,10 +88,15 @@ def test_parameters_are_set_by_their_names(commands: Commands) -> None:
         assert commands.run(f"/set {line}") == ""
     assert parameters.params == SamplingParams(
         temperature=0.5, top_p=0.9, max_tokens=9, seed=4, stop=["the end"], ignore_eos=True
-    )
+    ).resolved({})
     assert parameters.asked("max_tokens")
     shown = commands.run("/show")
-    assert "0.9 (/set)" in shown and "0.5 (command line)" in shown and "0 (default)" in shown and "of 512" in shown
+    assert (
+        "0.9 (/set)" in shown
+        and "0.5 (command line)" in shown
+        and "40 (forerun's default)" in shown
+        and "of 512" in shown
+    )
     commands.run("/set temperature 1")
     commands.run("/set temperature default")
     commands.run("/set max-tokens default")

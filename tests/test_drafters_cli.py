@@ -104,7 +104,7 @@ def test_info(stocked: FakeHub, forerun) -> None:
     assert (code, err) == (0, "") and "EAGLE-3 head, speculators layout" in out
     assert "layers       ok  it reads the hidden states [2, 4, 5]" in out and f"--draft eagle3:{HEAD}" in out
     code, out, _ = forerun("info", "them/Big-8B-eagle3-wide", "--for", TARGET)
-    assert code == 0 and "hidden size  NO  it reads states of 32" in out
+    assert code == 1 and "hidden size  NO  it reads states of 32" in out
     said = json.loads(forerun("info", "them/Big-8B-eagle3-wide", "--json")[1])
     assert said["fits"] is False and said["target"] == TARGET
     assert {"name": "fusion", "ok": True, "text": said["checks"][4]["text"]} == said["checks"][4]
@@ -198,3 +198,15 @@ def test_weights_that_are_written_are_read(home: Path, forerun) -> None:
     (own / "model.safetensors").write_bytes(safetensors(eagle_shapes())[:40])
     code, _, err = forerun("info", str(own))
     assert code == 2 and "not whole" in err and len(err.splitlines()) == 1
+
+
+def test_info_of_one_that_does_not_fit_says_so_and_fails(stocked: FakeHub, forerun) -> None:
+    """It said NO to each thing, then that forerun drafts with it, and the exit code was 0."""
+    stocked.add("org/Small-1B", target_config(hidden_size=32, vocab_size=48))
+    code, out, err = forerun("info", HEAD, "--for", "org/Small-1B")
+    assert code == 1 and "NO" in out and "forerun drafts with it" not in out
+    assert f"forerun: {HEAD} does not fit org/Small-1B: " in err and len(err.splitlines()) == 1
+    code, out, err = forerun("info", HEAD, "--for", "org/Small-1B", "--json")
+    assert code == 1 and json.loads(out)["fits"] is False
+    code, out, err = forerun("info", HEAD)
+    assert (code, err) == (0, "") and f"forerun drafts with it: --draft eagle3:{HEAD}" in out

@@ -86,3 +86,13 @@ def test_the_verb_says_what_it_did(tmp_path: Path) -> None:
     assert done.exit_code == 0 and json.loads(done.stdout)["files"] == 3
     again = CliRunner().invoke(app, arguments)
     assert again.exit_code == 0 and "--draft retrieval:" in again.stdout and "3 unchanged" in again.output
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    source = files(tmp_path / "in")
+    for i in range(7):
+        (source / f"empty{i}.txt").write_text("")
+    done = CliRunner().invoke(app, ["index", str(source), "--out", str(tmp_path / "out"), "-m", str(tiny.spoken())])
+    assert done.exit_code == 0, done.output
+    line = next(line for line in done.stderr.splitlines() if line.startswith("not UTF-8 text, or empty: "))
+    assert str(source / "bytes.py") in line and str(source / "empty3.txt") in line and line.endswith(" and 3 more")

@@ -173,7 +173,7 @@ def test_a_place_that_cannot_be_written_is_left_alone(tmp_path: Path) -> None:
 def test_the_text_is_the_same_with_it(rule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two engines of one model: the second one drafts from its first pass on. Small models have no file."""
     monkeypatch.setenv("FORERUN_CACHE", str(tmp_path))
-    params, options = SamplingParams(max_tokens=60, seed=1, ignore_eos=True), {"draft": "suffix", "kv_tokens": 512}
+    params, options = SamplingParams.pure(max_tokens=60, seed=1, ignore_eos=True), {"draft": "suffix", "kv_tokens": 512}
     plain = LLM(tiny.spoken(), **options).generate("The name of the name", params)[0].token_ids
     assert not list(tmp_path.rglob("*.json"))
     monkeypatch.setattr(learned, "SMALLEST", 0)

@@ -35,7 +35,7 @@ PROMPT = "def add(a, b):\n"
 
 def test_same_tokens_with_every_draft(llm: LLM) -> None:
     for temperature in (0.0, 0.8):
-        params = SamplingParams(max_tokens=40, temperature=temperature, seed=4)
+        params = SamplingParams.pure(max_tokens=40, temperature=temperature, seed=4)
         (plain,) = llm.generate(PROMPT, params, draft="off")
         for draft in ("ngram", "suffix", "model", "auto"):
             for depth in (None, 0, 3):
@@ -57,14 +57,14 @@ def test_a_draft_model_of_another_vocabulary(
     across = LLM(tiny.spoken(), draft=f"{draft}:{other_words.drafter('pieces')}", **options)
     assert "another vocabulary" in capsys.readouterr().err
     for temperature in (0.0, 0.8):
-        params = SamplingParams(max_tokens=40, temperature=temperature, seed=4)
+        params = SamplingParams.pure(max_tokens=40, temperature=temperature, seed=4)
         (plain,), (other,) = across.generate(PROMPT, params, draft="off"), across.generate(PROMPT, params, depth=4)
         assert (other.token_ids, other.text) == (plain.token_ids, plain.text)
         assert other.stats.by_source["model"].accepted > 0
 
 
 def test_prompts_of_every_kind(llm: LLM) -> None:
-    params = SamplingParams(max_tokens=5)
+    params = SamplingParams.pure(max_tokens=5)
     ids = llm.tokenizer.encode(PROMPT)
     messages = [{"role": "user", "content": "hello"}]
     assert llm.generate(PROMPT, params)[0].token_ids == llm.generate(ids, params)[0].token_ids
@@ -91,29 +91,29 @@ def test_refused_prompts(llm: LLM, prompt: object) -> None:
 def test_one_bad_prompt_of_many_leaves_nothing_behind(llm: LLM) -> None:
     with pytest.raises(RequestError, match="context"):
         llm.generate([PROMPT, [5] * 300])
-    llm.generate(PROMPT, SamplingParams(max_tokens=1))
+    llm.generate(PROMPT, SamplingParams.pure(max_tokens=1))
     assert not llm.engine.busy
 
 
 def test_n_completions_have_seeds_of_their_own(llm: LLM) -> None:
-    params = SamplingParams(max_tokens=12, temperature=1.0, seed=9, n=3)
+    params = SamplingParams.pure(max_tokens=12, temperature=1.0, seed=9, n=3)
     completions = llm.generate([PROMPT, "class A:\n"], params)
     assert len(completions) == 6
     assert [c.seed for c in completions[:3]] == [derive_seed(9, i) for i in range(3)]
     assert len({tuple(c.token_ids) for c in completions[:3]}) > 1
-    (alone,) = llm.generate(PROMPT, SamplingParams(max_tokens=12, temperature=1.0, seed=completions[1].seed))
+    (alone,) = llm.generate(PROMPT, SamplingParams.pure(max_tokens=12, temperature=1.0, seed=completions[1].seed))
     assert alone.token_ids == completions[1].token_ids
 
 
 def test_without_a_seed_the_result_names_one(llm: LLM) -> None:
-    first, second = (llm.generate(PROMPT, SamplingParams(max_tokens=12, temperature=1.0))[0] for _ in range(2))
+    first, second = (llm.generate(PROMPT, SamplingParams.pure(max_tokens=12, temperature=1.0))[0] for _ in range(2))
     assert first.seed != second.seed
-    (again,) = llm.generate(PROMPT, SamplingParams(max_tokens=12, temperature=1.0, seed=first.seed))
+    (again,) = llm.generate(PROMPT, SamplingParams.pure(max_tokens=12, temperature=1.0, seed=first.seed))
     assert again.token_ids == first.token_ids
 
 
 def test_stream_gives_the_same_as_generate(llm: LLM) -> None:
-    params = SamplingParams(max_tokens=30, temperature=0.8, seed=2, logprobs=1)
+    params = SamplingParams.pure(max_tokens=30, temperature=0.8, seed=2, logprobs=1)
     stream = llm.stream(PROMPT, params)
     events = list(stream)
     (whole,) = llm.generate(PROMPT, params, draft="off")
@@ -123,13 +123,13 @@ def test_stream_gives_the_same_as_generate(llm: LLM) -> None:
 
 
 def test_leaving_a_stream_early_gives_its_place_back(llm: LLM) -> None:
-    stream = llm.stream(PROMPT, SamplingParams(max_tokens=50, ignore_eos=True))
+    stream = llm.stream(PROMPT, SamplingParams.pure(max_tokens=50, ignore_eos=True))
     for _ in stream:
         break
     assert not llm.engine.busy and not llm._jobs
     so_far = stream.completion
     assert so_far.finish_reason == "abort" and so_far.token_ids and so_far.stats.seconds > 0
-    llm.generate(PROMPT, SamplingParams(max_tokens=1))
+    llm.generate(PROMPT, SamplingParams.pure(max_tokens=1))
     assert stream.completion.token_ids == so_far.token_ids and not llm.engine.busy
 
 
@@ -137,7 +137,7 @@ def test_leaving_a_stream_early_gives_its_place_back(llm: LLM) -> None:
 @pytest.mark.parametrize("leave", ["break", "error", "ctrl-c", "next", "generate"])
 def test_a_stream_that_was_left_goes_on(leave: str, draft: str, llm: LLM) -> None:
     """However it was left, and whatever ran meanwhile: every event comes once, and the tokens are the same."""
-    params = SamplingParams(max_tokens=30, temperature=0.8, seed=5, ignore_eos=True, logprobs=1)
+    params = SamplingParams.pure(max_tokens=30, temperature=0.8, seed=5, ignore_eos=True, logprobs=1)
     whole = llm.generate(PROMPT, params, draft="off")[0]
     stream, pieces, loops = llm.stream(PROMPT, params, draft=draft, depth=1), [], 0
     raised = {"error": ZeroDivisionError, "ctrl-c": KeyboardInterrupt}.get(leave)
@@ -152,7 +152,7 @@ def test_a_stream_that_was_left_goes_on(leave: str, draft: str, llm: LLM) -> Non
                     if raised:
                         raise raised
                     if leave == "generate":
-                        llm.generate("class A:", SamplingParams(max_tokens=3))
+                        llm.generate("class A:", SamplingParams.pure(max_tokens=3))
                     else:
                         break
         assert not llm.engine.busy and loops <= 30
@@ -164,12 +164,12 @@ def test_a_stream_that_was_left_goes_on(leave: str, draft: str, llm: LLM) -> Non
 
 def test_a_stream_that_has_ended_says_so(llm: LLM) -> None:
     """Another loop gave nothing in silence."""
-    stream = llm.stream(PROMPT, SamplingParams(max_tokens=3, ignore_eos=True))
+    stream = llm.stream(PROMPT, SamplingParams.pure(max_tokens=3, ignore_eos=True))
     assert len(list(stream)) and stream.completion.finish_reason == "length"
     for _ in range(2):
         with pytest.raises(RequestError, match=r"call llm\.stream"):
             next(iter(stream))
-    at_its_end = llm.stream(PROMPT, SamplingParams(max_tokens=3, ignore_eos=True))
+    at_its_end = llm.stream(PROMPT, SamplingParams.pure(max_tokens=3, ignore_eos=True))
     for event in at_its_end:
         if event.finish_reason:
             break
@@ -179,7 +179,7 @@ def test_a_stream_that_has_ended_says_so(llm: LLM) -> None:
 
 
 def test_a_stopped_stream_ends_and_says_so_afterwards(llm: LLM) -> None:
-    early, late = (llm.stream(PROMPT, SamplingParams(max_tokens=50, ignore_eos=True)) for _ in range(2))
+    early, late = (llm.stream(PROMPT, SamplingParams.pure(max_tokens=50, ignore_eos=True)) for _ in range(2))
     early.stop()
     assert list(early) == []
     for _ in late:
@@ -192,7 +192,7 @@ def test_a_stopped_stream_ends_and_says_so_afterwards(llm: LLM) -> None:
 
 def test_streams_without_a_loop_cost_nothing(llm: LLM) -> None:
     """More of them than there are slots, left alone, kept and half-read: others have the whole engine."""
-    params = SamplingParams(max_tokens=20, seed=1, temperature=0.8)
+    params = SamplingParams.pure(max_tokens=20, seed=1, temperature=0.8)
     (plain,) = llm.generate(PROMPT, params, draft="off")
     kept = [llm.stream(PROMPT, params) for _ in range(len(llm.engine.scheduler.slots) + 2)]
     half = [iter(stream) for stream in kept[:3]]
@@ -207,7 +207,7 @@ def test_streams_without_a_loop_cost_nothing(llm: LLM) -> None:
 
 
 def test_two_loops_over_one_stream_share_its_events(llm: LLM) -> None:
-    params = SamplingParams(max_tokens=12, seed=3, temperature=0.8, ignore_eos=True)
+    params = SamplingParams.pure(max_tokens=12, seed=3, temperature=0.8, ignore_eos=True)
     (whole,) = llm.generate(PROMPT, params)
     stream, pieces = llm.stream(PROMPT, params, depth=0), []
     for event in stream:
@@ -223,7 +223,7 @@ def test_a_step_that_was_cut_short_leaves_a_whole_engine(
     error: type[BaseException], llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the middle of what a step commits: requests of that step end with an error, those outside go on."""
-    params = SamplingParams(max_tokens=20, seed=1, temperature=0.8, ignore_eos=True)
+    params = SamplingParams.pure(max_tokens=20, seed=1, temperature=0.8, ignore_eos=True)
     (plain,) = llm.generate(PROMPT, params, draft="off")
     paused, open_, left = (llm.stream(PROMPT, params) for _ in range(3))
     for _ in paused:
@@ -269,11 +269,11 @@ def test_what_is_no_sampling_parameters_is_refused_in_one_line(llm: LLM, params:
         {"prediction": 5}, {"prediction": b"x"}, {"prediction": ["x"]}, {"documents": "one text"}, {"documents": 5},
         {"documents": [5]}, {"documents": None}, {"documents": [b"x"]},
     ],
-    ids=repr,
+    ids=lambda options: "=".join([next(iter(options)), type(next(iter(options.values()))).__name__]),
 )  # fmt: skip
 def test_options_of_a_wrong_type_are_refused_in_one_line(llm: LLM, options: dict[str, Any]) -> None:
     with pytest.raises(RequestError, match=f"^{next(iter(options))}=") as found:
-        llm.generate(PROMPT, SamplingParams(max_tokens=2), **options)
+        llm.generate(PROMPT, SamplingParams.pure(max_tokens=2), **options)
     assert "\n" not in str(found.value) and not llm.engine.busy
 
 
@@ -284,7 +284,7 @@ def test_a_message_without_a_text_is_an_empty_one(llm: LLM) -> None:
 
 
 def test_two_streams_at_once(llm: LLM) -> None:
-    params = [SamplingParams(max_tokens=15, temperature=0.9, seed=s, ignore_eos=True) for s in (1, 2)]
+    params = [SamplingParams.pure(max_tokens=15, temperature=0.9, seed=s, ignore_eos=True) for s in (1, 2)]
     alone = [llm.generate(PROMPT, p)[0].token_ids for p in params]
     streams = [llm.stream(PROMPT, p) for p in params]
     for _ in itertools.zip_longest(*streams):
@@ -293,28 +293,28 @@ def test_two_streams_at_once(llm: LLM) -> None:
 
 
 def test_stop_strings_cut_the_text_wherever_tokens_end(llm: LLM) -> None:
-    (whole,) = llm.generate(PROMPT, SamplingParams(max_tokens=60))
+    (whole,) = llm.generate(PROMPT, SamplingParams.pure(max_tokens=60))
     for start, size in ((3, 1), (7, 4), (11, 9)):
         stop = whole.text[start : start + size]
         for draft in ("off", "auto"):
-            (cut,) = llm.generate(PROMPT, SamplingParams(max_tokens=60, stop=[stop, "never this"]), draft=draft)
+            (cut,) = llm.generate(PROMPT, SamplingParams.pure(max_tokens=60, stop=[stop, "never this"]), draft=draft)
             assert cut.text == whole.text[: whole.text.index(stop)]
             assert cut.finish_reason == "stop" and cut.token_ids == whole.token_ids[: len(cut.token_ids)]
 
 
 def test_end_of_text_stops_and_is_not_shown(llm: LLM) -> None:
     (end,) = llm.decoder.config.end_ids
-    biased = SamplingParams(max_tokens=20, logit_bias={end: 100.0}, min_tokens=6)
+    biased = SamplingParams.pure(max_tokens=20, logit_bias={end: 100.0}, min_tokens=6)
     (completion,) = llm.generate(PROMPT, biased)
     assert completion.finish_reason == "stop" and completion.token_ids[6:] == [end]
     assert "</s>" not in completion.text
-    (on,) = llm.generate(PROMPT, SamplingParams(max_tokens=8, logit_bias={end: 100.0}, ignore_eos=True))
+    (on,) = llm.generate(PROMPT, SamplingParams.pure(max_tokens=8, logit_bias={end: 100.0}, ignore_eos=True))
     assert on.token_ids == [end] * 8 and on.finish_reason == "length"
 
 
 def test_a_model_without_a_tokenizer_takes_token_ids() -> None:
     llm = LLM(tiny.family("llama"), draft=f"model:{tiny.drafter('llama')}", width=2, kv_tokens=512)
-    (completion,) = llm.generate([5, 6, 7], SamplingParams(max_tokens=5, ignore_eos=True))
+    (completion,) = llm.generate([5, 6, 7], SamplingParams.pure(max_tokens=5, ignore_eos=True))
     assert len(completion.token_ids) == 5 and completion.text == ""
     with pytest.raises(RequestError, match="tokenizer"):
         llm.generate("text")
@@ -342,7 +342,7 @@ def test_devices() -> None:
 @pytest.mark.cuda
 def test_a_model_and_its_draft_on_cuda() -> None:
     llm = LLM(tiny.spoken(), draft=f"model:{tiny.spoken(0.1)}", device="cuda", dtype="float64", kv_tokens=4096)
-    params = SamplingParams(max_tokens=60, temperature=0.8, seed=1)
+    params = SamplingParams.pure(max_tokens=60, temperature=0.8, seed=1)
     (plain,), (fast,) = llm.generate(PROMPT, params, draft="off"), llm.generate(PROMPT, params, depth=4)
     assert plain.token_ids == fast.token_ids and torch.cuda.is_available()
 
@@ -352,7 +352,7 @@ def test_a_model_and_its_draft_on_cuda() -> None:
 def test_a_draft_on_the_cpu_beside_a_target_on_cuda(draft: str) -> None:
     draft = draft.format(tiny.spoken(0.1))
     llm = LLM(tiny.spoken(), draft=draft, device="cuda", draft_device="cpu", dtype="float64", kv_tokens=4096)
-    params = SamplingParams(max_tokens=60, temperature=0.8, seed=1)
+    params = SamplingParams.pure(max_tokens=60, temperature=0.8, seed=1)
     (plain,), (fast,) = llm.generate(PROMPT, params, draft="off"), llm.generate(PROMPT, params, depth=4)
     assert plain.token_ids == fast.token_ids and fast.stats.accepted > 0
 
@@ -395,7 +395,7 @@ def test_caches_on_two_devices_fit_the_memory_of_each(monkeypatch: pytest.Monkey
 
 def test_a_prediction_changes_the_speed_only() -> None:
     llm = LLM(tiny.spoken(), draft="off", kv_tokens=2048)
-    params = SamplingParams(temperature=0.8, seed=3, max_tokens=120)
+    params = SamplingParams.pure(temperature=0.8, seed=3, max_tokens=120)
     plain = llm.generate("def main():", params)[0]
     edited = plain.text[:60] + plain.text[80:] + "# the end\n"
     predicted = llm.generate("def main():", params, draft="suffix", depth=6, prediction=edited)[0]
@@ -419,7 +419,7 @@ def test_references_that_are_too_long_are_refused() -> None:
     llm = LLM(tiny.spoken(), draft="suffix", context=2048, kv_tokens=2048)
     for options in ({"prediction": "a = 1\n" * 5000}, {"documents": ["b" * 100_000]}):
         with pytest.raises(RequestError, match=f"at most {4 * llm.decoder.context}"):
-            llm.generate("def f(", SamplingParams(max_tokens=2), **options)
+            llm.generate("def f(", SamplingParams.pure(max_tokens=2), **options)
 
 
 def test_documents_are_indexed_once_for_all_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -433,7 +433,7 @@ def test_documents_are_indexed_once_for_all_prompts(monkeypatch: pytest.MonkeyPa
             made.append(weakref.ref(self))
 
     monkeypatch.setattr("forerun.draft.base.SuffixAutomaton", Counted)
-    prompts, params = ["def f(", "x =", "for i"], SamplingParams(n=2, max_tokens=4)
+    prompts, params = ["def f(", "x =", "for i"], SamplingParams.pure(n=2, max_tokens=4)
     gc.disable()
     try:
         assert len(llm.generate(prompts, params, documents=["a = 1\n" * 20, "b"], prediction="c = 2")) == 6
@@ -456,5 +456,5 @@ def test_caches_of_drafters_come_out_of_the_same_memory(monkeypatch: pytest.Monk
     used = sum(pages * cache.pages.size * cache.row_bytes for cache in caches.values())
     assert 900_000 < used - sum(cache.pages.size * cache.row_bytes for cache in caches.values()) <= 1_000_000
     assert pages < alone.engine.target.cache.pages.count
-    params = SamplingParams(max_tokens=20, temperature=0.8, seed=1, ignore_eos=True)
+    params = SamplingParams.pure(max_tokens=20, temperature=0.8, seed=1, ignore_eos=True)
     assert llm.generate("the name", params)[0].token_ids == alone.generate("the name", params, draft="off")[0].token_ids

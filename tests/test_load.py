@@ -13,7 +13,7 @@ from forerun import load
 from forerun.config import Config
 from forerun.errors import ConfigError
 from forerun.kernels import native
-from tests import gguf_files
+from tests import gguf_files, tiny
 
 
 def tokenizer(*texts: str) -> Any:
@@ -57,3 +57,34 @@ def test_a_draft_model_stays_as_it_is_stored(kinds: str, asked: str, form: str) 
     target = load.make_runner(config, path, torch.device("cpu"))
     drafter = load.make_runner(config, path, torch.device("cpu"), target).decoder
     assert drafter.precision.startswith(f"{form}, native")
+
+
+def test_without_compiled_kernels_each_load_says_so_and_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where no compiler is there at installation, models run on torch: that was silent, and many times slower."""
+    path = tiny.family("llama")
+    for why, says in (
+        ("they were not compiled when forerun was installed (no C++ compiler?)", "install a C++ compiler"),
+        ("there are none for this processor (arm64), only for x86-64", "arm64"),
+    ):
+        monkeypatch.setattr(native, "_load", lambda why=why: (None, why))
+        load.make_runner(Config.of(kv_tokens=64, max_rows=1), path, torch.device("cpu"))
+        said = capsys.readouterr().err
+        assert says in said and said.startswith("note: the native kernels are missing") and len(said.splitlines()) == 1
+        load.make_runner(Config.of(kv_tokens=64, max_rows=1, kernels="torch"), path, torch.device("cpu"))
+        assert capsys.readouterr().err == "", "who asks for torch knows"
+
+
+@pytest.mark.parametrize("options", [{"threads": 999}, {"threads": 3}, {"draft_threads": 1000}, {"threads": 1}])
+def test_no_more_threads_than_processors(
+    options: dict[str, int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Threads beyond the processors wait for each other: 999 of them gave 0 tokens a second."""
+    monkeypatch.setattr(load, "cores", lambda: 2)
+    ((name, value),) = options.items()
+    assert getattr(load.within_machine(Config.of(**options)), name) == min(value, 2)
+    said = capsys.readouterr().err
+    assert said == (
+        f"note: {name}={value} is cut to 2, the processors that this process may use\n" if value > 2 else ""
+    )

@@ -310,7 +310,7 @@ def test_filtered_draws_are_made_level_by_level() -> None:
     drafter = DraftModel(Runner(decoder("llama", "float32", draft=True), tokens=256, page=4, slots=1), tiny.VOCAB)
     tokens = ids(9)
     drafter.open(0, tokens)
-    params = SamplingParams(temperature=2.0, top_k=1)
+    params = SamplingParams.pure(temperature=2.0, top_k=1)
     greedy, filtered = (
         drafter.propose([Row(0, tokens, each, Noise(3, 8), 6)])[0].tokens for each in (SamplingParams(), params)
     )
@@ -349,7 +349,7 @@ from forerun.native import NativeDecoder
 peak = lambda: 1024 * int(re.search("VmHWM:\\s*(\\d+)", Path("/proc/self/status").read_text())[1])
 before = peak()
 llm = LLM(sys.argv[1], draft="off", quantization=sys.argv[2] or None, kv_tokens=256, context=128)
-llm.generate([[5] * 60], SamplingParams(max_tokens=4))
+llm.generate([[5] * 60], SamplingParams.pure(max_tokens=4))
 decoder = llm.decoder
 assert isinstance(decoder, NativeDecoder)
 print(peak() - before, decoder.weight_bytes + decoder.weights.embed.nbytes + llm.engine.target.cache.data.nbytes)

@@ -98,7 +98,7 @@ def test_it_says_the_same_with_drafts_and_without(parted: LLM, temperature: floa
     """As one process does, in batches, with trees and copies, after prefixes that are shared and a start anew."""
     single = LLM(tiny.family("llama"), kernels="torch", dtype="float64", kv_tokens=1024, max_rows=4, draft="off")
     prompts = [[3, 4, 5, 6] * 6, [7, 8, 9], [3, 4, 5, 6] * 6 + [11, 12]]
-    params = SamplingParams(max_tokens=40, temperature=temperature, seed=3, ignore_eos=True)
+    params = SamplingParams.pure(max_tokens=40, temperature=temperature, seed=3, ignore_eos=True)
     expected = [c.token_ids for c in single.generate(prompts, params)]
     for draft, depth in (("off", "auto"), ("suffix", 4), ("model", 3), ("suffix&model", 4)):
         done = parted.generate(prompts, replace(params), draft=draft, depth=depth)
@@ -123,7 +123,7 @@ def test_a_process_that_dies_is_one_line_and_the_others_end() -> None:
     other.wait()
     for _ in range(2):
         with pytest.raises(ForerunError, match="load it again") as failed:
-            llm.generate([3, 4, 5], SamplingParams(max_tokens=4))
+            llm.generate([3, 4, 5], SamplingParams.pure(max_tokens=4))
         assert "\n" not in str(failed.value)
 
 

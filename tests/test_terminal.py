@@ -48,3 +48,36 @@ def test_an_answer_whose_steps_were_not_all_seen_teaches_nothing() -> None:
     clock.start()
     clock.stop(completion([(0, 0)] * 9))
     assert clock.plain is None
+
+
+def on_screen(text: str, width: int, pieces: int = 3) -> list[str]:
+    """The lines that a terminal of this width shows of a text that comes in pieces of so many characters."""
+    lines = terminal.Lines(lambda: width)
+    parts = [part for at in range(0, len(text), pieces) for part in lines.add(text[at : at + pieces], "x")]
+    return [line.rstrip() for line in "".join(shown for shown, _ in [*parts, *lines.rest()]).split("\n")]
+
+
+@pytest.mark.parametrize("pieces", [1, 3, 100])
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [
+        ("the quick brown fox jumps", ["the quick", "brown fox", "jumps"]),
+        ("exactly ten", ["exactly", "ten"]),
+        ("0123456789 ten", ["0123456789", "ten"]),
+        ("a\nb c\n\nd", ["a", "b c", "", "d"]),
+        ("01234567890123 x", ["01234567890123 x"]),  # longer than a line: as the terminal breaks it
+        ("ab 你好你好你好", ["ab 你好你", "好你好"]),
+        ("", [""]),
+    ],
+)
+def test_words_stand_whole_on_a_line(text: str, lines: list[str], pieces: int) -> None:
+    """Terminals break lines anywhere: words were split at the right edge."""
+    assert on_screen(text, 10, pieces) == lines
+
+
+def test_a_word_is_held_back_until_it_ends_and_keeps_its_styles() -> None:
+    lines = terminal.Lines(lambda: 10)
+    assert lines.add("one tw", "cyan") == [("one", "cyan"), (" ", "")]
+    assert lines.add("o", "") == []
+    assert lines.add("!\n", "green") == [("tw", "cyan"), ("o", ""), ("!", "green"), ("\n", "")]
+    assert lines.rest() == []

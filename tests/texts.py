@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from forerun import LLM, SamplingParams
+from forerun.sampling.params import NEUTRAL
 
 Prompt = str | Sequence[int]
 
@@ -17,7 +18,7 @@ def plain(
     """The tokens behind each prompt, of a model that never speculates and has room for all of them at once."""
     made, key = _llm(model, kernels, dtype), (kernels, dtype, str(model), repr(prompts), repr(params))
     if key not in _said:
-        _said[key] = [list(c.token_ids) for c in made.generate(list(prompts), params)]
+        _said[key] = [list(c.token_ids) for c in made.generate(list(prompts), params.resolved(NEUTRAL))]
     return _said[key]
 
 

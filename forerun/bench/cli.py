@@ -14,6 +14,7 @@ from forerun.bench.peers.cli import peers
 from forerun.bench.recipe import PairRecipe
 from forerun.bench.server.cli import serve
 from forerun.flags import Group, Json, with_flags
+from forerun.machine import cores
 from forerun.measure.lists import listed, number, whole
 from forerun.ranges import check_whole
 
@@ -77,6 +78,7 @@ def kernels(
 ) -> None:
     """Time the native linear kernels by format and rows, beside the read bandwidth of the moment."""
     counts = [whole(count, "rows") for count in listed(rows)]
+    check_whole("threads", threads, 0, cores())
     from forerun.bench.machine.kernels import measure_kernels
     from forerun.measure.tables import print_columns, print_json
     from forerun.progress import progress

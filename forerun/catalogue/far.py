@@ -18,6 +18,7 @@ from forerun.draft.kinds import Json
 from forerun.errors import LoadError, one_line
 from forerun.models.families import is_whole
 from forerun.models.files import parse_header
+from forerun.texts import decoded
 
 SAFE = re.compile(r"[A-Za-z0-9_][\w.+=-]{0,199}", re.ASCII)  # names of files that are read and written: no folders
 REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9_][\w.-]{0,95}", re.ASCII)
@@ -137,7 +138,7 @@ def read_object(repository: str, file: str, commit: str = "main") -> Json:
     if len(content) > MOST_JSON:
         raise LoadError(f"{file} of {repository} has over {MOST_JSON >> 20} MB, which no such file has")
     try:
-        raw = json.loads(content.decode("utf-8"))
+        raw = json.loads(decoded(content))
     except (ValueError, RecursionError) as error:
         raise LoadError(f"{file} of {repository} cannot be read: {one_line(str(error))}") from None
     if not isinstance(raw, dict):

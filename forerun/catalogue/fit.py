@@ -75,7 +75,9 @@ def checks(drafter: Facts, target: Sizes | None) -> list[Check]:
     )
     if target is None:
         return [able]
-    found = _of_models(drafter, target) if drafter.kind.family in ("lm", "pard") else _of_heads(drafter, target)
+    found = list(_of_models(drafter, target) if drafter.kind.family in ("lm", "pard") else _of_heads(drafter, target))
+    if able.ok and not fits(found):
+        able = Check("forerun", True, f"forerun reads drafters of this kind, but not this one for {target.name}")
     return [*found, able]
 
 

@@ -7,11 +7,15 @@ import math
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from forerun.draft.bundled import automatic, bundled_for
 from forerun.draft.kinds import Look, recognise
+from forerun.drafts import draft_name
 from forerun.errors import LoadError
+from forerun.kernels import native
 from forerun.machine import free_ram
 from forerun.models.config import load_config
 from forerun.models.families import FAMILIES
@@ -46,7 +50,8 @@ class Survey:
         bytes, format: all its files; Q4_K_M or safetensors bfloat16, with what most of it is where that differs.
         family, parameters, context: empty or None where they cannot be told.
         runs: whether forerun runs it on this machine; `reason` says why not.
-        draft: what to give for --draft, empty where it does not run.
+        draft: what `--draft auto`, the default, drafts with; empty where it does not run.
+        drafter: a smaller model with its vocabulary that can be given to --draft instead; empty where there is none.
         vocabulary: the same for models whose token ids mean the same.
     """
 
@@ -61,6 +66,7 @@ class Survey:
     runs: bool = False
     reason: str = ""
     draft: str = ""
+    drafter: str = ""
     vocabulary: str = ""
 
     def as_dict(self) -> dict[str, Any]:
@@ -72,7 +78,7 @@ def survey(models: Sequence[Found]) -> list[Survey]:
     """All models, looked at and paired with drafters. A broken one is a row that says so."""
     free = free_ram()
     rows = [_one(model, free) for model in models]
-    return [replace(row, draft=_draft(row, rows)) if row.runs else row for row in rows]
+    return [replace(row, draft=_auto(row), drafter=_smaller(row, rows)) if row.runs else row for row in rows]
 
 
 def _one(model: Found, free: int) -> Survey:
@@ -183,12 +189,25 @@ def tokenizer_digest(path: Path) -> str:
     return f"json {name if len(name) == 64 else hashlib.sha256(path.read_bytes()).hexdigest()}"
 
 
-def _draft(target: Survey, rows: Sequence[Survey]) -> str:
-    """The smallest model with the target's vocabulary that is much smaller than the target, else suffix."""
+def _instructions() -> str:
+    """The instruction set that a model would run with here, "" where torch would compute it."""
+    on_gpu = Path("/proc/driver/nvidia/version").exists() and "+cpu" not in version("torch")
+    return "" if native.reason() or on_gpu else native.instructions() or native.start()
+
+
+def _auto(row: Survey) -> str:
+    """What auto is for a model, as the server names it."""
+    instructions = _instructions() if bundled_for(Path(row.path)) else ""
+    bits = 8 * row.bytes / row.parameters if row.parameters else 0.0
+    return draft_name(automatic("auto", Path(row.path), instructions, bits))
+
+
+def _smaller(target: Survey, rows: Sequence[Survey]) -> str:
+    """The smallest model with the target's vocabulary that is much smaller than the target; empty without one."""
     size = target.parameters or target.bytes
     fitting = [
         (row.parameters, row.bytes, row.name) for row in rows
         if row.runs and row.vocabulary and row.vocabulary == target.vocabulary
         and row.parameters and row.parameters <= size * DRAFT_SHARE
     ]  # fmt: skip
-    return f"model:{min(fitting)[2]}" if fitting else "suffix"
+    return f"model:{min(fitting)[2]}" if fitting else ""

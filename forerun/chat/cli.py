@@ -15,9 +15,11 @@ import typer
 from forerun.chat.commands import Commands, is_command, message
 from forerun.chat.conversation import Conversation
 from forerun.chat.parameters import Parameters
-from forerun.errors import ForerunError
+from forerun.errors import ForerunError, LoadError
 from forerun.flags import ENGINE, SAMPLING, with_flags
+from forerun.models.hub import find_model
 from forerun.terminal import as_dict, load, say, show, summary
+from forerun.texts import BYTE_ORDER_MARK
 
 if TYPE_CHECKING:
     from forerun.llm import LLM
@@ -36,6 +38,7 @@ def chat(
 ) -> None:
     """Talk with a model. Ctrl-C ends an answer, Ctrl-D or /bye the conversation; /? lists what else there is."""
     Parameters(sampling)  # bad ones are told before a model is loaded
+    _check_model(config.get("model"))
     llm = load(config, as_json)
     parameters = Parameters(sampling, llm.recommended, _stop(llm))
     commands = Commands(Conversation(llm, system), parameters, stats)
@@ -43,6 +46,18 @@ def chat(
     failed = _talk(_lines(alone), commands, as_json, alone)
     if failed and alone:
         raise typer.Exit(2)
+
+
+def _check_model(model: str | None) -> None:
+    """Raise LoadError where the argument of the verb is no model, and may have been meant as a message."""
+    try:
+        find_model(model)
+    except LoadError as error:
+        if model is None or len(model.split()) == 1:
+            raise
+        raise LoadError(
+            f"there is no model {model!r}: chat takes a model as its argument, and messages are typed or piped in"
+        ) from error
 
 
 def _stop(llm: LLM) -> tuple[str, ...]:
@@ -56,7 +71,7 @@ def _stop(llm: LLM) -> tuple[str, ...]:
 def _lines(alone: bool) -> Iterator[str]:
     """What comes in by a pipe, or what is typed."""
     if alone:
-        return (line.removesuffix("\n") for line in sys.stdin)
+        return (line.removeprefix(BYTE_ORDER_MARK).removesuffix("\n") for line in sys.stdin)
     from forerun.chat.line import typed
 
     return typed()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forerun.errors import RequestError, shown
+from forerun.texts import UnreadableError, text_of
 from forerun.whole import write_whole
 
 if TYPE_CHECKING:
@@ -112,9 +113,9 @@ class Conversation:
 def read(path: Path) -> list[Message]:
     """The messages in a file. Raises RequestError."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise RequestError(f"{path} cannot be read: {error.strerror or error}") from None
+        found = json.loads(text_of(path))
+    except UnreadableError as error:
+        raise RequestError(f"{path} cannot be read: {error}") from None
     except (ValueError, RecursionError):
         raise RequestError(f"{path} holds no conversation: it is not valid JSON") from None
     messages = found.get("messages") if isinstance(found, dict) else found

@@ -9,11 +9,12 @@ from typing import Any
 
 from forerun.errors import RequestError, nearest
 from forerun.flags import ANSWER, SAMPLING_TYPES, in_flags
-from forerun.sampling.params import SamplingParams
+from forerun.sampling.params import DEFAULT, SamplingParams
 from forerun.terminal import sampling_params
 
 FIELDS = {f.name.replace("_", "-"): f for f in fields(SamplingParams) if f.name not in ("n", "grammar")}
 AS_BEFORE = "default"  # the value that takes a /set back
+OURS = "forerun's default"
 
 
 class Parameters:
@@ -30,7 +31,7 @@ class Parameters:
     ) -> None:
         self._stop = stop
         self._layers: dict[str, Mapping[str, Any]] = {
-            "default": ANSWER, "model's authors": advised, "command line": given, "/set": {}
+            OURS: {**DEFAULT, **ANSWER}, "model's authors": advised, "command line": given, "/set": {}
         }  # fmt: skip
         self.params = self._made(self._layers)
 
@@ -55,7 +56,7 @@ class Parameters:
 
     def origin(self, name: str) -> str:
         """Where the value of a field comes from."""
-        return next((origin for origin in reversed(self._layers) if name in self._layers[origin]), "default")
+        return next((origin for origin in reversed(self._layers) if name in self._layers[origin]), OURS)
 
     def lines(self) -> list[tuple[str, str, str]]:
         """(name on the command line, value, where from) of every parameter."""

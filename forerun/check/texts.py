@@ -98,8 +98,8 @@ def _divergences(
             at = min(len(mine.tokens), len(theirs))
         params = asks[i].params
         seed, pair = params.seed or 0, ([*theirs, -1][at], [*mine.tokens, -1][at])
-        margin = _margin(subject, [*asks[i].prompt, *theirs[:at]], params.temperature, seed)
-        found.append(Divergence(i, seed, params.temperature, str(schedule), at, *pair, margin))
+        margin = _margin(subject, [*asks[i].prompt, *theirs[:at]], params.heat, seed)
+        found.append(Divergence(i, seed, params.heat, str(schedule), at, *pair, margin))
     return found
 
 
@@ -116,7 +116,7 @@ def _finding(
     subject: str, asks: Sequence[Ask], done: int, apart: Sequence[Divergence], noise: float, spell: Spell | None = None
 ) -> Finding:
     """What the texts of one rule and draft come to; `spell` gives the text of a token."""
-    temperatures = sorted({ask.params.temperature for ask in asks})
+    temperatures = sorted({ask.params.heat for ask in asks})
     details = {
         "texts": len(asks) * done, "tokens": sum(ask.params.max_tokens for ask in asks) * done,
         "schedules": [str(s) for s in SCHEDULES[:done]], "temperatures": temperatures,

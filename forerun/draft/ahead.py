@@ -185,7 +185,7 @@ class Ahead(Relay):
         free = params.greedy or params.unfiltered
         scores = logits.clone() if free else shape_logits(logits, [params] * len(draft)).clone()
         noisy = self.coupled and row.coupled and not params.greedy
-        heat = (params.temperature if free else 1.0) if noisy else 0.0
+        heat = (params.heat if free else 1.0) if noisy else 0.0
         keys = [row.noise.target(depth) for depth in draft.depths()]
         nodes, found = torch.arange(len(draft)), list[list[int]]()
         for node, children in enumerate(draft.children()):

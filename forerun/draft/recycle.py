@@ -54,7 +54,7 @@ class Recycle(BySlot[str]):
             levels=row.depth,
             most=row.depth * self.width,
             is_chain=not row.branching or self.width == 1,
-            temperature=row.params.temperature,
+            temperature=row.params.heat,
             keys=[row.noise.target(depth) for depth in range(row.depth)] if row.coupled else (),
             stands=row.stands,
         )

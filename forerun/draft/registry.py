@@ -3,7 +3,6 @@ suffix+KIND:DIR_OR_HUB_ID for both: what the text repeats is copied, the rest is
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
@@ -12,7 +11,7 @@ from forerun.cache.kv import KVCache
 from forerun.draft.base import Proposer
 from forerun.draft.block import Block
 from forerun.draft.block_format import load_block
-from forerun.draft.bundled import bundled_for
+from forerun.draft.bundled import automatic as automatic
 from forerun.draft.compose import Either, composed
 from forerun.draft.corpus import Index
 from forerun.draft.eagle1 import load_first_head
@@ -49,20 +48,6 @@ LEVELS: dict[str, Callable[[Path, TargetView], LevelHeads]] = {
     "mlp": lambda directory, target: load_mlp(directory),
     "hydra": load_hydra,
 }
-
-# By instructions the bits of a weight, in the mean, from which on a head that comes with forerun was faster than copies
-# alone: what weights are short of saves reading, and rows cost as much as ever (docs/performance.md).
-PAYS = {"avx512": 0.0, "avx512vnni": 0.0, "avx2": 8.0, "avxvnni": 8.0}
-
-
-def automatic(spec: str, model: Path, instructions: str, bits: float) -> str:
-    """What `auto` means for this model: what copies, and then the drafter that comes with forerun for it, where that
-    was measured to pay. `instructions` are those of the native kernels, "" in torch, where a head takes longer to call
-    than it is worth; `bits` are those of the model's weights."""
-    if spec != "auto":
-        return spec
-    found = bundled_for(model) if bits >= PAYS.get(instructions, math.inf) else None
-    return "suffix" if found is None else f"suffix+{kind_of(found)}:{found}"
 
 
 def kind_of(directory: Path) -> str:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from forerun.errors import LoadError
 from forerun.models.config import ModelConfig, make_config
 from forerun.models.families import Json, is_whole
-from forerun.models.files import read_object
+from forerun.models.files import check_pointer, read_object
 from forerun.models.hub import PICKLED
 from forerun.whole import whole_file
 
@@ -72,6 +72,7 @@ def read_tensors(directory: Path, kind: str) -> Tensors:
     held: Tensors = {}
     for path in paths:
         try:
+            check_pointer(path)
             read = load_file(path) if path.suffix == ".safetensors" else _unpickle(path)
         except (SafetensorError, OSError, ValueError) as error:
             raise LoadError(f"{path} cannot be read: {str(error).splitlines()[0]}; download it again") from None

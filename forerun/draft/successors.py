@@ -26,6 +26,7 @@ from forerun import rng
 from forerun.errors import LoadError
 from forerun.kernels import native
 from forerun.kernels.native import CGrowth, CSuccessors, address
+from forerun.models.files import check_pointer
 from forerun.types import SIXTEENTHS
 
 NEXT = 8  # successors that are kept of a law
@@ -141,6 +142,7 @@ class Successors:
         full sets are lost. Raises LoadError for another file, or another target's."""
         path = path / TABLE if path.is_dir() else path
         try:
+            check_pointer(path)
             with safe_open(path, "np") as file:
                 about, found = file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except (OSError, SafetensorError) as error:

@@ -57,7 +57,7 @@ class Judge:
         )
         self.drafter = make_runner(replace(self.llm.config, max_rows=1), draft, device)
         self.first = len(prompts[0]) - 1  # the position whose next token is the first of the output
-        params = SamplingParams(max_tokens=tokens, ignore_eos=True)
+        params = SamplingParams.pure(temperature=0.0, max_tokens=tokens, ignore_eos=True)
         self.texts = [[*c.prompt_token_ids, *c.token_ids] for c in self.llm.generate(prompts, params)]
         said = torch.tensor(self.texts)[:, self.first + 1 :]
         drafted = torch.stack([self._logits(self.drafter, text).argmax(-1) for text in self.texts])

@@ -16,6 +16,7 @@ from typing import Any
 
 from forerun.errors import ConfigError, RequestError, nearest
 from forerun.models.text import Message
+from forerun.texts import UnreadableError, text_of
 
 TASKS = Path(__file__).with_name("tasks.jsonl")
 FIELDS = ("id", "category", "prompt", "text", "prediction", "documents")  # of our own format: anything else is a slip
@@ -103,11 +104,9 @@ def of_categories(tasks: Sequence[Task], names: Sequence[str]) -> list[Task]:
 def _text_of(path: Path) -> str:
     """What a file says. Raises RequestError for a directory, no file, or one that is not text."""
     try:
-        text = path.read_text(encoding="utf-8-sig")  # some editors on Windows begin a file with a byte order mark
-    except OSError as error:
-        raise RequestError(f"the prompts in {path} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        text = "\0"
+        text = text_of(path, largest=None)
+    except UnreadableError as error:
+        raise RequestError(f"the prompts in {path} cannot be read: {error}; {WHAT_IS_IN_A_FILE}") from None
     if "\0" in text:
         raise RequestError(f"the prompts in {path} cannot be read: it is not UTF-8 text; {WHAT_IS_IN_A_FILE}")
     return text

@@ -10,15 +10,16 @@ from typing import Any
 from forerun.errors import LoadError, RequestError
 from forerun.models.files import read_object
 from forerun.models.gguf.container import open_gguf
-from forerun.sampling.params import SamplingParams
+from forerun.sampling.params import DEFAULT, SamplingParams
 
-NAMES = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+NAMES = tuple(DEFAULT)  # the parameters that authors set
 IN_GGUF = {"temperature": "temp", "repetition_penalty": "penalty_repeat"}  # where a file has other names
 
 
 def recommended(path: Path) -> dict[str, Any]:
     """Sampling parameters that the model in a directory or a GGUF file comes with, by our names; what cannot be is left
-    out. A configuration that does not sample recommends nothing."""
+    out. A configuration that does not sample recommends nothing; one that samples without a temperature means 1, since
+    transformers leaves out what is its own default."""
     if path.is_file():
         metadata = open_gguf(path).metadata
         return _possible({name: metadata.get(f"general.sampling.{IN_GGUF.get(name, name)}") for name in NAMES})

@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from forerun.models.names import choose, is_gguf, parts_of
+from forerun.texts import decoded
 
 
 def hub_roots() -> list[Path]:
@@ -54,7 +55,7 @@ def snapshots(folder: Path) -> list[Path]:
     found = [path for path in (folder / "snapshots").glob("*") if path.is_dir()]
     current = ""
     with suppress(OSError, ValueError):
-        current = (folder / "refs/main").read_text(encoding="utf-8").strip()
+        current = decoded((folder / "refs/main").read_bytes()).strip()
     return sorted(found, key=lambda path: (path.name == current, path.stat().st_mtime), reverse=True)
 
 
@@ -72,7 +73,7 @@ def flat_files(root: Path) -> dict[str, str]:
     for manifest in sorted(root.glob("manifest=*=*=*.json")):
         with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
             _, organisation, name, tag = manifest.name.removesuffix(".json").split("=", 3)
-            file = str(json.loads(manifest.read_text(encoding="utf-8"))["ggufFile"]["rfilename"])
+            file = str(json.loads(decoded(manifest.read_bytes()))["ggufFile"]["rfilename"])
             found[f"{organisation}/{name}:{tag}"] = f"{organisation}_{name}_{file}".replace("/", "_")
     return found
 

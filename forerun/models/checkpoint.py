@@ -8,7 +8,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from forerun.errors import LoadError, one_line
-from forerun.models.files import indexed, weight_files
+from forerun.models.files import check_pointer, indexed, weight_files
 from forerun.models.names import listed
 from forerun.models.quantized import PARTS, Scheme, Stored
 from forerun.models.unpack import read_stored
@@ -21,7 +21,10 @@ class Checkpoint:
         self.directory = directory
         self.taken: set[str] = set()
         try:
-            files = [(path, safe_open(path, framework="pt")) for path in self._paths()]
+            paths = self._paths()
+            for path in paths:
+                check_pointer(path)
+            files = [(path, safe_open(path, framework="pt")) for path in paths]
             self.where = {name: (path, file) for path, file in files for name in file.keys()}  # type: ignore[no-untyped-call]  # noqa: SIM118
         except (SafetensorError, OSError, ValueError, KeyError) as error:
             raise LoadError(f"the weights in {directory} cannot be read: {one_line(str(error))}") from None

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import struct
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from forerun.errors import LoadError, one_line, shown
+from forerun.texts import decoded
 
 SHORTLIST = "shortlist.safetensors"  # beside a model: which of its tokens it scores when it drafts
 LARGEST_HEADER = 100_000_000  # bytes, as the safetensors library allows
+POINTER = b"version https://git-lfs"  # with which the text begins that Git has in place of a large file
 LARGEST = 64 << 20  # bytes; the longest lists of tensors and of added tokens have a few
 
 
@@ -23,9 +26,21 @@ def read_text(path: Path, largest: int = LARGEST) -> str:
             content = file.read(largest + 1)
         if len(content) > largest:
             raise LoadError(f"{path} has over {largest >> 20} MB, which no such file has; download it again")
-        return content.decode("utf-8")
+        _refuse_pointer(path, content)
+        return decoded(content)
     except (OSError, ValueError) as error:
         raise LoadError(f"{path} cannot be read: {one_line(str(error))}; download it again") from None
+
+
+def check_pointer(path: Path) -> None:
+    """Raise LoadError where a Git LFS pointer lies in place of a file of any kind."""
+    with suppress(OSError), path.open("rb") as file:
+        _refuse_pointer(path, file.read(len(POINTER)))
+
+
+def _refuse_pointer(path: Path, content: bytes) -> None:
+    if content.startswith(POINTER):
+        raise LoadError(f"{path} is a Git LFS pointer, not the file itself: run git lfs pull in its directory")
 
 
 def read_json(path: Path) -> Any:
@@ -48,6 +63,7 @@ def read_object(path: Path) -> dict[str, Any]:
 def read_header(path: Path) -> dict[str, dict[str, Any]]:
     """What the header of a safetensors file says of each tensor, by name. Raises LoadError."""
     try:
+        check_pointer(path)
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
             if length > LARGEST_HEADER:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from forerun.errors import LoadError
 from forerun.models.names import choose, first_part, is_gguf, listed, models_of, tag_of
+from forerun.texts import decoded
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +36,10 @@ def roots() -> list[Path]:
     """The folders where LM Studio may keep models; it writes down where they were moved to."""
     home = Path.home() / ".lmstudio"
     with suppress(OSError, ValueError):
-        home = Path((Path.home() / ".lmstudio-home-pointer").read_text(encoding="utf-8").strip()).expanduser()
+        home = Path(decoded((Path.home() / ".lmstudio-home-pointer").read_bytes()).strip()).expanduser()
     folders = [home / "models", Path.home() / ".cache/lm-studio/models"]
     with suppress(OSError, ValueError):
-        settings = json.loads((home / "settings.json").read_text(encoding="utf-8"))
+        settings = json.loads(decoded((home / "settings.json").read_bytes()))
         moved = settings.get("downloadsFolder") if isinstance(settings, dict) else None
         if isinstance(moved, str) and moved:
             folders.insert(0, Path(moved).expanduser())

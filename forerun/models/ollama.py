@@ -15,6 +15,7 @@ from pathlib import Path
 
 from forerun.errors import LoadError
 from forerun.models.names import listed
+from forerun.texts import decoded
 
 KIND = "application/vnd.ollama.image."
 DIGEST = re.compile(r"sha256[:-]([0-9a-f]{64})")
@@ -63,7 +64,7 @@ class Manifest:
 
     def _layers(self, path: Path) -> list[dict[str, object]]:
         try:
-            raw = json.loads(path.read_text(encoding="utf-8"))
+            raw = json.loads(decoded(path.read_bytes()))
         except (OSError, ValueError) as error:
             raise LoadError(f"{path}, a manifest of Ollama's, cannot be read: {error}") from None
         layers = raw.get("layers") if isinstance(raw, dict) else None

@@ -11,7 +11,7 @@ from pathlib import Path
 from forerun.errors import LoadError
 from forerun.models import caches, lmstudio, ollama
 from forerun.models.hub import DEFAULT, default_model
-from forerun.models.names import first_part, models_of, parts_of, tag_of
+from forerun.models.names import first_part, is_gguf, models_of, parts_of, tag_of
 
 DEEPEST = 6  # folders below one that was given
 
@@ -42,6 +42,22 @@ def names() -> list[str]:
         return [model.name for model in everything()[0] if not model.trouble]
     except Exception:  # a shell that waits for a word has no use for what went wrong
         return []
+
+
+def names_model(text: str) -> bool:
+    """Whether somebody who writes this means a model rather than a prompt: the name of a GGUF file, a directory that
+    holds a model, or what only a model is called here."""
+    with suppress(OSError, ValueError, RuntimeError):  # too long a name, a zero byte, ~ of nobody
+        path = Path(text).expanduser()
+        if path.is_dir():
+            return (path / "config.json").is_file() or bool(models_of(file.name for file in path.iterdir()))
+        if path.is_file():
+            return is_gguf(path.name)
+    if len(text.split()) != 1:
+        return False
+    if is_gguf(text) or text.startswith(("ollama:", "lmstudio:")):
+        return True
+    return text.count("/") == 1 and text.partition(":")[0] in dict(caches.repositories())
 
 
 def _readable(folder: Path) -> bool:

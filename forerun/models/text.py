@@ -12,7 +12,7 @@ import tokenizers
 
 from forerun.errors import BusyError, LoadError, RequestError, brief, one_line
 from forerun.models.chat import SANDBOX, ChatTemplate, directory_template, plain_layout
-from forerun.models.files import read_object
+from forerun.models.files import check_pointer, read_object, read_text
 from forerun.models.gguf.container import open_gguf
 from forerun.models.gguf.tokenizer import SPACE, build_tokenizer, chat_templates, special_tokens
 from forerun.models.stops import StopMatcher, automaton_of
@@ -23,6 +23,7 @@ BROKEN = "\N{REPLACEMENT CHARACTER}"  # what decoders show for bytes that are no
 LONG = 4096  # characters, or tokens: from there on as a batch of one, for which the interpreter's lock is released
 MOST_PENDING = 64  # tokens that may make no whole character: from there on they are shown as they are
 
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "merges.txt")
 # Classes that add nothing to tokenizer.json, so that it can be read without importing transformers (a second).
 PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 
@@ -59,7 +60,7 @@ class Tokenizer:
     def _from_directory(self) -> tokenizers.Tokenizer:
         try:
             if self._plain:
-                return tokenizers.Tokenizer.from_file(str(self.path / "tokenizer.json"))
+                return tokenizers.Tokenizer.from_str(read_text(self.path / "tokenizer.json"))
             backend: tokenizers.Tokenizer | None = getattr(self._slow, "backend_tokenizer", None)
         except (LoadError, KeyboardInterrupt):
             raise
@@ -81,6 +82,8 @@ class Tokenizer:
         """transformers' tokenizer, where its class adds something to the files. Code beside them is never run."""
         from transformers import AutoTokenizer
 
+        for name in TOKENIZER_FILES:
+            check_pointer(self.path / name)
         try:
             return AutoTokenizer.from_pretrained(self.path, trust_remote_code=False, local_files_only=True)
         except (OSError, ValueError, KeyError, ImportError) as error:

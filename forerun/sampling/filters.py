@@ -19,6 +19,9 @@ from forerun.sampling.matcher import Matcher
 from forerun.sampling.params import SamplingParams
 from forerun.types import Draft
 
+UNFILTERED = 0, 1.0, 0.0  # top_k, top_p and min_p that keep every token
+MOST_SELECTED = 1024  # top_k up to which the likeliest tokens are selected rather than sorted out
+
 
 class SamplingState:
     """What the filters must remember of one request: parameters, tokens counted by penalties, place in the grammar."""
@@ -142,8 +145,8 @@ def _penalise(row: Tensor, state: SamplingState, path: Sequence[int]) -> None:
     counts, seen = state.history(row)
     if path:
         counts, seen = _counted(counts, path), _with(seen, path)
-    if params.repetition_penalty != 1.0:
-        damped = torch.where(row > 0, row / params.repetition_penalty, row * params.repetition_penalty)
+    if params.damping != 1.0:
+        damped = torch.where(row > 0, row / params.damping, row * params.damping)
         row.copy_(torch.where(seen, damped, row))
     if params.presence_penalty or params.frequency_penalty:
         amounts = params.presence_penalty + params.frequency_penalty * counts.to(row.dtype)
@@ -162,27 +165,56 @@ def draw_tokens(logits: Tensor, drafts: Sequence[Draft], states: Sequence[Sampli
 def shape_logits(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """Temperature, top-k, top-p and min-p, each row with its own parameters. [M, V], M parameters -> scores [M, V]"""
     scores = temper(logits, [p.heat for p in params])
-    params = [SamplingParams() if p.greedy else p for p in params]  # of one token there is nothing to filter
-    if any(p.top_k or p.top_p < 1 for p in params):
-        scores = _top_k_top_p(scores, params)
-    if any(p.min_p for p in params):
-        floors = [math.log(p.min_p) if p.min_p else -math.inf for p in params]
-        floor = torch.tensor(floors, dtype=scores.dtype, device=scores.device)[:, None]
-        scores = scores.masked_fill(scores < floor + scores.amax(-1, keepdim=True), -math.inf)
-    return scores
+    filters = [UNFILTERED if p.greedy else p.filters for p in params]  # of one token there is nothing to filter
+    kinds = set(filters)
+    if len(kinds) == 1:
+        return _cut(scores, *filters[0])
+    result = torch.empty_like(scores)
+    for kind in kinds:  # all rows with the same filters at once: what a row computes depends on it alone
+        rows = torch.tensor([i for i, own in enumerate(filters) if own == kind], device=scores.device)
+        result[rows] = _cut(scores[rows], *kind)
+    return result
 
 
-def _top_k_top_p(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    vocab, device = scores.shape[-1], scores.device
-    ordered, index = scores.sort(dim=-1, descending=True, stable=True)
-    k = torch.tensor([min(p.top_k, vocab) or vocab for p in params], device=device)
-    ordered = ordered.masked_fill(ordered < ordered.gather(-1, k[:, None] - 1), -math.inf)
-    if any(p.top_p < 1 for p in params):
-        probs = ordered.softmax(-1)
-        before = probs.cumsum(-1) - probs
-        # a rounded sum must not cut anything where top_p is 1
-        top_p = torch.tensor([p.top_p if p.top_p < 1 else 2.0 for p in params], dtype=scores.dtype, device=device)
-        cut = before >= top_p[:, None]
-        cut[:, 0] = False  # the likeliest token stays, however small top_p
-        ordered = ordered.masked_fill(cut, -math.inf)
-    return torch.empty_like(scores).scatter_(-1, index, ordered)
+def _cut(scores: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
+    """Scores [M, V] of which the top_k likeliest stay (ties at the border with them), of these the nucleus, and of that
+    what min_p leaves."""
+    vocab = scores.shape[-1]
+    if not 0 < top_k <= MOST_SELECTED or top_k >= vocab:
+        return _cut_sorted(scores, top_k, top_p, min_p)
+    values, index = scores.topk(top_k + 1, dim=-1)  # sorting a whole vocabulary takes as long as a small model's pass
+    tied = (values[:, -1] == values[:, -2]) & ~torch.isneginf(values[:, -1])
+    index, order = index[:, :-1].sort(dim=-1)  # so that equal scores stand in the order of their tokens
+    values, order = values.gather(-1, order).sort(dim=-1, descending=True, stable=True)
+    values = _likely(_nucleus(values, top_p), min_p)
+    result = torch.full_like(scores, -math.inf).scatter_(-1, index.gather(-1, order), values)
+    if tied.any():
+        result[tied] = _cut_sorted(scores[tied], top_k, top_p, min_p)
+    return result
+
+
+def _cut_sorted(scores: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
+    """The same, where more of the vocabulary may stay."""
+    if 0 < top_k < scores.shape[-1] or top_p < 1:
+        ordered, index = scores.sort(dim=-1, descending=True, stable=True)
+        if 0 < top_k < scores.shape[-1]:
+            ordered = ordered.masked_fill(ordered < ordered[:, top_k - 1 : top_k], -math.inf)
+        scores = torch.empty_like(scores).scatter_(-1, index, _nucleus(ordered, top_p))
+    return _likely(scores, min_p)
+
+
+def _likely(scores: Tensor, min_p: float) -> Tensor:
+    """Scores of tokens that are at least min_p times as likely as the likeliest."""
+    if not min_p:
+        return scores
+    return scores.masked_fill(scores < scores.amax(-1, keepdim=True) + math.log(min_p), -math.inf)
+
+
+def _nucleus(ordered: Tensor, top_p: float) -> Tensor:
+    """Scores in descending order without those behind the first ones whose probability reaches top_p."""
+    if top_p >= 1:  # a rounded sum must not cut anything
+        return ordered
+    probs = ordered.softmax(-1)
+    cut = probs.cumsum(-1) - probs >= top_p
+    cut[:, 0] = False  # the likeliest token stays, however small top_p
+    return ordered.masked_fill(cut, -math.inf)

@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from types import MappingProxyType
 from typing import Any
 
 from forerun.errors import RequestError, brief, nearest
 from forerun.sampling.grammar import Grammar
 
+DEFAULT: Mapping[str, float] = (
+    MappingProxyType(  # llama.cpp's; used where neither the user nor the authors say anything
+        {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05, "repetition_penalty": 1.0}
+    )
+)
+NEUTRAL: Mapping[str, float] = MappingProxyType(  # greedy, and no filter changes the model's distribution
+    {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How to choose tokens and when to stop. The defaults are greedy decoding.
+    """How to choose tokens and when to stop.
+
+    Temperature, top_k, top_p, min_p and repetition_penalty are None where they are not given. `LLM` and the server then
+    take the value that the model's authors set, or else forerun's default (`resolved`). The engine itself, used without
+    an `LLM`, takes None for the value that changes nothing: greedy decoding without filters.
 
     Order of the filters: grammar, logit_bias, penalties, min_tokens, temperature, top_k, top_p, min_p. All of them
     act at every position of a draft with the text that would stand before it, so speculation never changes what they
@@ -38,13 +53,13 @@ class SamplingParams:
             "regex", a "lark" grammar or a "choice" of strings. JSON comes without white space that may be left out.
     """
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
+    repetition_penalty: float | None = None
     logit_bias: dict[int, float] = field(default_factory=dict)
     max_tokens: int = 128
     min_tokens: int = 0
@@ -61,6 +76,8 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", _listed("stop_token_ids", self.stop_token_ids))
         for name, low, high in _RANGES:
             value = getattr(self, name)
+            if value is None and name in DEFAULT:
+                continue
             if not _is_number(value) or not low <= value <= high:
                 raise RequestError(f"{name}={brief(value)} is out of range: give a number from {low} to {high}")
         for name in _WHOLE:
@@ -102,30 +119,53 @@ class SamplingParams:
                 raise RequestError(f"there is no sampling parameter {brief(name)}: {nearest(name, known)}")
         return cls(**options)
 
+    @classmethod
+    def pure(cls, **options: Any) -> SamplingParams:
+        """SamplingParams that nothing is added to: greedy decoding unless a temperature is given, and no filter or
+        penalty that is not among the options, whatever the model's authors set. Measurements use it."""
+        return cls.of(**{**NEUTRAL, **options})
+
+    def resolved(self, advised: Mapping[str, Any]) -> SamplingParams:
+        """Return the same parameters with a value for every field that is not given: the one in `advised`, which are
+        the settings of the model's authors, or else forerun's default."""
+        chosen = {name: advised.get(name, value) for name, value in DEFAULT.items() if getattr(self, name) is None}
+        return replace(self, **chosen) if chosen else self
+
     @property
     def stop_strings(self) -> tuple[str, ...]:
         """`stop` as a tuple, whatever it was given as."""
         return tuple(self.stop)
 
     @property
-    def greedy(self) -> bool:
-        """Temperature 0, or so near to it that dividing by it means nothing."""
-        return self.temperature < 1e-6
+    def heat(self) -> float:
+        """The temperature; 0 for greedy decoding, also where it is so small that dividing by it means nothing."""
+        return 0.0 if self.temperature is None or self.temperature < 1e-6 else self.temperature
 
     @property
-    def heat(self) -> float:
-        """The temperature, and 0 where they are greedy."""
-        return 0.0 if self.greedy else self.temperature
+    def greedy(self) -> bool:
+        """Whether the likeliest token is always taken."""
+        return self.heat == 0
+
+    @property
+    def filters(self) -> tuple[int, float, float]:
+        """top_k, top_p and min_p as the engine applies them."""
+        top_p = 1.0 if self.top_p is None else self.top_p
+        return self.top_k or 0, top_p, self.min_p or 0.0
 
     @property
     def unfiltered(self) -> bool:
         """Whether every token can be drawn: no top-k, top-p or min-p."""
-        return not self.top_k and self.top_p >= 1 and not self.min_p
+        return self.filters == (0, 1.0, 0.0)
+
+    @property
+    def damping(self) -> float:
+        """The repetition penalty as the engine applies it."""
+        return 1.0 if self.repetition_penalty is None else self.repetition_penalty
 
     @property
     def penalised(self) -> bool:
         """Whether any penalty depends on the text so far."""
-        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+        return self.damping != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
 _RANGES = (

@@ -53,6 +53,7 @@ async def chat(kitchen: Kitchen, body: ChatRequest, http: Request) -> Response:
 def chat_orders(kitchen: Kitchen, body: ChatRequest, prompt: list[int] | None = None) -> tuple[Chat, list[Order]]:
     """A chat as orders for the engine, and the dialect its answer is written in. `prompt` stands for its messages."""
     llm = kitchen.service.llm
+    templated = prompt is None
     if prompt is None:
         prompt = translate.chat_prompt(llm, body, kitchen.check_characters)
     kitchen.check_prompt(prompt)
@@ -65,7 +66,7 @@ def chat_orders(kitchen: Kitchen, body: ChatRequest, prompt: list[int] | None = 
     params = translate.sampling(
         llm,
         body,
-        max(1, llm.room - len(prompt)) if asked is None else asked,
+        translate.answer_tokens(llm, prompt, body, asked, templated=templated),
         (body.top_logprobs or 0) if body.logprobs else None,
         forced or translate.grammar_of(body.response_format),
     )

@@ -19,6 +19,7 @@ from forerun import __version__
 from forerun.llm import LLM
 from forerun.models.hub import DEFAULT
 from forerun.models.names import title
+from forerun.sampling.params import DEFAULT as DEFAULT_SAMPLING
 from forerun.server import api, errors, ollama, translate
 from forerun.server.answers import started
 from forerun.server.bodies import BoundedRoute
@@ -214,6 +215,7 @@ def _operation(app: FastAPI, kitchen: Kitchen, metrics: Metrics) -> None:
             "context": llm.decoder.context,
             "chat": llm.tokenizer is not None and llm.tokenizer.has_chat_template,
             "sampling": llm.recommended,
+            "default_sampling": dict(DEFAULT_SAMPLING),
             "drafts": ["off", *(name for name in llm.engine.proposers if "reference" not in name and name != "auto")],
             "draft": llm.draft,
             "depth": llm.config.depth,
@@ -247,5 +249,7 @@ def _page(name: str) -> FileResponse:
 
 
 def describe(llm: LLM, settings: Settings) -> dict[str, Any]:
-    """What is served and how."""
-    return {"model": served_name(llm, settings), "draft": llm.draft, "depth": llm.config.depth, "rule": llm.config.rule}
+    """What is served and how; that a model has no chat template is said where it is so, since it may not chat then."""
+    facts = {"model": served_name(llm, settings), "draft": llm.draft, "depth": llm.config.depth}
+    lacking = llm.tokenizer is None or not llm.tokenizer.has_chat_template
+    return facts | {"rule": llm.config.rule} | ({"chat_template": False} if lacking else {})

@@ -30,6 +30,7 @@ from forerun.server.protocol import ChatRequest, CompletionRequest, ResponsesReq
 from forerun.server.responses import responses
 from forerun.server.service import Service
 from forerun.server.settings import Settings
+from forerun.texts import UnreadableError, text_of
 
 AGAIN = (429, 500, 503, 504)  # failures of the moment: such lines are done again
 OURS = b'{"id": "batch_req_'
@@ -57,10 +58,9 @@ def read_jobs(source: Path) -> list[dict[str, Any]]:
     """The requests of a file, each checked for what every line needs. Raises RequestError naming the line."""
     jobs, seen = [], set()
     try:
-        lines = source.read_text(encoding="utf-8").split("\n")  # no other separator ends a line
-    except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or "it is not UTF-8"
-        raise RequestError(f"{source} cannot be read: {why}") from None
+        lines = text_of(source, largest=None).split("\n")  # no other separator ends a line
+    except UnreadableError as error:
+        raise RequestError(f"{source} cannot be read: {error}") from None
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue

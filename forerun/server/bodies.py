@@ -21,6 +21,7 @@ from forerun.server.errors import ApiError
 from forerun.server.service import UnavailableError
 from forerun.server.settings import Settings
 
+SHOWN = 100  # characters of a header, in an error message
 SMALL = 64 << 10  # bytes of each body that the bound on all does not count: large ones must not shut out small ones
 
 
@@ -74,6 +75,12 @@ class Bodies:
         return f"the request body is over {self.largest} bytes (--max-body)"
 
 
+def _is_json(content_type: str) -> bool:
+    """Whether a Content-Type is application/json, or another type that is written in JSON."""
+    kind = content_type.partition(";")[0].strip().lower()
+    return kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
+
+
 class BoundedRoute(APIRoute):
     """A route that takes no body before there is a place for its request."""
 
@@ -81,6 +88,11 @@ class BoundedRoute(APIRoute):
         handler = super().get_route_handler()
 
         async def bounded(request: Request) -> Response:
+            if self.body_field is not None and not _is_json(request.headers.get("content-type", "")):
+                said = request.headers.get("content-type", "none")[:SHOWN]
+                raise ApiError(
+                    400, f"the body must be JSON: send the header Content-Type: application/json, not {said}"
+                )
             return await handler(BoundedRequest(request.scope, request.receive))
 
         return bounded

@@ -62,7 +62,7 @@ class Choices(Dialect):
     def __init__(self, kitchen: Kitchen, body: Generation, n: int, seed: int | None) -> None:
         super().__init__(bool(body.stream), body.left_out)
         self.body, self.n, self.options = body, n, body.stream_options or StreamOptions()
-        self.tokenizer = kitchen.service.llm.tokenizer
+        self.tokenizer, self.sampling = kitchen.service.llm.tokenizer, kitchen.service.llm.sampling
         self.head = {
             "id": f"{self.prefix}-{secrets.token_hex(12)}",
             "created": int(time.time()),

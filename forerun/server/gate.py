@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import secrets
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers, MutableHeaders
@@ -27,6 +27,7 @@ from forerun.server.tenants import CALLER, Callers
 
 Turn = Callable[[], Awaitable[None]]
 FORM = "application/x-www-form-urlencoded"
+PAGES = {"origin", "sec-fetch-site", "sec-fetch-mode"}  # headers that browsers send, and nobody else
 ANY = "*"
 PORTS = {"http": ":80", "https": ":443"}  # what a browser leaves out
 SHOWN = 100  # characters of what a client sent, in an error message
@@ -66,8 +67,8 @@ class Gate:
         request_id = request_id or secrets.token_hex(8)
 
         REQUEST_ID.set(request_id)
-        if scope["path"].startswith("/api/") and "origin" not in headers:
-            _call_it_json(scope)
+        if not PAGES & set(headers):
+            _call_it_json(scope, (None, FORM) if scope["path"].startswith("/api/") else (None,))
 
         async def reply(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -93,11 +94,12 @@ class Gate:
         return self.bodies.refusal(headers)
 
 
-def _call_it_json(scope: Scope) -> None:
-    """Ollama takes what `curl -d` calls a form. Only from where no browser is: of a page elsewhere, the type is what
-    keeps it from asking."""
+def _call_it_json(scope: Scope, kinds: Collection[str | None]) -> None:
+    """Take a body of these types for JSON: one without a type everywhere, and like Ollama what `curl -d` calls a form.
+    Only from where no browser is: of a page elsewhere, the type is what keeps it from asking. A form of an old browser
+    has a type and no origin, so forms are left to the paths that Ollama's clients need."""
     headers = MutableHeaders(scope=scope)
-    if headers.get("content-type") in (None, FORM):
+    if headers.get("content-type") in kinds:
         headers["content-type"] = "application/json"
 
 

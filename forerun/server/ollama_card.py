@@ -81,7 +81,7 @@ class Card:
         general = {"general.architecture": c.family, "general.parameter_count": self.file.parameters}
         return {
             "modelfile": f"FROM {self.name}",
-            "parameters": "\n".join(f"{name} {value}" for name, value in sorted(self.llm.recommended.items())),
+            "parameters": "\n".join(f"{name} {value}" for name, value in sorted(self.llm.sampling.items())),
             "template": template,
             "details": self.details,
             "model_info": general | {f"{c.family}.{name}": value for name, value in sizes.items()},

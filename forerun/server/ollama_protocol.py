@@ -10,7 +10,7 @@ from pydantic import Field, ValidationError
 
 from forerun.server import fields
 from forerun.server.errors import ApiError
-from forerun.server.protocol import MOST_MESSAGES, Body, ChatRequest, List, Strict, Tool
+from forerun.server.protocol import ENDLESS, MOST_MESSAGES, Body, ChatRequest, List, Strict, Tool
 
 Json = dict[str, Any]
 OPTIONS = (  # besides what is in the table of fields
@@ -149,6 +149,8 @@ def _request(body: OllamaGeneration, messages: list[Json], more: Json) -> ChatRe
         value = options.get(name)
         if isinstance(value, int) and value < 0:
             del options[name]
+            if name == "num_predict":
+                options["max_tokens"] = ENDLESS
     if body.think is not None:
         options["enable_thinking"] = body.think
     values = {"messages": messages, **options, **more, **_form(body.format)}

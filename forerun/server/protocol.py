@@ -28,6 +28,7 @@ List = Annotated[list[T], Field(fail_fast=True)]  # an error for each of a milli
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Stop = Annotated[str, Field(max_length=256)]
 Stops = Stop | Annotated[List[Stop], Field(max_length=16)]
+ENDLESS = 1 << 31  # max_tokens of a client that asks for as many as there is room for
 MOST_MESSAGES = 4096
 Metadata = Annotated[dict[str, Any], Field(max_length=64)]
 Salt = Annotated[str, Field(max_length=256)]  # requests with the same one share a memory, within a tenant

@@ -159,8 +159,8 @@ class Responses(Dialect):
             "parallel_tool_calls": False,
             "previous_response_id": None,
             "store": False,
-            "temperature": 1.0 if body.temperature is None else body.temperature,
-            "top_p": 1.0 if body.top_p is None else body.top_p,
+            "temperature": chat.sampling["temperature"] if body.temperature is None else body.temperature,
+            "top_p": chat.sampling["top_p"] if body.top_p is None else body.top_p,
             "text": {"format": form or {"type": "text"}},
             "tool_choice": body.tool_choice.model_dump()
             if isinstance(body.tool_choice, FlatToolChoice)

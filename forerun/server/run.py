@@ -65,8 +65,9 @@ def serve(app: Starlette, settings: Settings, listener: socket.socket, say: Call
 def greeting(facts: dict[str, Any], where: str) -> str:
     """What a person is told who has started a server."""
     draft = "no draft" if facts["draft"] == "off" else f"draft {facts['draft']}"
+    template = "" if facts.get("chat_template", True) else ", which has no chat template"
     return (
-        f"Serving {facts['model']} ({draft}); Ctrl-C ends it\n"
+        f"Serving {facts['model']} ({draft}){template}; Ctrl-C ends it\n"
         f"  API         {where}/v1\n"
         f"  Playground  {where}/\n"
         f"  Docs        {where}/docs"

@@ -11,6 +11,7 @@ from forerun.config import Config
 from forerun.errors import ConfigError, nearest, one_line
 from forerun.ranges import check_number, check_whole
 from forerun.server.tenants import clean_key
+from forerun.texts import UnreadableError, text_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,10 +99,11 @@ class Settings:
 def read_toml(path: Path, what: str) -> dict[str, Any]:
     """What a TOML file holds; `what` it is, for errors. Raises ConfigError."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"the {what} file {path} cannot be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        return tomllib.loads(text_of(path))
+    except UnreadableError as error:
+        wrong = "is not TOML" if error.line else "cannot be read"
+        raise ConfigError(f"the {what} file {path} {wrong}: {error}") from None
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(f"the {what} file {path} is not TOML: {one_line(str(error))}") from None
 
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from forerun.errors import ConfigError
 from forerun.server.listen import is_loopback
+from forerun.texts import UnreadableError, text_of
 from forerun.types import SALT
 
 if TYPE_CHECKING:
@@ -100,9 +101,9 @@ class Callers:
 def read_keys(file: Path) -> list[tuple[str, str]]:
     """(name, key) of each line of a file that is neither empty nor a comment. Raises ConfigError."""
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the keys in {file} cannot be read: {getattr(error, 'strerror', error)}") from None
+        lines = text_of(file).splitlines()
+    except UnreadableError as error:
+        raise ConfigError(f"the keys in {file} cannot be read: {error}") from None
     found: dict[str, str] = {}
     for number, line in enumerate(lines, start=1):
         parts = line.split()

@@ -15,6 +15,7 @@ from forerun.sampling.params import SamplingParams
 from forerun.server import bounds
 from forerun.server.errors import ApiError
 from forerun.server.protocol import (
+    ENDLESS,
     ChatRequest,
     CompletionRequest,
     Content,
@@ -27,6 +28,7 @@ from forerun.server.tenants import tenant_of
 from forerun.server.tickets import Order
 
 COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions
+UNENDED_TOKENS = 512  # of an answer without a limit, where nothing says that the model will end it
 TEMPLATE = frozenset(  # arguments that are ours, and what would replace the model's own template
     (
         *("self", "messages", "conversation", "tools", "tokenize", "add_generation_prompt", "chat_template"),
@@ -137,12 +139,12 @@ def grammar_of(form: ResponseFormat | None) -> Grammar | None:
 def sampling(
     llm: LLM, request: Generation, max_tokens: int | None, logprobs: int | None, grammar: Grammar | None
 ) -> SamplingParams:
-    """The sampling parameters of a request; where it says nothing, those that the model's authors set. Without a seed
-    it is given one, so that it can be repeated."""
+    """The sampling parameters of a request; what it does not say is as the model's authors set it, or else forerun's
+    default. Without a seed it is given one, so that it can be repeated."""
     if request.seed is not None and not -(1 << 63) <= request.seed < 1 << 64:
         raise ApiError(400, f"seed={brief(request.seed)} is out of range: give a 64-bit number", "seed")
     options: dict[str, Any] = {
-        **({"temperature": 1.0} | llm.recommended),
+        **llm.sampling,
         "seed": secrets.randbits(48) if request.seed is None else request.seed % (1 << 63),
         "max_tokens": max_tokens,
         "logprobs": logprobs,
@@ -162,6 +164,18 @@ def sampling(
         except ValueError:
             raise ApiError(400, "logit_bias must map token ids to amounts", "logit_bias") from None
     return SamplingParams.of(**options)
+
+
+def answer_tokens(llm: LLM, prompt: Sequence[int], request: Generation, asked: int | None, *, templated: bool) -> int:
+    """The most tokens of an answer. A request that gives no limit (`asked` is None) may have as many as there is room
+    for, since a chat model ends its turn; where nothing makes it end (no chat template, no end token, `ignore_eos`)
+    there is a bound."""
+    room = max(1, llm.room - len(prompt))
+    if asked is not None:
+        return room if asked == ENDLESS else asked
+    has_template = llm.tokenizer is not None and llm.tokenizer.has_chat_template
+    ends = templated and has_template and llm.decoder.config.end_ids and not request.ignore_eos
+    return room if ends else min(room, UNENDED_TOKENS)
 
 
 def orders(

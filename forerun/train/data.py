@@ -22,6 +22,7 @@ from torch import Tensor
 
 from forerun.errors import RequestError
 from forerun.models.text import Message, Tokenizer
+from forerun.texts import UnreadableError, text_of
 from forerun.train.settings import FEWEST_TOKENS
 
 LIBRARY = "library"
@@ -212,11 +213,9 @@ def _documents(name: str) -> Iterator[Document | None]:
         yield from _of_directory(path, [p for p in paths if not _is_hidden(p.relative_to(path))])
         return
     try:
-        text = path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise RequestError(f"the data in {name} cannot be read ({error.strerror}): {WHAT_IS_DATA}") from None
-    except UnicodeDecodeError:
-        text = "\0"
+        text = text_of(path, largest=None)
+    except UnreadableError as error:
+        raise RequestError(f"the data in {name} cannot be read ({error}): {WHAT_IS_DATA}") from None
     if "\0" in text:
         raise RequestError(f"the data in {name} cannot be read (it is not UTF-8 text): {WHAT_IS_DATA}")
     yield from _of_text(path, text, name)
@@ -225,8 +224,8 @@ def _documents(name: str) -> Iterator[Document | None]:
 def _of_directory(root: Path, paths: Sequence[Path]) -> Iterator[Document | None]:
     for path in paths:
         try:
-            text = path.read_text(encoding="utf-8-sig")
-        except (OSError, UnicodeDecodeError):
+            text = text_of(path, largest=None)
+        except UnreadableError:
             text = ""
         if not text.strip() or "\0" in text:
             yield None

@@ -296,7 +296,7 @@ def _threads(count: int) -> Iterator[None]:
     """Give torch's products so many threads, 0 one for each core: beside the native kernels it has a
     single one, but they sleep while a drafter learns."""
     before = torch.get_num_threads()
-    torch.set_num_threads(count or cores())
+    torch.set_num_threads(min(count or cores(), cores()))
     try:
         yield
     finally:

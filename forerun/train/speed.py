@@ -176,7 +176,7 @@ def measure_speed(
     place = default.partition(":")[2]
     others = not place or Path(place).resolve() != directory.resolve()
     ways = _ways(f"{recipe.draft}:{directory}", own, default, depths_up_to(settings.depth), others)
-    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, seed=0)
+    params = SamplingParams.pure(temperature=0.0, max_tokens=tokens, ignore_eos=True, seed=0)
     setting = Setting(f"speed, {prompts.task}", 0.0, 1)
     arms = [PLAIN, *ways]
     rounds = Rounds(llm, setting, arms, params, settings.speed_rounds, Meter())

@@ -26,7 +26,7 @@ def test_the_engine_loads_and_speculates_with_it(pair: Pair) -> None:
     llm = LLM(pair.directory / "target", draft=f"model:{pair.directory / 'draft'}", dtype="float32", kv_tokens=1024)
     prompts = json.loads((pair.directory / "prompts.json").read_text())["prompts"]
     assert [len(p) for p in prompts] == [24] * 6 and len({tuple(p) for p in prompts}) == 6
-    params = SamplingParams(max_tokens=60, ignore_eos=True)
+    params = SamplingParams.pure(max_tokens=60, ignore_eos=True)
     plain = llm.generate(prompts, params, draft="off")
     fast = llm.generate(prompts, params, depth=4)
     assert [c.token_ids for c in plain] == [c.token_ids for c in fast]

@@ -118,7 +118,7 @@ def test_passes_over_guesses_end_at_what_xpress_drafts() -> None:
 
 
 PROMPT, LENGTH, DEPTH = 6, 26, 3
-PARAMS = SamplingParams(max_tokens=LENGTH, temperature=1.5, seed=3, ignore_eos=True)
+PARAMS = SamplingParams.pure(max_tokens=LENGTH, temperature=1.5, seed=3, ignore_eos=True)
 
 
 def knowing(sample_from_anchor: bool) -> tuple[BlockHead, list[int]]:
@@ -254,7 +254,7 @@ def test_a_text_may_end_at_the_very_last_position() -> None:
     """The masks behind it reach past the target's context."""
     engine, limit = engine_of(head_of(block=12)), target().context
     prompt = (build.prompts()[7] * 7)[: limit - 8]
-    params = SamplingParams(max_tokens=8, temperature=0.8, seed=3, ignore_eos=True)
+    params = SamplingParams.pure(max_tokens=8, temperature=0.8, seed=3, ignore_eos=True)
     request = engine.add(prompt, params, draft="it", depth=12)
     build.finish(engine)
     assert len(request.tokens) == limit and request.stats.drafted > 0
@@ -288,7 +288,7 @@ def test_the_native_products_compute_what_is_trained(form: str) -> None:
 def test_a_user_s_threshold(temperature: float, tmp_path: Path) -> None:
     """Less is drafted, and the text is plain decoding's."""
     save_block(head_of(), tmp_path / "drafter")
-    params, drafted = SamplingParams(max_tokens=30, temperature=temperature, seed=1, ignore_eos=True), []
+    params, drafted = SamplingParams.pure(max_tokens=30, temperature=temperature, seed=1, ignore_eos=True), []
     for threshold in (0.0, 0.2, 1.0):
         llm = LLM(tiny.family("llama"), draft=f"block:{tmp_path / 'drafter'}", kv_tokens=512, draft_threshold=threshold)
         out = llm.generate([5, 6, 7, 8], params, depth=4)[0]

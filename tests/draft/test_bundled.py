@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 
 from forerun import LLM, SamplingParams
-from forerun.draft import bundled, registry
+from forerun.catalogue.survey import survey
+from forerun.draft import bundled
 from forerun.draft.bundled import bundled_for
 from forerun.draft.eagle3 import save_head
 from forerun.draft.registry import automatic
 from forerun.kernels import native
 from forerun.models.hub import DEFAULT
+from forerun.models.places import Found
 from tests import tiny
 
 PLACES = (
@@ -54,12 +56,14 @@ def test_auto_drafts_with_it_and_says_the_same(
 ) -> None:
     if native.library() is None:
         pytest.skip("the native kernels were not compiled")
-    monkeypatch.setattr(registry, "PAYS", {native.start(): 0.0})
+    monkeypatch.setattr(bundled, "PAYS", {native.start(): 0.0})
     shutil.copytree(tiny.family("llama"), model := tmp_path / DEFAULT)
     llm, other = LLM(model, kv_tokens=1024), LLM(tiny.family("llama"), kv_tokens=1024)
     assert (llm.draft, other.draft) == ("suffix+eagle3", "suffix")
-    params = SamplingParams(max_tokens=40, temperature=temperature, seed=5, ignore_eos=True)
+    params = SamplingParams.pure(max_tokens=40, temperature=temperature, seed=5, ignore_eos=True)
     prompts = [[5, 6, 7], [9, 8] * 4, [3, 1, 4, 1, 5]]
+    (row,) = survey([Found("x", model, "here")])
+    assert row.draft == llm.draft == "suffix+eagle3", "forerun models names what serve drafts with"
     plain = [c.token_ids for c in other.generate(prompts, params, draft="off")]
     for how in ({}, {"draft": "auto"}, {"depth": 3}, {"draft": "eagle3", "depth": 3}, {"draft": "off"}):
         said = llm.generate(prompts, params, **how)

@@ -49,7 +49,7 @@ class Warmer(DraftModel):
     """Draws at another temperature than it is asked to."""
 
     def propose(self, rows: Sequence[Row]) -> list[Draft]:
-        return super().propose([replace(r, params=SamplingParams(temperature=1.6)) for r in rows])
+        return super().propose([replace(r, params=SamplingParams.pure(temperature=1.6)) for r in rows])
 
 
 @pytest.mark.parametrize("params", [GREEDY, WARM, FILTERED], ids=["greedy", "warm", "filtered"])
@@ -184,7 +184,7 @@ def say_the_same(llm: LLM, rule: str) -> None:
     """Assert that texts are those without drafts, where the rule promises that; nothing may leak in any case."""
     prompts = ["def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return", "the name", "[1, 2, [1, 2, ["]
     for temperature in (0.0, 0.8):
-        params = SamplingParams(max_tokens=40, temperature=temperature, seed=4, ignore_eos=True)
+        params = SamplingParams.pure(max_tokens=40, temperature=temperature, seed=4, ignore_eos=True)
         for depth in (4, "auto"):
             said = llm.generate(prompts, params, depth=depth)
             if rule == "match" or (not temperature and rule != "typical"):
@@ -208,7 +208,7 @@ def test_what_is_no_cascade(spec: str) -> None:
         LLM(tiny.spoken(), draft=spec.format(tiny.spoken(0.1)), kv_tokens=192)
     assert "\n" not in str(error.value)
     llm = LLM(tiny.spoken(), draft=f"model:{tiny.spoken(0.1)}", kv_tokens=192)
-    assert llm.generate("the name", SamplingParams(max_tokens=5), draft="suffix>model")[0].token_ids
+    assert llm.generate("the name", SamplingParams.pure(max_tokens=5), draft="suffix>model")[0].token_ids
     before = set(llm.engine.proposers)
     with pytest.raises(ConfigError, match="is no cascade"):
         llm.generate("the name", draft="model>suffix")

@@ -183,7 +183,7 @@ def test_the_same_text_as_alone(kernels: str, rule: str, spec: str) -> None:
         dtype=dtype,
     )  # fmt: skip
     for temperature in (0.0, 0.8):
-        params = SamplingParams(max_tokens=40, temperature=temperature, seed=4, ignore_eos=True)
+        params = SamplingParams.pure(max_tokens=40, temperature=temperature, seed=4, ignore_eos=True)
         for depth in (3, "auto"):
             said = llm.generate(PROMPTS, params, depth=depth)
             if rule == "match" or not temperature:
@@ -195,7 +195,7 @@ def test_the_same_text_as_alone(kernels: str, rule: str, spec: str) -> None:
 
 def test_a_node_that_two_said_counts_for_both() -> None:
     llm = LLM(tiny.spoken(), draft=f"suffix&model:{tiny.spoken(0.05)}", dtype="float64", kv_tokens=1024)
-    (said,) = llm.generate(PROMPTS[0], SamplingParams(max_tokens=60, seed=1), depth=3)
+    (said,) = llm.generate(PROMPTS[0], SamplingParams.pure(max_tokens=60, seed=1), depth=3)
     sources = said.stats.by_source
     assert set(sources) == {"suffix", "model"} and sum(s.drafted for s in sources.values()) > said.stats.drafted
 
@@ -203,7 +203,7 @@ def test_a_node_that_two_said_counts_for_both() -> None:
 def test_requests_may_compose_what_the_engine_has() -> None:
     """By any spelling of it; what is not there is told, and what is not used any more goes."""
     llm = LLM(tiny.spoken(), draft=f"model:{tiny.spoken(0.05)}", dtype="float64", kv_tokens=1024)
-    params = SamplingParams(max_tokens=30, seed=1)
+    params = SamplingParams.pure(max_tokens=30, seed=1)
     plain = llm.generate(PROMPTS[0], params, draft="off")[0].token_ids
     for draft in ("suffix&model", "(suffix|ngram)&recycle", "ngram|model", "suffix|recycle?model"):
         (said,) = llm.generate(PROMPTS[0], params, draft=draft, prediction=PROMPTS[1])

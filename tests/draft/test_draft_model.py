@@ -83,7 +83,7 @@ def naive_coupled(model: Decoder, row: Row, width: int) -> list[list[tuple[tuple
         found = []
         for path, value in beams:
             logits = logits_after(model, [*row.tokens, *path])
-            if row.params.temperature > 0:
+            if row.params.heat > 0:
                 scores = shape_logits(logits[None], [row.params])[0]
                 logits = torch.tensor(noisy(scores, row.noise.target(depth)), dtype=torch.float64)
             law = torch.log_softmax(logits, -1).tolist()

@@ -210,14 +210,14 @@ def test_a_full_disk_leaves_the_index_as_it_was(
 
 def test_texts_are_the_same_where_the_prompt_names_its_document(tmp_path: Path) -> None:
     llm = LLM(tiny.spoken(), draft="off", kv_tokens=512)
-    params = SamplingParams(max_tokens=60, ignore_eos=True)
+    params = SamplingParams.pure(max_tokens=60, ignore_eos=True)
     prompt = "def add(a, b):\n    return a + b\n"
     ids = llm.tokenizer.encode(prompt)  # type: ignore[union-attr]
     plain = llm.generate(prompt, params)[0].token_ids
     write(tmp_path / "index", llm.tokenizer, [[*ids, *plain]], llm.decoder.config.vocab)  # type: ignore[arg-type]
     for temperature in (0.0, 0.8):
         llm = LLM(tiny.spoken(), draft=f"retrieval:{tmp_path}/index", kv_tokens=512, depth=6)
-        params = SamplingParams(max_tokens=60, ignore_eos=True, temperature=temperature, seed=4)
+        params = SamplingParams.pure(max_tokens=60, ignore_eos=True, temperature=temperature, seed=4)
         said = llm.generate(prompt, params)[0]
         assert said.token_ids == llm.generate(prompt, params, draft="off")[0].token_ids
         assert temperature or said.stats.by_source["retrieval"].accepted > 40

@@ -231,7 +231,7 @@ def test_chains_end_where_they_are_not_sure_any_more(kind: str, shape: str, temp
     view, head = native_view(), head_of(kind, shape)
     rows = Rows(head, view)
     depths = [6, 3, 7, 5] if not hasattr(head, "levels") else [3, 2, 3, 3]
-    rows.rows = [replace(row, params=SamplingParams(temperature=temperature), depth=depth)
+    rows.rows = [replace(row, params=SamplingParams.pure(temperature=temperature), depth=depth)
                  for row, depth in zip(rows.rows, depths, strict=True)]  # fmt: skip
 
     def proposed(floors: Sequence[float]) -> list[Draft]:
@@ -286,7 +286,7 @@ def test_a_user_s_directory(kind: str, shape: str | None, kernels: str, tmp_path
     for width in (1, 2):
         llm = LLM(model, draft=f"{draft}:{tmp_path / 'head'}", kv_tokens=512, kernels=kernels, width=width)
         for temperature in (0.0, 0.8):
-            params = SamplingParams(max_tokens=24, temperature=temperature, seed=1, ignore_eos=True)
+            params = SamplingParams.pure(max_tokens=24, temperature=temperature, seed=1, ignore_eos=True)
             drafted = llm.generate(prompt, params, depth=3)[0]
             assert [drafted.token_ids] == plain(model, [prompt], params, kernels)
             assert drafted.stats.by_source[draft].drafted > 15

@@ -53,7 +53,7 @@ def test_it_says_what_it_says_alone(kernels: str, draft: str, rule: str, width: 
         max_rows=3,
     )  # fmt: skip
     for temperature in (0.0, 0.8):
-        params = SamplingParams(max_tokens=40, temperature=temperature, seed=3, ignore_eos=True)
+        params = SamplingParams.pure(max_tokens=40, temperature=temperature, seed=3, ignore_eos=True)
         said = llm.generate(PROMPTS, params)
         if rule == "match" or temperature == 0:
             assert [c.token_ids for c in said] == plain(tiny.family("llama"), PROMPTS, params, kernels, dtype)

@@ -146,7 +146,7 @@ def test_a_target_s_own_layer_says_what_it_says(tmp_path: Path) -> None:
 def test_a_target_drafts_with_its_own_layer(kernels: str, tmp_path: Path) -> None:
     path = mimo(tmp_path / "mimo")
     llm = LLM(path, draft=f"mtp:{path}", kv_tokens=512, kernels=kernels)
-    params = SamplingParams(max_tokens=24, temperature=0.8, seed=1, ignore_eos=True)
+    params = SamplingParams.pure(max_tokens=24, temperature=0.8, seed=1, ignore_eos=True)
     drafted = llm.generate([5, 6, 7, 8], params, depth=3)[0]
     assert drafted.token_ids == llm.generate([5, 6, 7, 8], params, draft="off")[0].token_ids
     assert drafted.stats.by_source["mtp"].drafted > 20

@@ -111,7 +111,7 @@ def test_a_user_s_model(kernels: str, width: int, tmp_path: Path) -> None:
     llm = LLM(tiny.family("llama"), draft=f"model:{directory}", kv_tokens=512, kernels=kernels, width=width)
     assert isinstance(llm.engine.proposers["model"], Pard)
     for temperature in (0.0, 0.8):
-        params = SamplingParams(max_tokens=30, temperature=temperature, seed=1, ignore_eos=True)
+        params = SamplingParams.pure(max_tokens=30, temperature=temperature, seed=1, ignore_eos=True)
         told = llm.generate([5, 6, 7, 8], params, depth=3)[0]
         assert told.token_ids == llm.generate([5, 6, 7, 8], params, draft="off")[0].token_ids
         assert told.stats.by_source["model"].drafted > 20

@@ -181,7 +181,7 @@ def test_a_table_made_beforehand_serves_everybody(tmp_path: Path) -> None:
     """And the text is plain decoding's."""
     target = tiny.family("llama")
     first = LLM(target, draft="recycle", kv_tokens=1024)
-    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    params = SamplingParams.pure(max_tokens=30, ignore_eos=True)
     plain = first.generate([3, 4, 5], params, draft="off")[0].token_ids
     assert first.generate([3, 4, 5], params, depth=3)[0].token_ids == plain
     first.engine.proposers["recycle"].tables[""].save(tmp_path / "table", tiny.VOCAB)

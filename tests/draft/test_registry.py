@@ -81,7 +81,7 @@ def test_several_options_are_one(specs: list[str], whole: str) -> None:
 def test_two_models_draft_for_one_target() -> None:
     """Each by a name of its own, which requests may use, and whichever does better."""
     llm = LLM(tiny.spoken(), draft=[f"model:{tiny.spoken(0.3)}", f"model:{tiny.spoken(0.02)}"], kv_tokens=512)
-    params = SamplingParams(max_tokens=60, temperature=0.6, seed=3, ignore_eos=True)
+    params = SamplingParams.pure(max_tokens=60, temperature=0.6, seed=3, ignore_eos=True)
     plain = llm.generate("The name", params, draft="off")[0].token_ids
     for draft, names in (
         (None, {"model", "model#2"}),
@@ -136,7 +136,7 @@ def test_names_that_stand_for_nothing(spec: str, said: str) -> None:
 def test_both_draft_where_each_can_and_the_text_is_the_same() -> None:
     """Copies and drafts with weights in one text, and plain decoding's tokens."""
     llm = LLM(tiny.spoken(), draft=f"suffix+model:{tiny.spoken(0.1)}", depth=3, kv_tokens=512)
-    params = SamplingParams(max_tokens=60, temperature=0.6, seed=3, ignore_eos=True)
+    params = SamplingParams.pure(max_tokens=60, temperature=0.6, seed=3, ignore_eos=True)
     prompt = "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return"
     drafted = llm.generate(prompt, params)[0]
     assert {"suffix", "model"} <= drafted.stats.by_source.keys()

@@ -211,7 +211,7 @@ def test_tenants_and_indices_that_come_and_go(tmp_path: Path, tokenizer: Tokeniz
 
 def test_texts_are_the_same_and_the_documents_are_drafted(tmp_path: Path, tokenizer: Tokenizer) -> None:
     llm = LLM(tiny.spoken(), draft="off", kv_tokens=512)
-    params = SamplingParams(max_tokens=60, ignore_eos=True)
+    params = SamplingParams.pure(max_tokens=60, ignore_eos=True)
     prompt = "def add(a, b):\n    return a + b\n"
     plain = llm.generate(prompt, params)[0].token_ids
     with adding(tmp_path / "index", tokenizer, llm.decoder.config.vocab) as writer:
@@ -219,7 +219,7 @@ def test_texts_are_the_same_and_the_documents_are_drafted(tmp_path: Path, tokeni
     for draft in (f"retrieval:{tmp_path}/index", f"suffix+retrieval:{tmp_path}/index"):
         for temperature in (0.0, 0.8):
             llm = LLM(tiny.spoken(), draft=draft, kv_tokens=512, depth=6)
-            params = SamplingParams(max_tokens=60, ignore_eos=True, temperature=temperature, seed=4)
+            params = SamplingParams.pure(max_tokens=60, ignore_eos=True, temperature=temperature, seed=4)
             said = llm.generate(prompt, params)[0]
             assert said.token_ids == llm.generate(prompt, params, draft="off")[0].token_ids
             assert temperature or said.stats.by_source["retrieval"].accepted > (20 if draft[0] == "r" else 0)

@@ -17,7 +17,7 @@ PROMPTS = [[5, 6, 7], [9] * 6, [3, 1, 4, 1, 5]]
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_it_says_what_it_says_alone(form: str, rule: str, temperature: float) -> None:
     llm = LLM(tiny.family("llama"), draft=f"self:{form}", kv_tokens=1024, depth=4, rule=rule)
-    params = SamplingParams(max_tokens=40, temperature=temperature, seed=3, ignore_eos=True)
+    params = SamplingParams.pure(max_tokens=40, temperature=temperature, seed=3, ignore_eos=True)
     said = llm.generate(PROMPTS, params)
     if rule == "match" or temperature == 0:
         assert [c.token_ids for c in said] == [c.token_ids for c in llm.generate(PROMPTS, params, draft="off")]

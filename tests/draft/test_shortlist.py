@@ -35,7 +35,7 @@ def listed(tmp_path: Path) -> Path:
 
 
 def params(temperature: float) -> SamplingParams:
-    return SamplingParams(max_tokens=30, temperature=temperature, seed=3, ignore_eos=True)
+    return SamplingParams.pure(max_tokens=30, temperature=temperature, seed=3, ignore_eos=True)
 
 
 @pytest.mark.parametrize("rule", ["match", "token", "block", "tree"])

@@ -52,7 +52,7 @@ def evenly(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_texts_are_what_the_model_says() -> None:
     target = runner()
     llm = LLM(tiny.family("llama"), draft="off", dtype="float64", kernels="torch", kv_tokens=512)
-    params = SamplingParams(max_tokens=24, ignore_eos=True)
+    params = SamplingParams.pure(max_tokens=24, ignore_eos=True)
     said = [list(c.token_ids) for c in llm.generate(PROMPTS, params)]
     assert [list(t.tokens[t.start :]) for t in texts_of(target)] == said
     ended = continued(target, PROMPTS[:1], 24, [said[0][5]])[0]
@@ -111,7 +111,7 @@ def test_what_was_found_is_remembered(
     monkeypatch.setenv("FORERUN_CACHE", str(tmp_path))
     searched, find = [], skips.find
     monkeypatch.setattr(skips, "find", lambda *a, **k: (searched.append(1), find(*a, **k))[1])
-    params, said = SamplingParams(max_tokens=20, temperature=0.8, seed=1, ignore_eos=True), []
+    params, said = SamplingParams.pure(max_tokens=20, temperature=0.8, seed=1, ignore_eos=True), []
     for _ in range(2):
         llm = LLM(tiny.family("llama"), draft="self:layers=auto", kv_tokens=512)
         out = llm.generate([5, 6, 7], params, depth=3)[0]

@@ -143,7 +143,7 @@ class Liar(Proposer):
 
 def test_a_request_whose_drafts_fail_rests_and_its_neighbour_goes_on() -> None:
     llm = LLM(tiny.spoken(), draft="off", dtype="float64", kv_tokens=2048)
-    prompts, params = ["The name of the name", "import os"], SamplingParams(max_tokens=150, ignore_eos=True)
+    prompts, params = ["The name of the name", "import os"], SamplingParams.pure(max_tokens=150, ignore_eos=True)
     plain = llm.generate(prompts, params)
     texts = [llm.tokenizer.encode(p) + said.token_ids for p, said in zip(prompts, plain, strict=True)]
     engine = Engine(llm.engine.target, {"liar": Liar(texts)}, policy=Wrong())
@@ -158,7 +158,7 @@ def test_a_request_whose_drafts_fail_rests_and_its_neighbour_goes_on() -> None:
 
 def test_nothing_is_drafted_while_it_rests_but_what_was_insisted_on() -> None:
     llm = LLM(tiny.spoken(), draft="suffix", dtype="float64", kv_tokens=1024)
-    params = SamplingParams(max_tokens=40, temperature=0.8, seed=2, ignore_eos=True)
+    params = SamplingParams.pure(max_tokens=40, temperature=0.8, seed=2, ignore_eos=True)
     plain = llm.generate("The name of the name", params, draft="off")[0]
     guard = llm.engine.guard
     guard.resting = guard.fresh = 1000

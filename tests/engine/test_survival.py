@@ -114,7 +114,7 @@ def test_texts_are_the_same_whatever_a_drafter_is_sure_of(rule: str, temperature
         pytest.skip("the native kernels were not compiled")
     save_head(tiny.eagle(tiny.eagle_config("llama", draft_vocab=50)), tmp_path / "head")  # type: ignore[operator]
     llm = LLM(tiny.family("llama"), draft=f"eagle3:{tmp_path}/head", kv_tokens=1024, rule=rule)
-    params = SamplingParams(max_tokens=40, temperature=temperature, seed=3, ignore_eos=True)
+    params = SamplingParams.pure(max_tokens=40, temperature=temperature, seed=3, ignore_eos=True)
     prompts = [[5, 6, 7], [9] * 6, [3, 1, 4, 1, 5]]
     llm.engine.policy.floor = lambda *_: 0.3  # type: ignore[method-assign]
     llm.engine.policy.choose = lambda wishes, _: [2] * len(wishes)  # type: ignore[method-assign]

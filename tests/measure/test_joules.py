@@ -92,7 +92,7 @@ def test_costs_are_joules_and_the_text_is_the_same(tmp_path: Path, monkeypatch: 
             return super().read()
 
     monkeypatch.setattr("forerun.measure.energy.Meter", lambda: Counting(tmp_path))
-    directory, params = tiny.spoken(), SamplingParams(max_tokens=60, temperature=0)
+    directory, params = tiny.spoken(), SamplingParams.pure(max_tokens=60, temperature=0)
     llm = LLM(directory, objective="energy", context=512, kv_tokens=1024)
     said = [llm.generate("import os", params, draft=draft)[0].token_ids for draft in ("suffix", "off")]
     assert said[0] == said[1]

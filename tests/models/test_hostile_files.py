@@ -87,7 +87,7 @@ def test_end_tokens_that_cannot_be_said_are_left_out(
     (directory / "generation_config.json").unlink(missing_ok=True)
     llm = LLM(change(directory / where, eos_token_id=ids), **SETTINGS)
     assert llm.decoder.config.end_ids == tuple({i: i for i in ids if 0 <= i < 64})
-    assert len(llm.generate([[3, 4]], SamplingParams(min_tokens=3, max_tokens=3))[0].token_ids) == 3
+    assert len(llm.generate([[3, 4]], SamplingParams.pure(min_tokens=3, max_tokens=3))[0].token_ids) == 3
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("note: ") and "is not in the vocabulary of 64" in line
 
@@ -161,14 +161,14 @@ def test_a_cache_that_does_not_fit_is_told_at_once() -> None:
 @pytest.mark.parametrize("value", [-1, 64, 10**30, "x", [], True, float("nan")])
 def test_ids_that_nothing_reads_do_no_harm(key: str, value: object, copy: Callable[[Path], Path]) -> None:
     llm = LLM(change(copy(tiny.family("llama")) / "config.json", **{key: value}), **SETTINGS)
-    assert len(llm.generate([[3, 4]], SamplingParams(max_tokens=2, ignore_eos=True))[0].token_ids) == 2
+    assert len(llm.generate([[3, 4]], SamplingParams.pure(max_tokens=2, ignore_eos=True))[0].token_ids) == 2
 
 
 @pytest.mark.parametrize("value", [v for v in hostile.VALUES if not isinstance(v, list)], ids=lambda v: repr(v)[:20])
 def test_hostile_advice_is_left_out(value: object, tmp_path: Path) -> None:
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
     change(tmp_path / "generation_config.json", do_sample=True, **dict.fromkeys(names, value))
-    SamplingParams(**recommended(tmp_path))
+    SamplingParams.pure(**recommended(tmp_path))
 
 
 # ---------------------------------------------------------------- tokenizers and templates
@@ -183,7 +183,7 @@ def test_a_template_that_cannot_be_parsed(copy: Callable[[Path], Path], capsys: 
     assert "chat template" in line and "chats will be refused" in line
     with pytest.raises(RequestError, match="refuses this conversation"):
         llm.generate([[{"role": "user", "content": "a"}]])
-    assert llm.generate(["a"], SamplingParams(max_tokens=2, ignore_eos=True))[0].token_ids
+    assert llm.generate(["a"], SamplingParams.pure(max_tokens=2, ignore_eos=True))[0].token_ids
 
 
 def test_looking_at_a_template_runs_nothing_of_it(copy: Callable[[Path], Path]) -> None:
@@ -213,7 +213,7 @@ def test_tokens_beyond_the_embedding_are_a_requests_affair(copy: Callable[[Path]
     llm = LLM(directory, **SETTINGS)
     with pytest.raises(RequestError, match="not in the vocabulary"):
         llm.generate(["a <|99|>"])
-    assert llm.generate(["a"], SamplingParams(max_tokens=2, ignore_eos=True))[0].token_ids
+    assert llm.generate(["a"], SamplingParams.pure(max_tokens=2, ignore_eos=True))[0].token_ids
 
 
 @pytest.mark.parametrize("plain", [True, False], ids=["beside tokenizer.json", "alone"])

@@ -54,7 +54,9 @@ def test_a_model_is_loaded_and_asked_without_transformers() -> None:
     names = [*tiny.FAMILIES, *tiny.VARIANTS]
     code = "import sys\nfrom forerun import LLM, SamplingParams\n"
     for directory in [*(str(tiny.family(name)) for name in names), str(tiny.spoken())]:
-        code += f"LLM({directory!r}, context=64, kv_tokens=64).generate([[1, 2, 3]], SamplingParams(max_tokens=2))\n"
+        code += (
+            f"LLM({directory!r}, context=64, kv_tokens=64).generate([[1, 2, 3]], SamplingParams.pure(max_tokens=2))\n"
+        )
     code += "assert 'transformers' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-500:]

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from forerun import rng
+from forerun.sampling import filters
 from forerun.sampling.filters import SamplingState, draw_tokens, filter_logits, shape_logits
 from forerun.sampling.params import SamplingParams
 from forerun.types import Draft
@@ -124,7 +125,7 @@ FILTERS = {
 @pytest.mark.parametrize("kind", ["root", "chain", "tree"])
 @pytest.mark.parametrize("name", FILTERS)
 def test_filters_equal_the_reference_at_every_node(name, kind):
-    params, dice = SamplingParams(**FILTERS[name]), random.Random(name)
+    params, dice = SamplingParams.pure(**FILTERS[name]), random.Random(name)
     for seed in range(6):
         draft, output = random_draft(dice, kind), dice.choices(range(VOCAB), k=dice.randrange(5))
         logits = random_logits(seed, len(draft), VOCAB)
@@ -136,7 +137,7 @@ def test_filters_equal_the_reference_at_every_node(name, kind):
 
 def test_mixed_batch_equals_the_reference():
     dice = random.Random(0)
-    settings = [SamplingParams(**options) for options in FILTERS.values()]
+    settings = [SamplingParams.pure(**options) for options in FILTERS.values()]
     drafts = [random_draft(dice, dice.choice(["root", "chain", "tree"])) for _ in settings]
     outputs = [dice.choices(range(VOCAB), k=dice.randrange(8)) for _ in settings]
     logits = random_logits(1, sum(map(len, drafts)), VOCAB)
@@ -153,7 +154,7 @@ def test_mixed_batch_equals_the_reference():
 def test_tokens_are_drawn_from_the_filtered_scores(only):
     """With each parameter alone, some of which need no scores, and with all of them in one batch."""
     dice = random.Random(3)
-    settings = [SamplingParams(**FILTERS[name]) for name in ([only] * 3 if only else FILTERS)]
+    settings = [SamplingParams.pure(**FILTERS[name]) for name in ([only] * 3 if only else FILTERS)]
     drafts, states = [random_draft(dice, "tree") for _ in settings], [started(p, [5, 5, 2]) for p in settings]
     logits = random_logits(2, sum(map(len, drafts)), VOCAB)
     keys = [rng.stream(5, rng.Lane.TARGET, i) for i in range(len(logits))]
@@ -166,7 +167,7 @@ def test_tokens_are_drawn_from_the_filtered_scores(only):
 def test_rows_do_not_depend_on_the_batch(vocab, dtype):
     """Bit for bit: the same request alone, in a batch, and in that batch the other way round."""
     dice = random.Random(1)
-    states = [started(SamplingParams(**options), [5, 5, 2]) for options in FILTERS.values()]
+    states = [started(SamplingParams.pure(**options), [5, 5, 2]) for options in FILTERS.values()]
     drafts = [random_draft(dice, "tree") for _ in states]
     logits = [random_logits(i, len(draft), vocab).to(dtype) for i, draft in enumerate(drafts)]
     alone = [filter_logits(x, [d], [s]) for x, d, s in zip(logits, drafts, states, strict=True)]
@@ -178,7 +179,7 @@ def test_rows_do_not_depend_on_the_batch(vocab, dtype):
 @pytest.mark.parametrize("name", FILTERS)
 def test_a_draft_is_filtered_as_one_token_after_the_other(name):
     """Bit for bit: each node of a tree equals plain decoding that has committed the node's path."""
-    params, dice = SamplingParams(**FILTERS[name]), random.Random(2)
+    params, dice = SamplingParams.pure(**FILTERS[name]), random.Random(2)
     draft, output = random_draft(dice, "tree"), [4, 4, 0]
     logits = random_logits(3, len(draft), VOCAB)
     scores = filter_logits(logits, [draft], [started(params, output)])
@@ -191,7 +192,7 @@ def test_a_draft_is_filtered_as_one_token_after_the_other(name):
 
 
 def test_logits_and_states_are_left_alone():
-    params = SamplingParams(**FILTERS["everything"])
+    params = SamplingParams.pure(**FILTERS["everything"])
     logits, state, draft = random_logits(4, 6, VOCAB), started(params, [4]), random_draft(random.Random(3), "chain")
     before = logits.clone()
     filter_logits(logits, [draft], [state])
@@ -201,7 +202,7 @@ def test_logits_and_states_are_left_alone():
 
 def shaped(values, dtype=torch.float32, **options):
     """The tokens kept of one row, and its scores."""
-    scores = shape_logits(torch.tensor([values], dtype=dtype), [SamplingParams(**options)])[0]
+    scores = shape_logits(torch.tensor([values], dtype=dtype), [SamplingParams.pure(**options)])[0]
     return torch.nonzero(scores > -math.inf).ravel().tolist(), scores
 
 
@@ -323,7 +324,7 @@ def test_min_tokens_counts_the_draft(produced, allowed_from):
 
 def test_a_sample_follows_the_reference_law():
     """The scores are a law up to a constant: what is drawn from them is what the reference gives."""
-    params = SamplingParams(**FILTERS["everything"])
+    params = SamplingParams.pure(**FILTERS["everything"])
     logits = random_logits(8, 1, VOCAB)
     expected = reference(logits[0], params, [4, 4])
     scores = filter_logits(logits, [Draft.root(4)], [started(params, [4, 4])])
@@ -356,3 +357,21 @@ def test_penalties_of_a_growing_text_are_those_of_its_counts(seed, dtype):
         for token in chance.choices(range(VOCAB), k=chance.randint(0, 5)):
             state.append(token)
             output.append(token)
+
+
+@pytest.mark.parametrize("top_k, top_p, min_p", [(1, 1.0, 0.0), (5, 0.7, 0.05), (40, 0.95, 0.05), (3, 1.0, 0.3)])
+@pytest.mark.parametrize("rows", ["any", "ties", "few are allowed", "one is allowed"])
+def test_selecting_the_likeliest_is_the_same_as_sorting_all(rows, top_k, top_p, min_p):
+    """Sorting a whole vocabulary took as long as a pass of the model: the likeliest are selected, with their ties."""
+    generator = torch.Generator().manual_seed(5)
+    scores = torch.randn(4, 300, generator=generator)
+    if rows == "ties":
+        scores = (scores * 2).round()
+    if "allowed" in rows:
+        scores[:, 1 if rows == "one is allowed" else 20 :] = -math.inf
+    selected, every = (cut(scores, top_k, top_p, min_p) for cut in (filters._cut, filters._cut_sorted))
+    assert torch.equal(torch.isneginf(selected), torch.isneginf(every))
+    assert torch.equal(selected, every) and all(
+        torch.equal(filters._cut(row[None], top_k, top_p, min_p)[0], whole)
+        for row, whole in zip(scores, selected, strict=True)
+    )

@@ -6,12 +6,12 @@ import pytest
 
 from forerun.errors import RequestError
 from forerun.sampling.grammar import Grammar
-from forerun.sampling.params import SamplingParams
+from forerun.sampling.params import DEFAULT, SamplingParams
 
 BAD = {
-    "temperature": [-0.1, 100.5, math.nan, math.inf, "hot", None, True],
+    "temperature": [-0.1, 100.5, math.nan, math.inf, "hot", True],
     "top_k": [-1, 2.5, (1 << 31) + 1, "3", True],
-    "top_p": [0, 0.0, -0.2, 1.0001, math.nan, None],
+    "top_p": [0, 0.0, -0.2, 1.0001, math.nan],
     "min_p": [-0.01, 1.01, math.nan],
     "presence_penalty": [-2.01, 2.01, math.nan],
     "frequency_penalty": [-2.01, 2.01, math.inf],
@@ -26,9 +26,9 @@ BAD = {
 }
 
 GOOD = {
-    "temperature": [0, 0.0, 1, 1e-5, 100],
+    "temperature": [None, 0, 0.0, 1, 1e-5, 100],
     "top_k": [0, 1, 1 << 31],
-    "top_p": [1e-9, 1, 1.0],
+    "top_p": [None, 1e-9, 1, 1.0],
     "min_p": [0, 1],
     "presence_penalty": [-2, 2],
     "frequency_penalty": [-2.0, 2.0],
@@ -100,9 +100,33 @@ def test_min_tokens_may_not_exceed_max_tokens():
     assert SamplingParams(min_tokens=8, max_tokens=8).min_tokens == 8
 
 
-def test_defaults_are_greedy_and_unfiltered():
+def test_what_is_not_given_is_none_and_the_engine_reads_it_as_greedy_and_unfiltered():
     params = SamplingParams()
-    assert params.temperature == 0 and not params.penalised and params.stop_strings == ()
+    assert params.temperature is None and params.greedy and params.unfiltered and not params.penalised
+    assert params.stop_strings == ()
+    assert SamplingParams.pure().heat == 0 and SamplingParams.pure(temperature=0.8, top_k=3).filters == (3, 1.0, 0.0)
+
+
+def values(params):
+    return {name: getattr(params, name) for name in DEFAULT}
+
+
+@pytest.mark.parametrize(
+    "given, advised, differs",  # differs: from forerun's default
+    [
+        ({}, {}, {}),
+        ({}, {"temperature": 0.6, "top_k": 20}, {"temperature": 0.6, "top_k": 20}),
+        ({"top_p": 1.0}, {"top_p": 0.9, "min_p": 0.1}, {"top_p": 1.0, "min_p": 0.1}),
+        ({"temperature": 0}, {"temperature": 0.6}, {"temperature": 0}),
+        ({"top_k": 0, "min_p": 0.0}, {"top_k": 20}, {"top_k": 0, "min_p": 0.0}),
+        ({"repetition_penalty": 1.0}, {"repetition_penalty": 1.2}, {}),
+    ],
+)
+def test_the_user_goes_before_the_authors_and_these_before_forerun(given, advised, differs):
+    """One field at a time: a user who gives one parameter changes no other."""
+    found = SamplingParams(seed=3, max_tokens=9, **given).resolved(advised)
+    assert values(found) == {**DEFAULT, **differs} and (found.seed, found.max_tokens) == (3, 9)
+    assert found.resolved({"temperature": 0.1, "top_p": 0.1}) is found, "nothing is open any more"
 
 
 def test_stop_is_a_tuple_however_given():

@@ -31,6 +31,7 @@ INFO = {
     "version": "0.1.0", "model": "tiny", "context": 2048, "drafts": ["off", "ngram", "suffix", "model:tiny"],
     "draft": "suffix", "rules": ["match", "token", "block", "tree", "typical"], "rule": "match",
     "kernels": "int8, native avx512", "threads": 2, "costs": COSTS, "chat": False, "sampling": {"top_p": 0.9},
+    "default_sampling": {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05, "repetition_penalty": 1.0},
 }  # fmt: skip
 CHAT = INFO | {"chat": True}
 REFUSALS = {  # kind: (status, message, parameter, code)

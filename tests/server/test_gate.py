@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 
 import pytest
@@ -104,6 +105,26 @@ def test_requests_without_an_origin_need_a_type_that_no_page_sends_unasked(serve
     for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data"):
         answer = server.http.post("/v1/completions", content=b'{"prompt": "x"}', headers={"content-type": kind})
         assert answer.status_code == 400, kind
+        assert answer.json()["error"]["message"] == (
+            f"the body must be JSON: send the header Content-Type: application/json, not {kind}"
+        )
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize"])
+def test_a_body_without_a_type_is_json_unless_a_browser_sends_it(server: Serving, path: str) -> None:
+    """A script may leave the header out; a page cannot send a body without one and without saying where it is from."""
+    body = json.dumps({"prompt": "x", "messages": [{"role": "user", "content": "x"}], "input": "x", "max_tokens": 1})
+    wanted = {"/v1/responses": "input", "/tokenize": "prompt"}
+    fields = ("max_tokens", "prompt" if path == "/v1/completions" else "messages")
+    fields = (wanted[path],) if path in wanted else fields
+    body = json.dumps({name: value for name, value in json.loads(body).items() if name in fields})
+    request = server.http.build_request("POST", path, content=body)
+    request.headers.pop("content-type", None)
+    assert server.http.send(request).status_code == 200
+    for browser in ({"sec-fetch-site": "cross-site"}, {"origin": server.url}):
+        request = server.http.build_request("POST", path, content=body, headers=browser)
+        answer = server.http.send(request)
+        assert answer.status_code == 400 and "Content-Type: application/json, not none" in answer.text
 
 
 def test_its_own_page_may_ask(spare: LLM) -> None:

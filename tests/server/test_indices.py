@@ -41,7 +41,7 @@ def folder(spare: LLM, tmp_path: Path) -> Path:
 def spare_params() -> Any:
     from forerun import SamplingParams
 
-    return SamplingParams(max_tokens=SAID["max_tokens"])
+    return SamplingParams.pure(max_tokens=SAID["max_tokens"])
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from forerun.llm import LLM
+from forerun.server import translate
 from tests.server.serving import Front, Serving, serving
 
 HI = [{"role": "user", "content": "hi there"}]
@@ -282,3 +283,24 @@ def test_an_engine_that_fails_in_a_stream_is_a_last_line(spare: LLM, monkeypatch
         monkeypatch.setattr(spare.engine, "step", fails)
         parts = lines(s, "/api/generate", prompt="x = 1", options={"num_predict": 200, "ignore_eos": True})
         assert "failed" in parts[-1]["error"] and set(parts[-1]) == {"error"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/api/chat", {"messages": HI, "stream": False}),
+        ("/api/generate", {"prompt": "x", "raw": True, "stream": False}),
+        ("/v1/chat/completions", {"messages": HI}),
+        ("/v1/responses", {"input": "hi"}),
+    ],
+)
+def test_an_answer_without_a_limit_ends_where_nothing_else_ends_it(
+    spare: LLM, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+) -> None:
+    """A model without a chat template wrote until the context was full: 32,761 tokens for a greeting."""
+    monkeypatch.setattr(translate, "UNENDED_TOKENS", 24)
+    with serving(spare, served_name="tiny") as s:
+        answer = s.http.post(path, json={"model": "tiny", **body})
+    assert answer.status_code == 200, answer.text
+    counted = answer.json().get("usage") or answer.json()
+    assert next(counted[n] for n in ("eval_count", "completion_tokens", "output_tokens") if n in counted) <= 24

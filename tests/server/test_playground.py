@@ -561,7 +561,10 @@ def test_sampling_is_what_the_authors_set(open_page, fake) -> None:
     page = open_page(fake.url)
     del fake.bodies[:]
     expect(page.locator("[name=top_p]")).to_have_attribute("placeholder", "0.9")
-    expect(page.locator("[name=temperature]")).to_have_attribute("placeholder", "1")
+    expect(page.locator("[name=temperature]")).to_have_attribute("placeholder", "0.8")
+    expect(page.locator("#sampling-origin")).to_have_text(
+        "what the model's authors set (top p) and else forerun's default"
+    )
     run(page, max_tokens=5, temperature="", seed="", beside=False)
     run(page, max_tokens=5, temperature=0, top_k=20, beside=False)
     empty, full = fake.bodies

@@ -33,6 +33,7 @@ def test_a_person_is_told_where_to_go() -> None:
     assert "tiny (draft suffix)" in said[0]
     for end in ("http://127.0.0.1:8000/v1", "http://127.0.0.1:8000/", "http://127.0.0.1:8000/docs"):
         assert any(line.endswith(end) for line in said), end
+    assert "no chat template" in greeting(FACTS | {"chat_template": False}, "") and "template" not in "".join(said)
     assert "(no draft)" in greeting(FACTS | {"draft": "off"}, "")
 
 
@@ -65,4 +66,4 @@ def test_on_a_terminal_the_greeting_comes_when_it_answers_and_nothing_else() -> 
         process.kill()
         os.close(outer)
     lines = said.decode().splitlines()
-    assert len(lines) == 4 and lines[0].startswith("Serving tiny (draft suffix)"), lines
+    assert len(lines) == 4 and lines[0].startswith("Serving tiny (draft suffix), which has no chat template"), lines

@@ -42,7 +42,7 @@ def llm(shared: LLM) -> LLM:
 
 
 def order(seed: int = 1, tokens: int = 20, draft: str = "suffix", prompt: int = 6) -> Order:
-    params = SamplingParams(temperature=0.8, seed=seed, max_tokens=tokens, ignore_eos=True)
+    params = SamplingParams.pure(temperature=0.8, seed=seed, max_tokens=tokens, ignore_eos=True)
     return Order([3 + (seed + i) % 40 for i in range(prompt)], params, draft, "auto")
 
 

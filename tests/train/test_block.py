@@ -215,7 +215,7 @@ def test_training_pays_and_arithmetic_agrees_with_the_engine(aimed: Target, corp
         assert entry.passes > 200
         assert entry.accepted_length == pytest.approx(entry.analytic, rel=0.05 if entry.temperature else 0.02)
     llm = LLM(tiny.worded(), draft=f"block:{directory}", kv_tokens=512)
-    params = SamplingParams(max_tokens=20, temperature=0.7, seed=2, ignore_eos=True)
+    params = SamplingParams.pure(max_tokens=20, temperature=0.7, seed=2, ignore_eos=True)
     texts = [llm.generate([5, 6, 7], params, draft=draft)[0].token_ids for draft in ("block", "off")]
     assert texts[0] == texts[1]
 

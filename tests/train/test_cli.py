@@ -74,7 +74,7 @@ def test_from_data_to_a_drafter(train: Verb, bare: Verb, data: Path, tmp_path: P
         assert fact in card
     assert report["data"]["sha256"] in card
     llm = LLM(tiny.worded(), draft=f"model:{out}", kv_tokens=1024)
-    assert llm.generate('{"name":', SamplingParams(max_tokens=8))[0].stats.by_source["model"].drafted
+    assert llm.generate('{"name":', SamplingParams.pure(max_tokens=8))[0].stats.by_source["model"].drafted
     code, text, _ = bare("--eval", str(out), "--target", str(tiny.worded()), "--data", str(data), "--json", *FLAGS)
     assert code == 0 and json.loads(text)["measured"] == report["measured"]
 

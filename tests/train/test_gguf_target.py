@@ -35,7 +35,7 @@ def test_from_a_file_to_a_drafter_for_it(
     said = {}
     for spec in ("off", f"{draft}:{out}"):
         llm = LLM(path, draft=spec, kv_tokens=1024, depth=2)
-        params = [SamplingParams(max_tokens=24, temperature=t, seed=3, ignore_eos=True) for t in (0.0, 0.8)]
+        params = [SamplingParams.pure(max_tokens=24, temperature=t, seed=3, ignore_eos=True) for t in (0.0, 0.8)]
         said[spec] = [llm.generate("the inn", p)[0] for p in params]
     plain, drafted = said.values()
     assert [a.token_ids for a in plain] == [a.token_ids for a in drafted]

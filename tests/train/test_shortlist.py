@@ -55,7 +55,7 @@ def test_a_draft_model_with_it_says_what_the_target_says(
     code, text, err = run(monkeypatch, capsys, *words, "--draft-vocab", "100")
     assert code == 0 and "100 of 328 tokens" in text and f"--draft-shortlist {out}" in text, err
     llm = LLM(tiny.spoken(), draft=f"model:{tiny.spoken(0.05)}", draft_shortlist=str(out), kv_tokens=512, depth=3)
-    params = SamplingParams(max_tokens=30, ignore_eos=True, temperature=0.7, seed=1)
+    params = SamplingParams.pure(max_tokens=30, ignore_eos=True, temperature=0.7, seed=1)
     said, plain = (llm.generate(TEXT[:20], params, draft=draft)[0] for draft in (None, "off"))
     assert said.token_ids == plain.token_ids and said.stats.drafted
 

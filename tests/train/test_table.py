@@ -37,7 +37,7 @@ def test_a_table_holds_what_the_target_says_and_makes_drafts_from_the_first_word
         and made.learnt > made.texts
         and sorted(p.name for p in out.iterdir()) == [TABLE, "training.json"]
     )
-    params, prompt = SamplingParams(max_tokens=30, ignore_eos=True), "def add(a, b):"
+    params, prompt = SamplingParams.pure(max_tokens=30, ignore_eos=True), "def add(a, b):"
     from_nothing = LLM(target, draft="recycle", kv_tokens=512, depth=4)
     prepared = LLM(target, draft=f"recycle:{out}", kv_tokens=512, depth=4)
     assert len(Successors.load(out, prepared.decoder.config.vocab)) >= 0.9 * made.laws

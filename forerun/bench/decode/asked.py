@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +10,13 @@ from forerun.config import Config, parse_depth
 from forerun.drafts import drafts_in
 from forerun.flags import SAMPLING, Group
 from forerun.measure.lists import listed, number, plural, whole
-from forerun.sampling.params import SamplingParams
+from forerun.sampling.params import NEUTRAL, SamplingParams
 
-DECODED = SAMPLING.without(
-    *("n", "max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "logprobs", "logit_bias")
+DECODED = replace(
+    SAMPLING.without(
+        *("n", "max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "logprobs", "logit_bias")
+    ),
+    defaults=dict(NEUTRAL),
 )
 
 
@@ -77,5 +80,5 @@ def chosen(asked: Asked, config: dict[str, Any], sampling: dict[str, Any], draft
     }
     for name in fields["quantizations"]:
         Config.of(**config, quantization=name)
-    params = SamplingParams.of(**{"seed": 0} | sampling, max_tokens=asked.tokens, ignore_eos=True)
+    params = SamplingParams.pure(**{"seed": 0} | sampling, max_tokens=asked.tokens, ignore_eos=True)
     return fields | {"params": params}

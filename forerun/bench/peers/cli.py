@@ -83,7 +83,7 @@ def peers(
     counts = [whole(count, "requests") for count in listed(requests)]
     if not counts or min(counts) < 1:
         raise ConfigError("--requests: give whole numbers from 1 up, such as 1,4,16")
-    check_whole("threads", threads, 0, 1024)
+    check_whole("threads", threads, 0, cores())
     depths_ = [parse_depth(depth) for depth in listed(depths)]
     from forerun.bench.peers.peers import measure_peers
     from forerun.bench.peers.plan import Plan, parse_peers

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from forerun.errors import ForerunError
+from forerun.texts import UnreadableError, text_of
 from forerun.whole import write_whole
 
 SERVE = "serve"
@@ -266,9 +267,10 @@ def _objects_of(paths: Sequence[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
     """(where it stands, the object) of each line that is not blank."""
     for path in paths:
         try:
-            lines = path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")
-        except (OSError, ValueError) as error:  # ValueError: a null character in the name
-            raise ForerunError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+            lines = text_of(path, largest=None).split("\n")
+        except UnreadableError as error:
+            wrong = f"{path}, line {error.line} is not JSON" if error.line else f"{path} cannot be read"
+            raise ForerunError(f"{wrong}: {error}") from None
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import platform
 import time
 from array import array
 from ctypes import POINTER, Structure, c_bool, c_char_p, c_float, c_int32, c_int64, c_void_p
@@ -127,6 +128,8 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
     given = os.environ.get("FORERUN_NATIVE")  # another build of the library, such as one with sanitizers
     path = Path(given) if given else next(Path(__file__).parent.glob("_native*.so"), None)
     if path is None:
+        if platform.machine() not in ("x86_64", "AMD64"):
+            return None, f"there are none for this processor ({platform.machine()}), only for x86-64"
         return None, "they were not compiled when forerun was installed (no C++ compiler?)"
     try:
         lib = ctypes.CDLL(str(path))
@@ -149,6 +152,16 @@ def library() -> ctypes.CDLL | None:
 def reason() -> str:
     """Why there are none; empty where there are."""
     return _load()[1]
+
+
+def advice() -> str:
+    """One line for somebody whose models run without these kernels: why, and what to do; empty where there are some."""
+    if not reason():
+        return ""
+    install = ": install a C++ compiler (apt install g++), then forerun again (pip install --force-reinstall --no-deps)"
+    return f"the native kernels are missing, so everything is many times slower: {reason()}" + (
+        install if "compile" in reason() else ""
+    )
 
 
 def loaded() -> ctypes.CDLL:

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from forerun.errors import LoadError, one_line
+from forerun.models.files import POINTER
 from forerun.models.gguf.strings import Strings
 from forerun.models.names import parts_of
 
@@ -201,7 +202,7 @@ class Reader:
 
     def _beginning(self) -> str:
         start = bytes(self.data[:64]).lstrip()
-        if start.startswith(b"version https://git-lfs"):
+        if start.startswith(POINTER):
             return "it is a Git LFS pointer; fetch the file itself (git lfs pull)"
         if start[:1] == b"<":
             return "it is a page of HTML; download the file itself"

@@ -5,8 +5,7 @@ import { byId, el } from "./dom.js";
 import { status } from "./messages.js";
 import { readyPrompts } from "./prompts.js";
 
-// what can be set, and what the server takes where neither the request nor the authors say otherwise
-const SAMPLING = { temperature: 1, top_p: 1, top_k: 0, min_p: 0, repetition_penalty: 1 };
+const SAMPLING = ["temperature", "top_p", "top_k", "min_p", "repetition_penalty"]; // what can be set
 
 export class Form {
   #form = byId("form");
@@ -39,9 +38,10 @@ export class Form {
     options(byId("draft"), info.drafts, info.draft);
     options(byId("rule"), info.rules, info.rule, (rule) => (rule === "typical" ? "typical (lossy)" : rule));
     byId("max-tokens").max = info.context;
-    for (const [name, value] of Object.entries(SAMPLING)) {
-      this.#form.elements[name].placeholder = info.sampling?.[name] ?? value;
+    for (const name of SAMPLING) {
+      this.#form.elements[name].placeholder = info.sampling?.[name] ?? info.default_sampling[name];
     }
+    byId("sampling-origin").textContent = origin(Object.keys(info.sampling ?? {}));
     byId("prompt-label").textContent = info.chat ? "Message" : "Text to continue";
     for (const id of ["renew", "system-field"]) byId(id).hidden = !info.chat;
     byId("ready").replaceChildren(...readyPrompts(info.chat).map((ready) => this.#button(ready)));
@@ -110,7 +110,7 @@ export class Form {
   /** What both runs have in common, how the first one drafts (false: not at all), and whether there is a second. */
   read() {
     const field = (name) => this.#field(name);
-    const set = Object.keys(SAMPLING).filter((name) => field(name) !== "");
+    const set = SAMPLING.filter((name) => field(name) !== "");
     const off = field("draft") === "off";
     return {
       request: {
@@ -131,6 +131,14 @@ export class Form {
       beside: this.#form.elements.beside.checked && !off,
     };
   }
+}
+
+/** Who set the values that hold where a field is left empty; `advised` are the names of those that the authors set. */
+function origin(advised) {
+  const set = SAMPLING.filter((name) => advised.includes(name)).map((name) => name.replaceAll("_", " "));
+  if (!set.length) return "forerun's default, since the model's authors set nothing";
+  if (set.length === SAMPLING.length) return "what the model's authors set";
+  return `what the model's authors set (${set.join(", ")}) and else forerun's default`;
 }
 
 function options(select, values, chosen, label = (value) => value) {
