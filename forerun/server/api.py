@@ -14,6 +14,7 @@ from forerun.server.answers import Answer
 from forerun.server.dialects import Chat, Completions, Dialect
 from forerun.server.errors import ApiError
 from forerun.server.kitchen import Kitchen
+from forerun.server.numbers import FILL
 from forerun.server.protocol import ChatRequest, CompletionRequest
 from forerun.server.service import Service
 from forerun.server.tickets import Group, Order
@@ -39,7 +40,7 @@ def completion_orders(
     wanted = translate.COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     params = translate.sampling(llm, body, wanted, body.logprobs, translate.grammar_of(body.response_format))
     prompts = [kitchen.tokens(prompt) for prompt in written]
-    orders = translate.orders(llm, prompts, params, body)
+    orders = translate.orders(llm, prompts, params, body, fill=wanted == FILL)
     return Completions(kitchen, body, params.n, params.seed, prompts), orders
 
 
@@ -62,15 +63,16 @@ def chat_orders(kitchen: Kitchen, body: ChatRequest, prompt: list[int] | None = 
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs to be true", "top_logprobs")
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    wanted = FILL if asked is None else asked
     params = translate.sampling(
         llm,
         body,
-        max(1, llm.room - len(prompt)) if asked is None else asked,
+        wanted,
         (body.top_logprobs or 0) if body.logprobs else None,
         forced or translate.grammar_of(body.response_format),
     )
     prediction = translate.text_of(body.prediction.content) if body.prediction else None
-    orders = translate.orders(llm, [prompt], params, body, prediction)
+    orders = translate.orders(llm, [prompt], params, body, prediction, fill=wanted == FILL)
     return Chat(kitchen, body, params.n, params.seed), orders
 
 

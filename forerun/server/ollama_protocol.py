@@ -10,6 +10,7 @@ from pydantic import Field, ValidationError
 
 from forerun.server import fields
 from forerun.server.errors import ApiError
+from forerun.server.numbers import Number, TokenIds, Whole
 from forerun.server.protocol import MOST_MESSAGES, Body, ChatRequest, List, Strict, Tool
 
 Json = dict[str, Any]
@@ -47,7 +48,7 @@ class Ollama(Body):
 
     model: str
     options: Json | None = None
-    keep_alive: float | str | None = None
+    keep_alive: Number | str | None = None
 
 
 class OllamaGeneration(Ollama):
@@ -76,7 +77,7 @@ class OllamaGenerate(OllamaGeneration):
     suffix: str | None = None
     template: str | None = None
     images: List[Any] | None = None
-    context: List[int] | None = None
+    context: TokenIds | None = None
 
 
 class OllamaEmbed(Ollama):
@@ -84,7 +85,7 @@ class OllamaEmbed(Ollama):
 
     input: str | List[str]
     truncate: bool | None = None
-    dimensions: int | None = None
+    dimensions: Whole | None = None
 
 
 class OllamaEmbeddings(Ollama):
@@ -145,10 +146,6 @@ def _request(body: OllamaGeneration, messages: list[Json], more: Json) -> ChatRe
         if name not in OPTIONS and name not in fields.TABLE:
             raise fields.unknown(name, OPTIONS)
     options = dict(body.options or {})
-    for name in ("num_predict", "seed"):  # below 0: as long as there is room, and any seed
-        value = options.get(name)
-        if isinstance(value, int) and value < 0:
-            del options[name]
     if body.think is not None:
         options["enable_thinking"] = body.think
     values = {"messages": messages, **options, **more, **_form(body.format)}

@@ -1,12 +1,14 @@
 """What clients may send: OpenAI's fields, the extensions people expect, and ours. Unknown fields are refused.
 
-Types are strict ("5" is no number). What OpenAI's clients send and a local server has no use for is accepted and
-ignored; it is listed in `Ignored`. What other servers and their clients know is in `fields`.
+Types are strict ("5" is no number; `numbers` has the one reading of those that are). What OpenAI's clients send and a
+local server has no use for is accepted and ignored; it is listed in `Ignored`. What other servers and their clients
+know is in `fields`.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self, TypeVar
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -17,15 +19,14 @@ from pydantic import (
     PrivateAttr,
     model_validator,
 )
+from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 from forerun.server import fields
+from forerun.server.numbers import Length, List, Number, TokenIds, TopK, TopLogprobs, Whole
 
 MOST_FIELDS = 100  # of one object whose fields are known
 
-T = TypeVar("T")
-List = Annotated[list[T], Field(fail_fast=True)]  # an error for each of a million elements would take gigabytes
-Number = Annotated[float, Field(allow_inf_nan=False)]
 Stop = Annotated[str, Field(max_length=256)]
 Stops = Stop | Annotated[List[Stop], Field(max_length=16)]
 MOST_MESSAGES = 4096
@@ -50,7 +51,15 @@ class Strict(BaseModel):
     def small(cls, value: Any) -> Any:
         if isinstance(value, dict) and len(value) > MOST_FIELDS:
             raise PydanticCustomError("fields", "this object has {count} fields", {"count": len(value)})
+        return _without_nulls(value, cls.model_fields) if isinstance(value, dict) else value
+
+
+def _without_nulls(value: dict[str, Any], known: Mapping[str, FieldInfo]) -> dict[str, Any]:
+    """An object without those of its known fields that are null: null means absent in every field."""
+    if None not in value.values():
         return value
+    names = {field.alias or name for name, field in known.items()}
+    return {name: item for name, item in value.items() if item is not None or name not in names}
 
 
 class Body(Strict):
@@ -93,7 +102,7 @@ class Speculative(Strict):
     """How one request drafts."""
 
     draft: str | None = None
-    depth: Literal["auto"] | Annotated[int, Field(ge=0, le=64)] | None = None
+    depth: Literal["auto"] | Annotated[Whole, Field(ge=0, le=64)] | None = None
     rule: str | None = None
 
 
@@ -127,15 +136,15 @@ class Sampled(Ignored):
     temperature: Number | None = None
     top_p: Number | None = None
     stop: Stops | None = None
-    seed: int | None = None
+    seed: Whole | None = None
     presence_penalty: Number | None = None
     frequency_penalty: Number | None = None
     stream: bool | None = None
     response_format: ResponseFormat | None = None
-    top_k: int | None = None
+    top_k: TopK | None = None
     min_p: Number | None = None
     repetition_penalty: Number | None = None
-    min_tokens: int | None = None
+    min_tokens: Whole | None = None
     speculative: bool | Speculative | None = None
     cache_salt: Salt | None = None
 
@@ -143,22 +152,22 @@ class Sampled(Ignored):
 class Generation(Sampled):
     """What completions and chats have in common."""
 
-    n: int | None = None
+    n: Whole | None = None
     logit_bias: Annotated[dict[str, Number], BeforeValidator(_biases)] | None = None
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: Annotated[List[int], Field(max_length=1024)] | None = None
+    stop_token_ids: Annotated[TokenIds, Field(max_length=1024)] | None = None
     return_token_ids: bool | None = None
     documents: Annotated[List[str], Field(max_length=64)] | None = None
     trace: bool | None = None
 
 
 class CompletionRequest(Generation):
-    prompt: str | List[str] | List[int] | List[List[int]]
-    max_tokens: int | None = None
-    logprobs: int | None = None
+    prompt: str | List[str] | TokenIds | List[TokenIds]
+    max_tokens: Length | None = None
+    logprobs: TopLogprobs = None
     echo: bool | None = None
-    best_of: int | None = None
+    best_of: Whole | None = None
     suffix: str | None = None
 
 
@@ -220,10 +229,10 @@ class Prediction(Strict):
 
 class ChatRequest(Generation):
     messages: Annotated[List[Message], Field(min_length=1, max_length=MOST_MESSAGES)]
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
+    max_tokens: Length | None = None
+    max_completion_tokens: Length | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Whole | None = None
     tools: Annotated[List[Tool], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     prediction: Prediction | None = None
@@ -242,7 +251,7 @@ class TokenizeRequest(Body):
 
 class DetokenizeRequest(Body):
     model: str | None = None
-    tokens: List[int]
+    tokens: TokenIds
 
 
 class InputItem(Strict):
@@ -286,7 +295,7 @@ class ResponsesRequest(Sampled):
 
     input: str | Annotated[List[InputItem], Field(min_length=1, max_length=MOST_MESSAGES)]
     instructions: str | None = None
-    max_output_tokens: int | None = None
+    max_output_tokens: Length | None = None
     text: TextOptions | None = None
     tools: Annotated[List[FlatTool], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | FlatToolChoice | None = None
@@ -301,8 +310,8 @@ class ResponsesRequest(Sampled):
 class EmbeddingsRequest(Body):
     """OpenAI's embeddings."""
 
-    input: str | List[str] | List[int] | List[List[int]]
+    input: str | List[str] | TokenIds | List[TokenIds]
     model: str | None = None
     encoding_format: Literal["float", "base64"] | None = None
-    dimensions: int | None = None
+    dimensions: Whole | None = None
     user: str | None = None

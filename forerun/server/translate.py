@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from forerun.draft.registry import with_references
@@ -14,6 +15,7 @@ from forerun.sampling.grammar import Grammar
 from forerun.sampling.params import SamplingParams
 from forerun.server import bounds
 from forerun.server.errors import ApiError
+from forerun.server.numbers import FILL, whole_of_text
 from forerun.server.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -135,16 +137,17 @@ def grammar_of(form: ResponseFormat | None) -> Grammar | None:
 
 
 def sampling(
-    llm: LLM, request: Generation, max_tokens: int | None, logprobs: int | None, grammar: Grammar | None
+    llm: LLM, request: Generation, max_tokens: int, logprobs: int | None, grammar: Grammar | None
 ) -> SamplingParams:
-    """The sampling parameters of a request; where it says nothing, those that the model's authors set. Without a seed
-    it is given one, so that it can be repeated."""
+    """The sampling parameters of a request; where it says nothing, those that the model's authors set. Without a seed,
+    or with one below 0, it is given one, so that it can be repeated. `max_tokens` may be FILL: `orders` then knows
+    how much room each prompt leaves."""
     if request.seed is not None and not -(1 << 63) <= request.seed < 1 << 64:
         raise ApiError(400, f"seed={brief(request.seed)} is out of range: give a 64-bit number", "seed")
     options: dict[str, Any] = {
         **({"temperature": 1.0} | llm.recommended),
-        "seed": secrets.randbits(48) if request.seed is None else request.seed % (1 << 63),
-        "max_tokens": max_tokens,
+        "seed": secrets.randbits(48) if request.seed is None or request.seed < 0 else request.seed % (1 << 63),
+        "max_tokens": llm.room if max_tokens == FILL else max_tokens,
         "logprobs": logprobs,
         "grammar": grammar,
     }
@@ -154,14 +157,18 @@ def sampling(
     ):
         if (value := getattr(request, name)) is not None:
             options[name] = value
-    if options.get("top_k") == -1:  # "all", as vLLM writes it
-        options["top_k"] = 0
     if request.logit_bias is not None:
-        try:
-            options["logit_bias"] = {int(token): amount for token, amount in request.logit_bias.items()}
-        except ValueError:
-            raise ApiError(400, "logit_bias must map token ids to amounts", "logit_bias") from None
+        options["logit_bias"] = {_token_id(token): amount for token, amount in request.logit_bias.items()}
     return SamplingParams.of(**options)
+
+
+def _token_id(text: str) -> int:
+    """The token that an entry of `logit_bias` is about."""
+    token = whole_of_text(text)
+    if token is None:
+        message = f'logit_bias must map token ids to amounts, as in {{"50256": -100}}: {brief(text)} is no token id'
+        raise ApiError(400, message, "logit_bias")
+    return token
 
 
 def orders(
@@ -170,8 +177,10 @@ def orders(
     params: SamplingParams,
     request: Generation,
     prediction: str | None = None,
+    *,
+    fill: bool = False,
 ) -> list[Order]:
-    """One order for each of the n completions of every prompt."""
+    """One order for each of the n completions of every prompt; `fill`: each may be as long as there is room for."""
     draft, depth, rule = speculation(llm, request.speculative)
     references = llm.references(prediction, request.documents or ())
     if references and request.speculative is not False and draft != "off":
@@ -180,7 +189,8 @@ def orders(
     found = []
     for tokens in prompts:
         mine = [reference.behind(len(tokens)) for reference in references]
-        found += [Order(tokens, own, draft, depth, rule, mine, trace, tenant) for own in separate(params)]
+        fitted = replace(params, max_tokens=max(1, llm.room - len(tokens))) if fill else params
+        found += [Order(tokens, own, draft, depth, rule, mine, trace, tenant) for own in separate(fitted)]
     return found
 
 
