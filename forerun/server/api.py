@@ -73,7 +73,9 @@ def chat_orders(kitchen: Kitchen, body: ChatRequest, prompt: list[int] | None = 
     )
     prediction = translate.text_of(body.prediction.content) if body.prediction else None
     orders = translate.orders(llm, [prompt], params, body, prediction, fill=wanted == FILL)
-    return Chat(kitchen, body, params.n, params.seed), orders
+    chat = Chat(kitchen, body, params.n, params.seed)
+    chat.left_out = [*chat.left_out, *translate.without_effect(llm, body)]
+    return chat, orders
 
 
 async def answer(kitchen: Kitchen, dialect: Dialect, orders: Sequence[Order], http: Request) -> Response:

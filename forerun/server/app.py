@@ -29,6 +29,7 @@ from forerun.server.indices import Indices, mount
 from forerun.server.journal import Journal
 from forerun.server.kitchen import Kitchen
 from forerun.server.metrics import Metrics
+from forerun.server.ollama_card import Card
 from forerun.server.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -89,11 +90,12 @@ def make_app(llm: LLM, settings: Settings, callers: Callers | None = None) -> Fa
     app.router.route_class = BoundedRoute
     for kind in errors.KINDS:
         app.add_exception_handler(kind, errors.handle)
-    embedder = Embedder(kitchen)
+    embedder, card = Embedder(kitchen), Card(kitchen)
     _generation(app, kitchen, embedder)
-    ollama.mount(app, kitchen, embedder)
+    ollama.mount(app, kitchen, embedder, card)
     _texts(app, kitchen)
     _operation(app, kitchen, metrics)
+    _models(app, kitchen, card.modified)
     _playground(app)
     callers = Callers.of(settings) if callers is None else callers
     if settings.indices:
@@ -167,7 +169,6 @@ def _texts(app: FastAPI, kitchen: Kitchen) -> None:
 
 def _operation(app: FastAPI, kitchen: Kitchen, metrics: Metrics) -> None:
     service, llm = kitchen.service, kitchen.service.llm
-    root = public_name(llm)
 
     @app.get("/health")
     async def health() -> dict[str, str]:
@@ -189,12 +190,6 @@ def _operation(app: FastAPI, kitchen: Kitchen, metrics: Metrics) -> None:
     async def version() -> dict[str, str]:
         """The version of forerun."""
         return {"version": __version__}
-
-    @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
-        """The one model that is served."""
-        card = {"id": kitchen.name, "object": "model", "created": started(), "owned_by": "forerun"}
-        return {"object": "list", "data": [card | {"max_model_len": llm.decoder.context, "root": root}]}
 
     @app.get("/metrics")
     async def prometheus() -> Response:
@@ -223,6 +218,31 @@ def _operation(app: FastAPI, kitchen: Kitchen, metrics: Metrics) -> None:
             "threads": llm.config.threads or len(os.sched_getaffinity(0)),
             "costs": {"pass_ms": _in_ms(passes), "draft_ms": {name: _in_ms(c) for name, c in drafts.items()}},
         }
+
+
+def _models(app: FastAPI, kitchen: Kitchen, created: int) -> None:
+    llm = kitchen.service.llm
+    card = {
+        "id": kitchen.name,
+        "object": "model",
+        "created": created,  # of its file: all replicas say the same, before and after a restart
+        "owned_by": "forerun",
+        "max_model_len": llm.decoder.context,
+        "root": public_name(llm),
+    }
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        """The one model that is served."""
+        return {"object": "list", "data": [card]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        """The model of this name, with or without `:latest`."""
+        if not name:
+            return await models()
+        kitchen.check(name.removesuffix("/"))
+        return card
 
 
 def _in_ms(costs: dict[int, float]) -> dict[str, float]:

@@ -150,8 +150,12 @@ class Chat(Choices):
         self.sent: defaultdict[int, int] = defaultdict(int)
 
     def found(self, answer: Answer) -> tuple[str, list[dict[str, Any]]]:
-        """(the text without calls, the calls in OpenAI's shape) of an answer."""
-        return tools.find(answer.text, self.tools) if self.tools else (answer.text, [])
+        """(the text without calls, the calls in OpenAI's shape) of an answer: of several calls the first, where the
+        request asks for no parallel ones."""
+        if not self.tools:
+            return answer.text, []
+        text, calls = tools.find(answer.text, self.tools)
+        return text, calls[:1] if self.body.parallel_tool_calls is False else calls
 
     def choice(self, answer: Answer, index: int) -> dict[str, Any]:
         text, calls = self.found(answer)

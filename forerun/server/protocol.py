@@ -8,7 +8,7 @@ know is in `fields`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import (
     BaseModel,
@@ -30,6 +30,8 @@ MOST_FIELDS = 100  # of one object whose fields are known
 Stop = Annotated[str, Field(max_length=256)]
 Stops = Stop | Annotated[List[Stop], Field(max_length=16)]
 MOST_MESSAGES = 4096
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+EFFORTS: tuple[str, ...] = get_args(Effort)
 Metadata = Annotated[dict[str, Any], Field(max_length=64)]
 Salt = Annotated[str, Field(max_length=256)]  # requests with the same one share a memory, within a tenant
 
@@ -80,7 +82,6 @@ class Ignored(Body):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
-    parallel_tool_calls: bool | None = None
 
     @model_validator(mode="wrap")
     @classmethod
@@ -119,6 +120,11 @@ class JsonSchema(Strict):
     strict: bool | None = None
 
 
+NAMED_SCHEMA = ("name", "description", "schema", "strict")
+FORM_VALUES = ("json_schema", "regex", "grammar", "choice")  # each belongs to the type of its name
+FORM = {"type", *NAMED_SCHEMA, *FORM_VALUES}
+
+
 class ResponseFormat(Strict):
     """text, json_object, json_schema, and vLLM's regex and grammar (Lark)."""
 
@@ -127,6 +133,35 @@ class ResponseFormat(Strict):
     regex: str | None = None
     grammar: str | None = None
     choice: List[str] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def in_one_shape(cls, value: Any) -> Any:
+        return _one_shape(value)
+
+
+def _one_shape(value: Any) -> Any:
+    """A form as OpenAI's chats write it. llama.cpp and the Responses API have a schema beside the type."""
+    if not isinstance(value, dict):
+        raise _odd('give an object, such as {"type": "json_object"}')
+    given = {name: item for name, item in value.items() if item is not None or name not in FORM}
+    if given.get("type") in ("json_object", "json_schema") and "schema" in given:
+        if "json_schema" in given:
+            raise _odd("the schema is there twice, as schema and as json_schema: give one")
+        named = {name: given.pop(name) for name in NAMED_SCHEMA if name in given}
+        given |= {"type": "json_schema", "json_schema": named}
+    kind = given.get("type")
+    for name in FORM_VALUES:
+        if name in given and isinstance(kind, str) and kind != name:
+            raise _odd(f"type {kind[:20]!r} has no {name}: give type {name!r}, or leave {name} out")
+    inner = given.get("json_schema")
+    if isinstance(inner, dict) and not inner.keys() <= set(NAMED_SCHEMA):
+        raise _odd('json_schema must be {"name": ..., "schema": ...}: put the schema into its schema')
+    return given
+
+
+def _odd(advice: str) -> PydanticCustomError:
+    return PydanticCustomError("form", "{advice}", {"advice": advice})
 
 
 class Sampled(Ignored):
@@ -147,6 +182,7 @@ class Sampled(Ignored):
     min_tokens: Whole | None = None
     speculative: bool | Speculative | None = None
     cache_salt: Salt | None = None
+    parallel_tool_calls: bool | None = None  # false: an answer has one call at most
 
 
 class Generation(Sampled):
@@ -237,7 +273,7 @@ class ChatRequest(Generation):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     prediction: Prediction | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: str | None = None
+    reasoning_effort: Effort | None = None
     verbosity: str | None = None
     modalities: List[Literal["text"]] | None = None
 
@@ -275,6 +311,21 @@ class TextFormat(Strict):
     schema_: dict[str, Any] | None = Field(default=None, alias="schema")
     strict: bool | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def in_one_shape(cls, value: Any) -> Any:
+        shaped = _one_shape(value)
+        inner = shaped.pop("json_schema", {})
+        return shaped | inner if isinstance(inner, dict) else value
+
+
+class Reasoning(BaseModel):
+    """How much the model is to think. A summary of its thoughts is not made, and whatever else there is ignored."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    effort: Effort | None = None
+
 
 class TextOptions(Strict):
     format: TextFormat | None = None
@@ -301,7 +352,7 @@ class ResponsesRequest(Sampled):
     tool_choice: Literal["none", "auto", "required"] | FlatToolChoice | None = None
     previous_response_id: str | None = None
     truncation: Literal["disabled", "auto"] | None = None
-    reasoning: dict[str, Any] | None = None
+    reasoning: Reasoning | None = None
     include: List[str] | None = None
     background: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None

@@ -36,6 +36,7 @@ TEMPLATE = frozenset(  # arguments that are ours, and what would replace the mod
         *("padding", "truncation"),
     )
 )
+THOUGHTS = ("enable_thinking", "reasoning_effort")  # variables of templates that say how much a model is to think
 GRAMMARS = {"json_schema": "json_schema", "regex": "regex", "grammar": "lark", "choice": "choice"}
 
 
@@ -62,10 +63,31 @@ def chat_prompt(llm: LLM, request: ChatRequest, check: Callable[[int], None]) ->
     tools = [t.model_dump(exclude_none=True) for t in request.tools or []] if request.tool_choice != "none" else []
     if llm.tokenizer is None:
         raise RequestError("this model directory has no tokenizer: it cannot chat")
-    options = request.chat_template_kwargs or {}
+    options = template_options(request)
     if taken := TEMPLATE & options.keys():
         raise ApiError(400, f"chat_template_kwargs may not set {min(taken)}", "chat_template_kwargs")
     return _conversation(llm.tokenizer, request.messages, check, tools, options)
+
+
+def template_options(request: ChatRequest) -> dict[str, Any]:
+    """The variables of the chat template: the request's own, and what its reasoning effort means besides."""
+    own, effort = request.chat_template_kwargs or {}, request.reasoning_effort
+    if effort is None:
+        return own
+    meant: dict[str, Any] = {"enable_thinking": False}
+    if effort != "none":
+        meant = {"enable_thinking": True, "reasoning_effort": effort}
+    return meant | own
+
+
+def without_effect(llm: LLM, request: ChatRequest) -> list[str]:
+    """Fields of a chat that this model's template cannot use."""
+    template = llm.tokenizer.template if llm.tokenizer else ""
+    if any(name in template for name in THOUGHTS):
+        return []
+    thinks = (request.chat_template_kwargs or {}).get("enable_thinking")
+    effort = request.reasoning_effort not in (None, "none")
+    return [*(["enable_thinking"] if thinks else []), *(["reasoning_effort"] if effort else [])]
 
 
 def tokenized(llm: LLM, request: TokenizeRequest, check: Callable[[int], None]) -> list[int]:
