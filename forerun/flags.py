@@ -90,7 +90,8 @@ SAMPLING_TYPES = {"logit_bias": list[str], "stop": list[str], "stop_token_ids": 
 ENGINE = Group("config", Config, "Engine", CONFIG_TYPES, model=True)
 ENGINE_FLAGS = replace(ENGINE, model=False)  # for verbs with arguments of their own
 ANSWER = {"max_tokens": 512}  # where nobody says how long an answer may be
-SAMPLING = Group("sampling", SamplingParams, "Sampling", SAMPLING_TYPES, leave_out=("grammar",), defaults=ANSWER)
+NO_FLAGS = ("grammar", "prompt_logprobs")
+SAMPLING = Group("sampling", SamplingParams, "Sampling", SAMPLING_TYPES, leave_out=NO_FLAGS, defaults=ANSWER)
 
 
 def with_model(argument: str | None, config: dict[str, Any]) -> dict[str, Any]:
