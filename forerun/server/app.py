@@ -19,7 +19,7 @@ from forerun import __version__
 from forerun.llm import LLM
 from forerun.models.hub import DEFAULT
 from forerun.models.names import title
-from forerun.server import api, errors, ollama, translate
+from forerun.server import api, errors, ollama, sizes, translate
 from forerun.server.answers import started
 from forerun.server.bodies import BoundedRoute
 from forerun.server.embeddings import Embedder, embeddings
@@ -158,13 +158,15 @@ def _texts(app: FastAPI, kitchen: Kitchen) -> None:
         kitchen.check(body.model)
         tokens = await kitchen.prepare(translate.tokenized, llm, body, kitchen.check_characters)
         content = {"count": len(tokens), "max_model_len": llm.decoder.context, "tokens": tokens}
-        return await kitchen.write(lambda: content, len(tokens))
+        return await kitchen.write(lambda: content, sizes.TOKEN_ID * len(tokens))
 
     @app.post("/detokenize")
-    async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
+    async def detokenize(body: DetokenizeRequest) -> Response:
         """Token ids as text."""
         kitchen.check(body.model)
-        return {"prompt": await kitchen.prepare(translate.detokenized, llm, body.tokens)}
+        text = await kitchen.prepare(translate.detokenized, llm, body.tokens)
+        sizes.check(len(text), "send fewer tokens at once")
+        return await kitchen.write(lambda: {"prompt": text}, len(text))
 
 
 def _operation(app: FastAPI, kitchen: Kitchen, metrics: Metrics) -> None:

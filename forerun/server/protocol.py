@@ -196,6 +196,7 @@ class Generation(Sampled):
     return_token_ids: bool | None = None
     documents: Annotated[List[str], Field(max_length=64)] | None = None
     trace: bool | None = None
+    prompt_logprobs: Whole | None = None
 
 
 class CompletionRequest(Generation):

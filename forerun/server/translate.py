@@ -47,8 +47,10 @@ def completion_prompts(request: CompletionRequest) -> Sequence[str | list[int]]:
         raise ApiError(400, "suffix is not supported: this server continues texts, it fills no gaps", "suffix")
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise ApiError(400, "best_of is not supported beyond n", "best_of")
-    if request.echo and request.logprobs is not None:
-        raise ApiError(400, "echo and logprobs are not supported together", "echo")
+    if request.max_tokens == 0 and not request.echo and request.prompt_logprobs is None:
+        message = "max_tokens=0 generates nothing: give 1 or more, or echo (with logprobs) to score the prompt"
+        raise ApiError(400, message, "max_tokens")
+    _check_prompt_logprobs(request)
     if isinstance(prompt, str):
         prompts: Sequence[Any] = [prompt]
     else:
@@ -58,11 +60,26 @@ def completion_prompts(request: CompletionRequest) -> Sequence[str | list[int]]:
     return prompts
 
 
+def scored(request: CompletionRequest) -> int | None:
+    """The number of likeliest tokens to work out beside each token of the prompt; None where its tokens are not
+    scored. A prompt that is only read is scored in any case."""
+    asked = [request.prompt_logprobs] if request.prompt_logprobs is not None else []
+    asked += [request.logprobs] if request.echo and request.logprobs is not None else []
+    return max(asked, default=0 if request.max_tokens == 0 else None)
+
+
+def _check_prompt_logprobs(request: CompletionRequest | ChatRequest) -> None:
+    if request.prompt_logprobs is not None and request.stream:
+        message = "prompt_logprobs is not streamed: leave stream out, or give /v1/completions echo and logprobs"
+        raise ApiError(400, message, "prompt_logprobs")
+
+
 def chat_prompt(llm: LLM, request: ChatRequest, check: Callable[[int], None]) -> list[int]:
     """A conversation as token ids. `check` refuses so many characters."""
     tools = [t.model_dump(exclude_none=True) for t in request.tools or []] if request.tool_choice != "none" else []
     if llm.tokenizer is None:
         raise RequestError("this model directory has no tokenizer: it cannot chat")
+    _check_prompt_logprobs(request)
     options = template_options(request)
     if taken := TEMPLATE & options.keys():
         raise ApiError(400, f"chat_template_kwargs may not set {min(taken)}", "chat_template_kwargs")
@@ -159,7 +176,12 @@ def grammar_of(form: ResponseFormat | None) -> Grammar | None:
 
 
 def sampling(
-    llm: LLM, request: Generation, max_tokens: int, logprobs: int | None, grammar: Grammar | None
+    llm: LLM,
+    request: Generation,
+    max_tokens: int,
+    logprobs: int | None,
+    grammar: Grammar | None,
+    prompt_logprobs: int | None = None,
 ) -> SamplingParams:
     """The sampling parameters of a request; where it says nothing, those that the model's authors set. Without a seed,
     or with one below 0, it is given one, so that it can be repeated. `max_tokens` may be FILL: `orders` then knows
@@ -171,6 +193,7 @@ def sampling(
         "seed": secrets.randbits(48) if request.seed is None or request.seed < 0 else request.seed % (1 << 63),
         "max_tokens": llm.room if max_tokens == FILL else max_tokens,
         "logprobs": logprobs,
+        "prompt_logprobs": prompt_logprobs,
         "grammar": grammar,
     }
     for name in (
@@ -212,7 +235,7 @@ def orders(
     for tokens in prompts:
         mine = [reference.behind(len(tokens)) for reference in references]
         fitted = replace(params, max_tokens=max(1, llm.room - len(tokens))) if fill else params
-        found += [Order(tokens, own, draft, depth, rule, mine, trace, tenant) for own in separate(fitted)]
+        found += [Order(tokens, own, draft, depth, rule, mine, trace, tenant, fill) for own in separate(fitted)]
     return found
 
 
