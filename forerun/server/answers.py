@@ -14,6 +14,7 @@ from forerun.server.tenants import CALLER
 from forerun.server.tickets import Ticket
 from forerun.types import OTHERS, Event, PromptLogprobs, Round, TokenLogprobs
 
+SPELLED = 1 << 15  # tokens whose texts are kept: log-probabilities name the same ones again and again
 LEAST = -9999.0  # stands for minus infinity, which JSON has no number for
 
 
@@ -158,7 +159,7 @@ def chat_logprobs(entries: Sequence[TokenLogprobs], tokenizer: Tokenizer | None)
         return {
             "token": text,
             "logprob": number(logprob),
-            "bytes": list(tokenizer.spelling(token) if tokenizer else text.encode()),
+            "bytes": list(_bytes(tokenizer, token) if tokenizer else text.encode()),
         }
 
     return {
@@ -171,7 +172,17 @@ def chat_logprobs(entries: Sequence[TokenLogprobs], tokenizer: Tokenizer | None)
 
 def spell(tokenizer: Tokenizer | None, token: int) -> str:
     """A token as text; bytes that are no character show as a replacement character."""
-    return tokenizer.spell(token) if tokenizer else str(token)
+    return _text(tokenizer, token) if tokenizer else str(token)
+
+
+@lru_cache(maxsize=SPELLED)
+def _text(tokenizer: Tokenizer, token: int) -> str:
+    return tokenizer.spell(token)
+
+
+@lru_cache(maxsize=SPELLED)
+def _bytes(tokenizer: Tokenizer, token: int) -> bytes:
+    return tokenizer.spelling(token)
 
 
 def number(value: float) -> float:

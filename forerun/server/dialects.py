@@ -26,7 +26,7 @@ from forerun.server.protocol import ChatRequest, CompletionRequest, Generation, 
 from forerun.server.tickets import Order
 from forerun.types import Event
 
-ECHOED = 64  # tokens of a prompt in one chunk of a stream, where they come with log-probabilities
+ECHOED = 16  # tokens of a prompt in one chunk of a stream, where they come with log-probabilities
 
 
 class Dialect:

@@ -52,5 +52,6 @@ def fitted(orders: Sequence[Order], room: int, weight: Weight) -> Sequence[Order
 def check(size: int, advice: str) -> None:
     """Refuse an answer of about `size` bytes, if that is too many. Raises ApiError."""
     if size > MOST:
-        message = f"this asks for an answer of about {size >> 20} MiB, this server gives {MOST >> 20}: {advice}"
+        asked, given = (f"{count / (1 << 20):.4g}" for count in (size, MOST))
+        message = f"this asks for an answer of about {asked} MiB, this server gives {given}: {advice}"
         raise ApiError(400, message)
