@@ -14,6 +14,7 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import FileResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from forerun import __version__
 from forerun.llm import LLM
@@ -105,8 +106,22 @@ def make_app(llm: LLM, settings: Settings, callers: Callers | None = None) -> Fa
             llm.draft = f"{RETRIEVAL}+{llm.draft}"
         mount(app, indices)
     add_page(app, name, bool(callers))
+    app.add_middleware(HeadsAsPages)
     guard(app, settings, callers, kitchen.turn)
     return app
+
+
+class HeadsAsPages:
+    """Answers HEAD as GET; the HTTP server leaves the body out."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        if scope["type"] == "http" and scope["method"] == "HEAD":
+            scope = {**scope, "method": "GET"}
+        await self.app(scope, receive, send)
 
 
 def public_name(llm: LLM) -> str:
@@ -252,7 +267,7 @@ def _in_ms(costs: dict[int, float]) -> dict[str, float]:
 
 
 def _playground(app: FastAPI) -> None:
-    @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)  # HEAD: Ollama's clients ask whether it is up
+    @app.get("/", include_in_schema=False)
     async def index() -> FileResponse:
         return _page("index.html")
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
@@ -28,6 +28,7 @@ List = Annotated[list[T], Field(fail_fast=True)]  # an error for each of a milli
 
 FILL = -1  # a length: as many tokens as there is room for
 FILLS = (-1, -2)  # llama.cpp's and Ollama's values for that
+DEEPEST = 64  # a depth of drafts
 ALL = 0  # a top_k: all tokens
 WHOLE_TEXT = re.compile(r"([+-]?[0-9]{1,30})(\.0{0,30})?")
 
@@ -88,6 +89,15 @@ def _top_logprobs(value: Any) -> Any:
     return whole(value)
 
 
+def _depth(value: Any) -> Any:
+    if value == "auto":
+        return value
+    depth = whole(value) if not isinstance(value, str) else -1
+    if not 0 <= depth <= DEEPEST:
+        raise _refused(value, f'give "auto" or a whole number from 0 to {DEEPEST}')
+    return depth
+
+
 def whole_of_text(text: str) -> int | None:
     """The whole number that a name of a field is, such as "50256" or "50256.0"; None where it is none."""
     match = WHOLE_TEXT.fullmatch(text)
@@ -99,4 +109,5 @@ Number = Annotated[float, BeforeValidator(_number)]
 TokenIds = Annotated[List[int], BeforeValidator(_whole_numbers)]
 Length = Annotated[int, BeforeValidator(_length)]  # a count of tokens to write, or FILL
 TopK = Annotated[int, BeforeValidator(_top_k)]
+Depth = Annotated[Literal["auto"] | int, BeforeValidator(_depth)]
 TopLogprobs = Annotated[int | None, BeforeValidator(_top_logprobs)]

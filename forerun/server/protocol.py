@@ -23,7 +23,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 from forerun.server import fields
-from forerun.server.numbers import Length, List, Number, TokenIds, TopK, TopLogprobs, Whole
+from forerun.server.numbers import Depth, Length, List, Number, TokenIds, TopK, TopLogprobs, Whole
 
 MOST_FIELDS = 100  # of one object whose fields are known
 
@@ -103,7 +103,7 @@ class Speculative(Strict):
     """How one request drafts."""
 
     draft: str | None = None
-    depth: Literal["auto"] | Annotated[Whole, Field(ge=0, le=64)] | None = None
+    depth: Depth | None = None
     rule: str | None = None
 
 

@@ -108,6 +108,12 @@ def test_what_is_no_number_is_told_what_to_send(name: str) -> None:
     assert ChatRequest.model_validate(CHAT | {"temperature": 0}).temperature == 0.0
 
 
+@pytest.mark.parametrize("depth", ["4", "deep", -1, 65, 2.5, True])
+def test_a_depth_that_is_none_is_told_what_to_send(depth: Any) -> None:
+    message = told(CompletionRequest, COMPLETION | {"speculative": {"depth": depth}})
+    assert "whole number" in message and message.startswith("speculative.depth")
+
+
 def test_logprobs_of_completions() -> None:
     """Some clients send the boolean of chats: false says what it means, true does not."""
     assert CompletionRequest.model_validate(COMPLETION | {"logprobs": False}).logprobs is None

@@ -66,6 +66,14 @@ def test_names_of_models_may_have_slashes(spare: LLM) -> None:
         assert s.http.get("/v1/models/").json()["data"] == [card]
 
 
+@pytest.mark.parametrize("path", ["/", "/health", "/v1/models", "/v1/models/tiny", "/api/tags", "/api/version"])
+def test_the_head_of_a_page_can_be_asked_for(server: Front, path: str) -> None:
+    """Monitors and clients ask so whether a server is up."""
+    response = server.http.head(path)
+    assert response.status_code == 200 and response.content == b""
+    assert response.headers["content-type"] == server.http.get(path).headers["content-type"]
+
+
 # ------------------------------------------------------------ reasoning
 
 
