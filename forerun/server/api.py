@@ -105,9 +105,12 @@ async def answer(kitchen: Kitchen, dialect: Dialect, orders: Sequence[Order], ht
 async def whole(kitchen: Kitchen, dialect: Dialect, group: Group) -> Response:
     """The answer in one piece."""
     answers = [Answer(ticket) for ticket in group.tickets]
+    characters = 0
     await group.accepted()
     async for ticket, event in group.events():
         answers[ticket.index].add(event)
+        characters += len(event.text)
+        sizes.check(characters, "its tokens are longer than usual: give a lower max_tokens or n")
     orders = [answer.ticket.order for answer in answers]
     size = dialect.weight(orders, [len(answer.token_ids) for answer in answers])
     return await kitchen.write(lambda: dialect.whole(answers), size)

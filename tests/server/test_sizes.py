@@ -161,6 +161,16 @@ def test_the_text_of_many_tokens_is_bounded_too(serve: Serving, monkeypatch: pyt
     assert "fewer tokens" in serve.http.post("/detokenize", json={"tokens": [70] * 2000}).text
 
 
+def test_a_text_of_long_tokens_ends_at_the_bound(serve: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bias can make a model say its longest tokens only, which the estimate knows nothing of."""
+    for name, value in (("MOST", 300), ("CHOICE", 0), ("TOKEN", 0)):
+        monkeypatch.setattr(sizes, name, value)
+    asked = {"prompt": "x", "temperature": 0, "ignore_eos": True}
+    assert "longer than usual" in refusal(serve, COMPLETIONS, asked | {"max_tokens": 1500})
+    assert serve.answer(COMPLETIONS, asked | {"max_tokens": 20})
+    serve.rest()
+
+
 def test_batches_have_the_same_bound(spare: LLM, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sizes, "MOST", 1 << 16)
     bodies = [
