@@ -97,8 +97,9 @@ SAMPLING_TYPES = {
 ENGINE = Group("config", Config, "Engine", CONFIG_TYPES, model=True)
 ENGINE_FLAGS = replace(ENGINE, model=False)  # for verbs with arguments of their own
 ANSWER = {"max_tokens": 512}  # where nobody says how long an answer may be
+NO_FLAGS = ("grammar", "prompt_logprobs")
 USUAL = ANSWER | {name: f"as the model's authors set it, else {value}" for name, value in DEFAULT.items()}
-SAMPLING = Group("sampling", SamplingParams, "Sampling", SAMPLING_TYPES, leave_out=("grammar",), defaults=USUAL)
+SAMPLING = Group("sampling", SamplingParams, "Sampling", SAMPLING_TYPES, leave_out=NO_FLAGS, defaults=USUAL)
 
 
 def with_model(argument: str | None, config: dict[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from forerun.engine.request import Request
 from forerun.engine.stats import RequestStats
-from forerun.types import Event, TokenLogprobs
+from forerun.types import Event, PromptLogprobs, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +23,7 @@ class Completion:
         logprobs: one entry a token where the parameters asked for them.
         seed: the seed it was drawn with; the same seed gives the same tokens.
         prompt_token_ids: the prompt as the model read it.
+        prompt_logprobs: one entry a token of the prompt where the parameters asked for them, None for the first.
     """
 
     text: str
@@ -33,6 +34,7 @@ class Completion:
     logprobs: list[TokenLogprobs] | None
     seed: int
     prompt_token_ids: list[int]
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class Job:
@@ -67,4 +69,5 @@ class Job:
             logprobs=[entry for event in self.events for entry in event.logprobs or ()] if wants else None,
             seed=request.seed,
             prompt_token_ids=request.tokens[: request.prompt_length],
+            prompt_logprobs=None if request.params.prompt_logprobs is None else list(request.prompt_logprobs),
         )

@@ -155,11 +155,16 @@ class Forward:
 
 @dataclass(slots=True)
 class TokenLogprobs:
-    """Natural-log probabilities the target gave at one output position, before any sampling parameter."""
+    """Natural-log probabilities the target gave at one position, before any sampling parameter. `rank` is the place of
+    the token among all by probability, 1 for the likeliest; it is worked out for tokens of a prompt only."""
 
     token_id: int
     logprob: float
     top: dict[int, float]
+    rank: int | None = None
+
+
+PromptLogprobs: TypeAlias = "list[TokenLogprobs | None]"  # an entry for each token of a prompt; None for the first
 
 
 @dataclass(slots=True)
@@ -201,6 +206,7 @@ class Event:
     finish_reason: str | None = None
     error: ForerunError | None = None
     round: Round | None = None  # where the request asked to be traced
+    prompt_logprobs: PromptLogprobs | None = None  # in the first event, where the request asked for them
 
     @property
     def text(self) -> str:

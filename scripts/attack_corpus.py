@@ -125,6 +125,19 @@ REQUESTS: dict[str, Callable[[float], Made]] = {
         CHAT, {"messages": HELLO, "max_tokens": 1, "chat_template_kwargs": {"x": [[0] * 9] * many(300_000, s)}}
     ),
     "most completions": lambda s: posted(COMPLETIONS, {"prompt": "x", "max_tokens": many(64, s), "n": 64}),
+    "an echo, many times": lambda s: posted(
+        COMPLETIONS, {"prompt": [9] * many(2000, s), "echo": True, "n": 256, "max_tokens": 1}
+    ),
+    "echoes of many prompts": lambda s: posted(
+        COMPLETIONS, {"prompt": ["a b c d " * many(200, s)] * 64, "echo": True, "n": 4, "max_tokens": 1}
+    ),
+    "an echo with log-probabilities": lambda s: posted(
+        COMPLETIONS, {"prompt": [9] * many(2000, s), "echo": True, "logprobs": 20, "n": 16, "max_tokens": 0}
+    ),
+    "log-probabilities": lambda s: posted(
+        CHAT, {"messages": HELLO, "logprobs": True, "top_logprobs": 20, "n": 64, "max_tokens": many(2000, s)}
+    ),
+    "embeddings of short texts": lambda s: posted("/v1/embeddings", {"input": ["x"] * many(2048, s)}),
     "too many completions": lambda s: posted(COMPLETIONS, {"prompt": "x", "n": 10**9}),
     "a seed of 4,299 digits": lambda s: (COMPLETIONS, b'{"prompt":"x","seed":' + b"9" * 4299 + b"}"),
     "a number of many digits": lambda s: (COMPLETIONS, b'{"prompt":"x","top_p":0.' + b"9" * many(7_000_000, s) + b"}"),

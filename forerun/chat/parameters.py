@@ -8,11 +8,11 @@ from types import MappingProxyType
 from typing import Any
 
 from forerun.errors import RequestError, nearest
-from forerun.flags import ANSWER, SAMPLING_TYPES, in_flags
+from forerun.flags import ANSWER, NO_FLAGS, SAMPLING_TYPES, in_flags
 from forerun.sampling.params import DEFAULT, SamplingParams
 from forerun.terminal import sampling_params
 
-FIELDS = {f.name.replace("_", "-"): f for f in fields(SamplingParams) if f.name not in ("n", "grammar")}
+FIELDS = {f.name.replace("_", "-"): f for f in fields(SamplingParams) if f.name not in ("n", *NO_FLAGS)}
 AS_BEFORE = "default"  # the value that takes a /set back
 OURS = "forerun's default"
 

@@ -39,6 +39,7 @@ from forerun.server.tenants import CALLER, Callers, tenant_of
 log = logging.getLogger("forerun.server")
 PATIENCE = 5.0  # seconds until a page about all replicas goes without one
 LISTS = {"/v1/models": "data", "/api/tags": "models", "/api/ps": "models"}  # pages that every model has a part of
+CARDS = "/v1/models/"  # pages about one model, which the path names
 MANAGED = {action for _, action in ACTIONS}
 Page = Callable[[Scope], Awaitable[Response]]
 
@@ -141,6 +142,8 @@ class Door:
 
     def _model_of(self, value: Mapping[str, Any], path: str) -> str:
         given = value.get("model") or (value.get("name") if path.startswith("/api/") else None)
+        if path.startswith(CARDS):
+            given = path.removeprefix(CARDS).removesuffix("/")
         manages = path.removeprefix("/api/") in MANAGED  # these may name a model that is not here, and are refused
         if manages or not given or not isinstance(given, str):
             return self.plan.models[0].name

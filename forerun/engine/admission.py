@@ -24,7 +24,7 @@ def output_limit(target: Runner, tokens: Sequence[int], params: SamplingParams) 
     for ids in (tokens, params.logit_bias, params.stop_token_ids):
         check_ids(ids, vocab)
     room = context - len(tokens)
-    if room < 1:
+    if room < min(1, params.max_tokens):  # a prompt that is only read may fill the context
         raise RequestError(f"the prompt has {len(tokens)} tokens, the context only {context}: shorten the prompt")
     limit, rows = min(params.max_tokens, room), pages.count * pages.size
     if len(tokens) + limit > rows:

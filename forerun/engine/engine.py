@@ -12,6 +12,8 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from torch import Tensor
+
 from forerun.cache.attention import Segment
 from forerun.config import parse_depth
 from forerun.draft.base import Proposer, Reference
@@ -21,7 +23,7 @@ from forerun.engine.blame import blaming
 from forerun.engine.depth import Auto
 from forerun.engine.drafting import Drafting
 from forerun.engine.guard import Guard, Part
-from forerun.engine.observe import Rows, drafter_of, kept, logprobs_of, quick, round_of
+from forerun.engine.observe import Rows, drafter_of, kept, logprobs_of, prompt_logprobs_of, quick, round_of
 from forerun.engine.policy import DepthPolicy
 from forerun.engine.request import OFF, Request
 from forerun.engine.scheduler import Scheduler, Work
@@ -35,6 +37,8 @@ from forerun.sampling.matcher import Compiled
 from forerun.sampling.params import SamplingParams
 from forerun.types import Draft, Event, Round, Verdict
 from forerun.verify import RULES
+
+SCORE_BYTES = 32 << 20  # of the logits of one pass that are wanted for log-probabilities of prompts
 
 
 class Engine:
@@ -55,7 +59,7 @@ class Engine:
         `clock` counts what is to be saved: seconds, or whatever else depths cost."""
         self.target, self.proposers, self.rule, self.chunk = target, Proposers(proposers), RULES[rule], chunk
         self.tokenizer = tokenizer
-        self.scheduler = Scheduler(target.cache, self.proposers, len(target.cache.length), chunk)
+        self.scheduler = self._scheduler()
         config = target.decoder.config
         self.grammars = GrammarCompiler(tokenizer, config.vocab, config.end_ids)
         self.requests: dict[int, Request] = {}
@@ -95,6 +99,7 @@ class Engine:
         if params.stop_strings and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer, and this engine has none: use stop_token_ids")
         config, limit = self.target.decoder.config, output_limit(self.target, tokens, params)
+        draft = draft if limit else OFF
         seed = secrets.randbits(63) if params.seed is None else params.seed
         own_ends = () if params.ignore_eos else config.end_ids
         ends = frozenset((*own_ends, *params.stop_token_ids))
@@ -161,7 +166,13 @@ class Engine:
         self.target.reset()
         for proposer in self.proposers.values():
             proposer.reset()
-        self.scheduler = Scheduler(self.target.cache, self.proposers, len(self.target.cache.length), self.chunk)
+        self.scheduler = self._scheduler()
+
+    def _scheduler(self) -> Scheduler:
+        """A scheduler of no requests."""
+        cache, vocab = self.target.cache, self.target.decoder.config.vocab
+        scores = max(1, SCORE_BYTES // (4 * vocab))
+        return Scheduler(cache, self.proposers, len(cache.length), self.chunk, scores)
 
     @property
     def busy(self) -> bool:
@@ -214,17 +225,19 @@ class Engine:
         wanted = sorted({b for work in works for b in self._wanted(work.request)})
         with self.drafting.meanwhile.during(drafts):
             forward = self.target.forward(segments, wanted, keep=False)
-        logits = forward.logits
+        logits = self._score(works, segments, forward.logits)
         trees = [drafts[w.request.id] for w in drawing]
         verdicts = verdicts_of([w.request for w in drawing], trees, logits) if drawing else []
         verified = time.perf_counter()
+        events: list[Event] = []
         tokens, features = 0, {boundary: quick(states) for boundary, states in forward.features.items()}
         for work, segment in zip(works, segments, strict=True):
             work.features, work.first, tokens = features, tokens, tokens + len(segment.tokens)
             if not work.draws:
                 self._commit(work, range(work.count))
                 self._seal(work.request)
-        events, first, seconds = [], 0, (drafted - start, verified - drafted)
+                events += self._ended_by_reading(work.request)
+        first, seconds = 0, (drafted - start, verified - drafted)
         for work, draft, verdict in zip(drawing, trees, verdicts, strict=True):
             if verdict:
                 events += self._land(work, draft, verdict, Rows(logits, first, len(draft)), seconds)
@@ -246,11 +259,38 @@ class Engine:
         request, count = work.request, work.count
         at = self.target.cache.length[request.slot]
         tokens, parents = request.tokens[at : at + count], list(range(-1, count - 1))
+        scored = [position - at for position in work.scored]
         if draft is None:
-            return Segment(request.slot, tokens, parents, [])
+            return Segment(request.slot, tokens, parents, scored)
         parents += [count - 1 + parent for parent in draft.parents[1:]]
-        want = list(range(count - 1, count - 1 + len(draft)))
+        want = [*scored, *range(count - 1, count - 1 + len(draft))]
         return Segment(request.slot, tokens + draft.tokens[1:], parents, want)
+
+    def _score(self, works: Sequence[Work], segments: Sequence[Segment], logits: Tensor) -> Tensor:
+        """Keep the log-probabilities of prompt tokens that were asked for. logits [M, V], and those of drafts alone"""
+        if not any(work.scored for work in works):
+            return logits
+        drafted: list[int] = []
+        first = 0
+        for work, segment in zip(works, segments, strict=True):
+            request, last = work.request, first + len(work.scored)
+            if work.scored:
+                tokens = request.tokens[work.scored.start + 1 : work.scored.stop + 1]
+                with blaming(request):
+                    top = request.params.prompt_logprobs or 0
+                    request.prompt_logprobs += prompt_logprobs_of(logits[first:last], tokens, top)
+            first += len(segment.want)
+            drafted += range(last, first)
+        return logits[drafted]
+
+    def _ended_by_reading(self, request: Request) -> list[Event]:
+        """The last event of a request that generates nothing, once its prompt is read."""
+        if request.limit or request.error or self.target.cache.length[request.slot] < len(request.tokens):
+            return []
+        request.finish_reason = "length"
+        request.stats.first_token_seconds = time.perf_counter() - request.arrived
+        self._close(request)
+        return [Event(request.id, [], [], [], finish_reason="length", prompt_logprobs=request.prompt_logprobs)]
 
     def _land(
         self, work: Work, draft: Draft, verdict: Verdict, rows: Rows, seconds: tuple[float, float]
@@ -281,6 +321,8 @@ class Engine:
 
     def _say(self, request: Request, draft: Draft, verdict: Verdict, rows: Rows, event: Event) -> None:
         """Append a verdict's tokens up to the one that ends the request, and write them into its event."""
+        if not request.produced and request.params.prompt_logprobs is not None:
+            event.prompt_logprobs = request.prompt_logprobs
         for token in verdict.tokens:
             event.pieces.append(request.append(token))
             if request.finish_reason:

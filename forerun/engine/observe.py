@@ -13,6 +13,8 @@ from forerun.engine.request import Request
 from forerun.types import Draft, Round, States, TokenLogprobs, Verdict
 from forerun.verify import Noise
 
+SCORED = 16  # rows of logits that are scored at once
+
 
 @dataclass(frozen=True, slots=True)
 class Rows:
@@ -61,6 +63,22 @@ def round_of(
         noises = [0.0] * len(drawn)
     chances = [float(laws[node, token]) for node, token in drawn]
     return Round(request.stats.steps, draft, verdict, chances, noises, request.allowed, rate, *seconds)
+
+
+def prompt_logprobs_of(logits: Tensor, tokens: Sequence[int], top: int) -> list[TokenLogprobs]:
+    """`logprobs_of` for tokens of a prompt, with their ranks; a few rows at a time, so that it takes little memory."""
+    entries: list[TokenLogprobs] = []
+    for at in range(0, len(tokens), SCORED):
+        rows, part = logits[at : at + SCORED], tokens[at : at + SCORED]
+        chosen = rows.gather(1, torch.tensor(part, device=rows.device)[:, None])
+        ranks = ((rows > chosen).sum(1) + 1).tolist()
+        entries += map(_with_rank, logprobs_of(rows, part, top), ranks)
+    return entries
+
+
+def _with_rank(entry: TokenLogprobs, rank: int) -> TokenLogprobs:
+    entry.rank = rank
+    return entry
 
 
 def logprobs_of(logits: Tensor, tokens: Sequence[int], top: int) -> list[TokenLogprobs]:

@@ -15,7 +15,7 @@ from forerun.errors import ForerunError
 from forerun.models.text import TextStream
 from forerun.sampling.filters import SamplingState
 from forerun.sampling.params import SamplingParams
-from forerun.types import Draft
+from forerun.types import Draft, PromptLogprobs
 from forerun.verify import Rule
 
 WAITING = -1
@@ -66,12 +66,30 @@ class Request:
     offered: list[Offered] = field(default_factory=list)  # what was drafted for this step, verified or not
     finish_reason: str | None = None
     error: ForerunError | None = None  # what ends it, of its own
+    prompt_logprobs: PromptLogprobs = field(default_factory=list)  # of the prompt's tokens read so far, if asked for
     arrived: float = field(default_factory=time.perf_counter)
+
+    def __post_init__(self) -> None:
+        if self.params.prompt_logprobs is not None:
+            self.prompt_logprobs.append(None)  # nothing stands before the first token
 
     @property
     def output(self) -> Sequence[int]:
         """The tokens produced so far."""
         return self.tokens[self.prompt_length :]
+
+    def unscored(self, start: int, count: int) -> range:
+        """The positions among `count` from `start` on whose logits are needed for log-probabilities of the prompt: each
+        says how likely the token behind it is."""
+        if self.params.prompt_logprobs is None:
+            return range(0)
+        return range(max(start, len(self.prompt_logprobs) - 1), min(start + count, self.prompt_length - 1))
+
+    @property
+    def reusable(self) -> Sequence[int]:
+        """The tokens that need not be read where the cache holds them: logits that are needed are in no cache."""
+        missing = self.unscored(0, self.prompt_length)
+        return self.tokens[: missing.start + 1] if missing else self.tokens
 
     @property
     def insists(self) -> bool:

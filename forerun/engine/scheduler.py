@@ -22,12 +22,14 @@ LEAST = 16  # tokens of prompts that are read in a pass, where there are so many
 
 @dataclass(slots=True)
 class Work:
-    """`count` tokens of one request to read in this pass; `draws` when that reaches its root. `features` is what the
-    pass saw, its own tokens from row `first` on."""
+    """`count` tokens of one request to read in this pass; `draws` when that reaches its root and a token is to be
+    generated. `scored` are positions of the prompt whose logits are wanted for log-probabilities. `features` is what
+    the pass saw, its own tokens from row `first` on."""
 
     request: Request
     count: int
     draws: bool
+    scored: range = range(0)
     features: dict[int, States] = field(default_factory=dict)
     first: int = 0
 
@@ -35,8 +37,11 @@ class Work:
 class Scheduler:
     """Requests that wait and run over one KV cache."""
 
-    def __init__(self, cache: KVCache, proposers: Mapping[str, Proposer], slots: int, chunk: int) -> None:
-        self.cache, self.proposers, self.chunk = cache, proposers, chunk
+    def __init__(
+        self, cache: KVCache, proposers: Mapping[str, Proposer], slots: int, chunk: int, scores: int = 1 << 31
+    ) -> None:
+        """`scores`: rows of logits for log-probabilities of prompts that there is room for in one pass."""
+        self.cache, self.proposers, self.chunk, self.scores = cache, proposers, chunk, scores
         self.budget = chunk + slots
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # in order of admission
@@ -49,13 +54,18 @@ class Scheduler:
             self._admit()
         pending = [(r, len(r.tokens) - self.cache.length[r.slot]) for r in self.running]
         works, budget, decoding = [], self.budget, sum(count == 1 for _, count in pending)
+        scores = self.scores
         if decoding and room is not None:
             budget = min(budget, max(room, decoding + LEAST))
         for request, count in sorted(pending, key=lambda pair: pair[1] > 1):
-            take = min(count, self.chunk, budget)
+            start, take = self.cache.length[request.slot], min(count, self.chunk, budget)
+            if request.unscored(start, take):
+                take = min(take, scores)
             if take:
-                works.append(Work(request, take, draws=take == count))
+                scored = request.unscored(start, take)
+                works.append(Work(request, take, draws=take == count and request.limit > 0, scored=scored))
                 budget -= take
+                scores -= len(scored)
         return works
 
     def _reserve(self) -> bool:
@@ -76,7 +86,7 @@ class Scheduler:
         """Start waiting requests while there are slots, and pages for all their tokens."""
         while self.waiting and self.slots:
             request, slot = self.waiting[0], self.slots[-1]
-            cached = self.cache.open(slot, request.tokens, request.tenant)
+            cached = self.cache.open(slot, request.reusable, request.tenant)
             if not self.cache.pages.grow(slot, len(request.tokens)):
                 self.cache.close(slot)
                 assert self.running, "a request that fits no empty pool was let in"

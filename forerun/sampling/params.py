@@ -49,6 +49,8 @@ class SamplingParams:
         seed: same seed, same prompt, same tokens. None draws one, and the result says which.
         n: how many completions; completion i uses a seed derived from seed and i.
         logprobs: None, or how many of the likeliest tokens to report beside each chosen token (0 to 20).
+        prompt_logprobs: None, or the same for each token of the prompt (0 to 20). max_tokens may then be 0: the prompt
+            is read and nothing is generated.
         grammar: what the output must look like: Grammar.of("json_schema", {...}), Grammar.of("json_object"), or of a
             "regex", a "lark" grammar or a "choice" of strings. JSON comes without white space that may be left out.
     """
@@ -69,6 +71,7 @@ class SamplingParams:
     seed: int | None = None
     n: int = 1
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
@@ -77,6 +80,8 @@ class SamplingParams:
         for name, low, high in _RANGES:
             value = getattr(self, name)
             if value is None and name in DEFAULT:
+                continue
+            if name == "max_tokens" and value == 0 and self.prompt_logprobs is not None:
                 continue
             if not _is_number(value) or not low <= value <= high:
                 raise RequestError(f"{name}={brief(value)} is out of range: give a number from {low} to {high}")
@@ -90,8 +95,10 @@ class SamplingParams:
             raise RequestError(f"min_tokens={self.min_tokens} is over max_tokens={self.max_tokens}: lower it")
         if self.seed is not None and not 0 <= self.seed < 1 << 63:
             raise RequestError(f"seed={brief(self.seed)} is out of range: give a whole number from 0 to 2**63 - 1")
-        if self.logprobs is not None and not 0 <= self.logprobs <= 20:
-            raise RequestError(f"logprobs={brief(self.logprobs)} is out of range: give 0 to 20, or None")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value <= 20:
+                raise RequestError(f"{name}={brief(value)} is out of range: give 0 to 20, or None")
         if not isinstance(self.grammar, Grammar | None):
             raise RequestError(f"grammar={self.grammar!r} must be a Grammar: make one with Grammar.of(kind, value)")
         if not isinstance(self.ignore_eos, bool):
@@ -180,7 +187,7 @@ _RANGES = (
     ("min_tokens", 0, 1 << 31),
     ("n", 1, 1024),
 )
-_WHOLE = ("top_k", "max_tokens", "min_tokens", "n", "seed", "logprobs")
+_WHOLE = ("top_k", "max_tokens", "min_tokens", "n", "seed", "logprobs", "prompt_logprobs")
 
 
 def _is_whole(value: object) -> bool:

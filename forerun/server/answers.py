@@ -12,8 +12,9 @@ from forerun.engine.stats import RequestStats
 from forerun.models.text import Tokenizer
 from forerun.server.tenants import CALLER
 from forerun.server.tickets import Ticket
-from forerun.types import OTHERS, Event, Round, TokenLogprobs
+from forerun.types import OTHERS, Event, PromptLogprobs, Round, TokenLogprobs
 
+SPELLED = 1 << 15  # tokens whose texts are kept: log-probabilities name the same ones again and again
 LEAST = -9999.0  # stands for minus infinity, which JSON has no number for
 
 
@@ -26,6 +27,7 @@ class Answer:
     token_ids: list[int] = field(default_factory=list)
     pieces: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: PromptLogprobs = field(default_factory=list)
     finish_reason: str | None = None
 
     def add(self, event: Event) -> None:
@@ -33,6 +35,7 @@ class Answer:
         self.token_ids += event.token_ids
         self.pieces += event.pieces
         self.logprobs += event.logprobs or ()
+        self.prompt_logprobs = event.prompt_logprobs or self.prompt_logprobs
         self.finish_reason = event.finish_reason or self.finish_reason
 
     @property
@@ -49,11 +52,6 @@ class Answer:
     def has_logprobs(self) -> bool:
         """Whether log-probabilities were asked for."""
         return self.ticket.order.params.logprobs is not None
-
-    @property
-    def size(self) -> int:
-        """About how many values it is written with."""
-        return len(self.token_ids) * (1 + (self.ticket.order.params.logprobs or 0))
 
 
 def finish(reason: str | None) -> str | None:
@@ -110,19 +108,47 @@ def metrics(answers: Sequence[Answer]) -> dict[str, Any] | None:
 
 
 def completion_logprobs(
-    entries: Sequence[TokenLogprobs], pieces: Sequence[str], offset: int, tokenizer: Tokenizer | None
+    tokens: Sequence[int],
+    entries: Sequence[TokenLogprobs | None],
+    pieces: Sequence[str],
+    offset: int,
+    tokenizer: Tokenizer | None,
+    top: int,
 ) -> dict[str, Any]:
-    """Logprobs as /v1/completions writes them; the text of the first entry begins at `offset`."""
+    """Logprobs as /v1/completions writes them, with at most `top` of the likeliest tokens; the text of the first token
+    begins at `offset`. The first token of a prompt has no entry."""
     offsets = []
     for piece in pieces[: len(entries)]:
         offsets.append(offset)
         offset += len(piece)
     return {
-        "tokens": [spell(tokenizer, e.token_id) for e in entries],
-        "token_logprobs": [number(e.logprob) for e in entries],
-        "top_logprobs": [{spell(tokenizer, t): number(v) for t, v in e.top.items()} for e in entries],
+        "tokens": [spell(tokenizer, token) for token in tokens],
+        "token_logprobs": [None if e is None else number(e.logprob) for e in entries],
+        "top_logprobs": [None if e is None else _by_text(e, top, tokenizer) for e in entries],
         "text_offset": offsets,
     }
+
+
+def _by_text(entry: TokenLogprobs, top: int, tokenizer: Tokenizer | None) -> dict[str, float]:
+    """The likeliest tokens by their texts; of several with the same text the likeliest."""
+    found: dict[str, float] = {}
+    for token, value in list(entry.top.items())[:top]:
+        found.setdefault(spell(tokenizer, token), number(value))
+    return found
+
+
+def prompt_logprobs(entries: PromptLogprobs, top: int, tokenizer: Tokenizer | None) -> list[dict[str, Any] | None]:
+    """Log-probabilities of a prompt as vLLM writes them: by token id the token itself and `top` of the likeliest."""
+
+    def one(entry: TokenLogprobs) -> dict[str, Any]:
+        ranked = {token: (value, i) for i, (token, value) in enumerate(list(entry.top.items())[:top], start=1)}
+        ranked.setdefault(entry.token_id, (entry.logprob, entry.rank or 0))
+        return {
+            str(token): {"logprob": number(value), "rank": rank, "decoded_token": spell(tokenizer, token)}
+            for token, (value, rank) in ranked.items()
+        }
+
+    return [None if entry is None else one(entry) for entry in entries]
 
 
 def chat_logprobs(entries: Sequence[TokenLogprobs], tokenizer: Tokenizer | None) -> dict[str, Any]:
@@ -133,7 +159,7 @@ def chat_logprobs(entries: Sequence[TokenLogprobs], tokenizer: Tokenizer | None)
         return {
             "token": text,
             "logprob": number(logprob),
-            "bytes": list(tokenizer.spelling(token) if tokenizer else text.encode()),
+            "bytes": list(_bytes(tokenizer, token) if tokenizer else text.encode()),
         }
 
     return {
@@ -146,7 +172,17 @@ def chat_logprobs(entries: Sequence[TokenLogprobs], tokenizer: Tokenizer | None)
 
 def spell(tokenizer: Tokenizer | None, token: int) -> str:
     """A token as text; bytes that are no character show as a replacement character."""
-    return tokenizer.spell(token) if tokenizer else str(token)
+    return _text(tokenizer, token) if tokenizer else str(token)
+
+
+@lru_cache(maxsize=SPELLED)
+def _text(tokenizer: Tokenizer, token: int) -> str:
+    return tokenizer.spell(token)
+
+
+@lru_cache(maxsize=SPELLED)
+def _bytes(tokenizer: Tokenizer, token: int) -> bytes:
+    return tokenizer.spelling(token)
 
 
 def number(value: float) -> float:

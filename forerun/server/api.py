@@ -9,11 +9,12 @@ from typing import Any
 from fastapi import Request, Response
 from fastapi.responses import StreamingResponse
 
-from forerun.server import fields, tools, translate
+from forerun.server import fields, sizes, tools, translate
 from forerun.server.answers import Answer
 from forerun.server.dialects import Chat, Completions, Dialect
 from forerun.server.errors import ApiError
 from forerun.server.kitchen import Kitchen
+from forerun.server.numbers import FILL
 from forerun.server.protocol import ChatRequest, CompletionRequest
 from forerun.server.service import Service
 from forerun.server.tickets import Group, Order
@@ -37,9 +38,10 @@ def completion_orders(
     """Prompts as orders for the engine, and the dialect their answer is written in."""
     llm = kitchen.service.llm
     wanted = translate.COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
-    params = translate.sampling(llm, body, wanted, body.logprobs, translate.grammar_of(body.response_format))
+    grammar = translate.grammar_of(body.response_format)
+    params = translate.sampling(llm, body, wanted, body.logprobs, grammar, translate.scored(body))
     prompts = [kitchen.tokens(prompt) for prompt in written]
-    orders = translate.orders(llm, prompts, params, body)
+    orders = translate.orders(llm, prompts, params, body, fill=wanted == FILL)
     return Completions(kitchen, body, params.n, params.seed, prompts), orders
 
 
@@ -63,21 +65,26 @@ def chat_orders(kitchen: Kitchen, body: ChatRequest, prompt: list[int] | None = 
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs to be true", "top_logprobs")
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    wanted = translate.answer_tokens(llm, prompt, body, asked, templated=templated)
     params = translate.sampling(
         llm,
         body,
-        translate.answer_tokens(llm, prompt, body, asked, templated=templated),
+        wanted,
         (body.top_logprobs or 0) if body.logprobs else None,
         forced or translate.grammar_of(body.response_format),
+        body.prompt_logprobs,
     )
     prediction = translate.text_of(body.prediction.content) if body.prediction else None
-    orders = translate.orders(llm, [prompt], params, body, prediction)
-    return Chat(kitchen, body, params.n, params.seed), orders
+    orders = translate.orders(llm, [prompt], params, body, prediction, fill=wanted == FILL)
+    chat = Chat(kitchen, body, params.n, params.seed)
+    chat.left_out = [*chat.left_out, *translate.without_effect(llm, body)]
+    return chat, orders
 
 
 async def answer(kitchen: Kitchen, dialect: Dialect, orders: Sequence[Order], http: Request) -> Response:
     """Have the orders done and write the answer; the requests end when the client goes away."""
     service = kitchen.service
+    orders = sizes.fitted(orders, service.llm.room, dialect.weight)
     group = await kitchen.submit(orders)
     response: Response
     if dialect.streams:
@@ -99,10 +106,15 @@ async def answer(kitchen: Kitchen, dialect: Dialect, orders: Sequence[Order], ht
 async def whole(kitchen: Kitchen, dialect: Dialect, group: Group) -> Response:
     """The answer in one piece."""
     answers = [Answer(ticket) for ticket in group.tickets]
+    characters = 0
     await group.accepted()
     async for ticket, event in group.events():
         answers[ticket.index].add(event)
-    return await kitchen.write(lambda: dialect.whole(answers), sum(answer.size for answer in answers))
+        characters += len(event.text)
+        sizes.check(characters, "its tokens are longer than usual: give a lower max_tokens or n")
+    orders = [answer.ticket.order for answer in answers]
+    size = dialect.weight(orders, [len(answer.token_ids) for answer in answers])
+    return await kitchen.write(lambda: dialect.whole(answers), size)
 
 
 async def stream(service: Service, dialect: Dialect, group: Group) -> AsyncIterator[str]:
@@ -113,7 +125,9 @@ async def stream(service: Service, dialect: Dialect, group: Group) -> AsyncItera
             yield line
         async for ticket, event in group.events():
             answers[ticket.index].add(event)
-            for line in dialect.lines(answers, ticket.index, event):
+            for i, line in enumerate(dialect.lines(answers, ticket.index, event)):
+                if i:
+                    await asyncio.sleep(0)  # an echo has many lines: others take their turns between them
                 yield line
         for line in dialect.end(answers):
             yield line

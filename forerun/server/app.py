@@ -14,13 +14,14 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import FileResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from forerun import __version__
 from forerun.llm import LLM
 from forerun.models.hub import DEFAULT
 from forerun.models.names import title
 from forerun.sampling.params import DEFAULT as DEFAULT_SAMPLING
-from forerun.server import api, errors, ollama, translate
+from forerun.server import api, errors, ollama, sizes, translate
 from forerun.server.answers import started
 from forerun.server.bodies import BoundedRoute
 from forerun.server.embeddings import Embedder, embeddings
@@ -30,6 +31,7 @@ from forerun.server.indices import Indices, mount
 from forerun.server.journal import Journal
 from forerun.server.kitchen import Kitchen
 from forerun.server.metrics import Metrics
+from forerun.server.ollama_card import Card
 from forerun.server.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -90,11 +92,12 @@ def make_app(llm: LLM, settings: Settings, callers: Callers | None = None) -> Fa
     app.router.route_class = BoundedRoute
     for kind in errors.KINDS:
         app.add_exception_handler(kind, errors.handle)
-    embedder = Embedder(kitchen)
+    embedder, card = Embedder(kitchen), Card(kitchen)
     _generation(app, kitchen, embedder)
-    ollama.mount(app, kitchen, embedder)
+    ollama.mount(app, kitchen, embedder, card)
     _texts(app, kitchen)
     _operation(app, kitchen, metrics)
+    _models(app, kitchen, card.modified)
     _playground(app)
     callers = Callers.of(settings) if callers is None else callers
     if settings.indices:
@@ -104,8 +107,22 @@ def make_app(llm: LLM, settings: Settings, callers: Callers | None = None) -> Fa
             llm.draft = f"{RETRIEVAL}+{llm.draft}"
         mount(app, indices)
     add_page(app, name, bool(callers))
+    app.add_middleware(HeadsAsPages)
     guard(app, settings, callers, kitchen.turn)
     return app
+
+
+class HeadsAsPages:
+    """Answers HEAD as GET; the HTTP server leaves the body out."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        if scope["type"] == "http" and scope["method"] == "HEAD":
+            scope = {**scope, "method": "GET"}
+        await self.app(scope, receive, send)
 
 
 def public_name(llm: LLM) -> str:
@@ -157,18 +174,19 @@ def _texts(app: FastAPI, kitchen: Kitchen) -> None:
         kitchen.check(body.model)
         tokens = await kitchen.prepare(translate.tokenized, llm, body, kitchen.check_characters)
         content = {"count": len(tokens), "max_model_len": llm.decoder.context, "tokens": tokens}
-        return await kitchen.write(lambda: content, len(tokens))
+        return await kitchen.write(lambda: content, sizes.TOKEN_ID * len(tokens))
 
     @app.post("/detokenize")
-    async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
+    async def detokenize(body: DetokenizeRequest) -> Response:
         """Token ids as text."""
         kitchen.check(body.model)
-        return {"prompt": await kitchen.prepare(translate.detokenized, llm, body.tokens)}
+        text = await kitchen.prepare(translate.detokenized, llm, body.tokens)
+        sizes.check(len(text), "send fewer tokens at once")
+        return await kitchen.write(lambda: {"prompt": text}, len(text))
 
 
 def _operation(app: FastAPI, kitchen: Kitchen, metrics: Metrics) -> None:
     service, llm = kitchen.service, kitchen.service.llm
-    root = public_name(llm)
 
     @app.get("/health")
     async def health() -> dict[str, str]:
@@ -190,12 +208,6 @@ def _operation(app: FastAPI, kitchen: Kitchen, metrics: Metrics) -> None:
     async def version() -> dict[str, str]:
         """The version of forerun."""
         return {"version": __version__}
-
-    @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
-        """The one model that is served."""
-        card = {"id": kitchen.name, "object": "model", "created": started(), "owned_by": "forerun"}
-        return {"object": "list", "data": [card | {"max_model_len": llm.decoder.context, "root": root}]}
 
     @app.get("/metrics")
     async def prometheus() -> Response:
@@ -227,12 +239,37 @@ def _operation(app: FastAPI, kitchen: Kitchen, metrics: Metrics) -> None:
         }
 
 
+def _models(app: FastAPI, kitchen: Kitchen, created: int) -> None:
+    llm = kitchen.service.llm
+    card = {
+        "id": kitchen.name,
+        "object": "model",
+        "created": created,  # of its file: all replicas say the same, before and after a restart
+        "owned_by": "forerun",
+        "max_model_len": llm.decoder.context,
+        "root": public_name(llm),
+    }
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        """The one model that is served."""
+        return {"object": "list", "data": [card]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        """The model of this name, with or without `:latest`."""
+        if not name:
+            return await models()
+        kitchen.check(name.removesuffix("/"))
+        return card
+
+
 def _in_ms(costs: dict[int, float]) -> dict[str, float]:
     return {str(size): round(1e3 * seconds, 4) for size, seconds in sorted(costs.items())}
 
 
 def _playground(app: FastAPI) -> None:
-    @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)  # HEAD: Ollama's clients ask whether it is up
+    @app.get("/", include_in_schema=False)
     async def index() -> FileResponse:
         return _page("index.html")
 

@@ -30,6 +30,7 @@ from forerun.server.protocol import ChatRequest, CompletionRequest, ResponsesReq
 from forerun.server.responses import responses
 from forerun.server.service import Service
 from forerun.server.settings import Settings
+from forerun.server.writing import content_of
 from forerun.texts import UnreadableError, text_of
 
 AGAIN = (429, 500, 503, 504)  # failures of the moment: such lines are done again
@@ -149,7 +150,7 @@ async def _answer(kitchen: Kitchen, job: dict[str, Any]) -> dict[str, Any]:
         body = job["body"] | {"stream": False}
         request = kind.model_validate(bounds.parse(json.dumps(body).encode()))
         response = await handler(kitchen, request, _nobody(job["url"]))
-        status, content = response.status_code, json.loads(bytes(response.body))
+        status, content = response.status_code, json.loads(content_of(response))
     except RecursionError:
         status, content = errors.body(ApiError(400, "the body is too deep: send less of it", "body"))
     except ValidationError as error:

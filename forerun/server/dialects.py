@@ -9,11 +9,24 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
-from forerun.server import errors, tools
-from forerun.server.answers import Answer, chat_logprobs, completion_logprobs, finish, metrics, trace, usage
+from forerun.models.text import Tokenizer
+from forerun.server import errors, sizes, tools
+from forerun.server.answers import (
+    Answer,
+    chat_logprobs,
+    completion_logprobs,
+    finish,
+    metrics,
+    prompt_logprobs,
+    trace,
+    usage,
+)
 from forerun.server.kitchen import Kitchen
 from forerun.server.protocol import ChatRequest, CompletionRequest, Generation, StreamOptions
+from forerun.server.tickets import Order
 from forerun.types import Event
+
+ECHOED = 16  # tokens of a prompt in one chunk of a stream, where they come with log-probabilities
 
 
 class Dialect:
@@ -28,9 +41,14 @@ class Dialect:
     media_type = "text/event-stream"
     headers: ClassVar[dict[str, str]] = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
     closing = ""
+    entry = 0  # bytes of one log-probability, where they are written
 
     def __init__(self, streams: bool, left_out: Sequence[str]) -> None:
         self.streams, self.left_out = streams, left_out
+
+    def weight(self, orders: Sequence[Order], lengths: Sequence[int]) -> int:
+        """About how many bytes the answer has, with so many tokens for each order."""
+        return sum(sizes.of_choice(o, count, self.entry, False) for o, count in zip(orders, lengths, strict=True))
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         """The body of an answer that is not streamed."""
@@ -71,6 +89,11 @@ class Choices(Dialect):
             "seed": seed,
         }
 
+    def weight(self, orders: Sequence[Order], lengths: Sequence[int]) -> int:
+        ids, scores = bool(self.body.return_token_ids), self.body.prompt_logprobs is not None
+        size = sum(sizes.of_choice(o, count, self.entry, ids) for o, count in zip(orders, lengths, strict=True))
+        return size + (sum(sizes.of_prompt(order, sizes.LONG_ENTRY) for order in orders) if scores else 0)
+
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         choices = [self.choice(answer, i) for i, answer in enumerate(answers)]
         counted = {"usage": usage(answers, self.n), "metrics": metrics(answers)}
@@ -106,40 +129,96 @@ class Choices(Dialect):
     def with_ids(self, choice: dict[str, Any], token_ids: list[int]) -> dict[str, Any]:
         return choice | {"token_ids": token_ids} if self.body.return_token_ids else choice
 
+    def scored(self, answer: Answer) -> list[dict[str, Any] | None]:
+        """The log-probabilities of the prompt in vLLM's shape."""
+        return prompt_logprobs(answer.prompt_logprobs, self.body.prompt_logprobs or 0, self.tokenizer)
+
 
 class Completions(Choices):
-    """OpenAI's text completions. `echoes` are the prompts as texts, where they are to be repeated."""
+    """OpenAI's text completions.
+
+    `echoes` are the prompts as texts, where they are to be repeated; `spelled` are their tokens as texts, where they
+    are repeated with log-probabilities.
+    """
 
     prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
+    entry = sizes.ENTRY
 
     def __init__(
         self, kitchen: Kitchen, body: CompletionRequest, n: int, seed: int | None, prompts: list[list[int]]
     ) -> None:
         super().__init__(kitchen, body, n, seed)
+        self.prompts, self.top = prompts, body.logprobs or 0
         tokenizer = self.tokenizer if body.echo else None
         self.echoes = [tokenizer.decode(prompt) if tokenizer else "" for prompt in prompts]
+        self.spelled: list[list[str]] = []
+        if body.echo and body.logprobs is not None:
+            self.spelled = [_pieces(tokenizer, prompt) for prompt in prompts]
+            self.echoes = ["".join(pieces) for pieces in self.spelled]
+
+    def weight(self, orders: Sequence[Order], lengths: Sequence[int]) -> int:
+        size = super().weight(orders, lengths)
+        size += self.n * sum(len(echo.encode()) for echo in self.echoes)
+        return size + (sum(sizes.of_prompt(order, self.entry) for order in orders) if self.spelled else 0)
 
     def choice(self, answer: Answer, index: int) -> dict[str, Any]:
-        text, reason = self.echoes[index // self.n] + answer.text, finish(answer.finish_reason)
+        at = index // self.n
+        text, reason = self.echoes[at] + answer.text, finish(answer.finish_reason)
         choice = {"index": index, "text": text, "finish_reason": reason, "logprobs": None}
-        if answer.has_logprobs:
-            choice["logprobs"] = completion_logprobs(answer.logprobs, answer.pieces, 0, self.tokenizer)
+        if self.spelled:
+            tokens, pieces = self.prompts[at] + answer.token_ids, self.spelled[at] + answer.pieces
+            entries = [*answer.prompt_logprobs, *answer.logprobs]
+            choice["logprobs"] = completion_logprobs(tokens, entries, pieces, 0, self.tokenizer, self.top)
+        elif answer.has_logprobs:
+            ids, entries = answer.token_ids, list(answer.logprobs)
+            choice["logprobs"] = completion_logprobs(ids, entries, answer.pieces, 0, self.tokenizer, self.top)
+        if self.body.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = self.scored(answer)
         return self.with_ids(choice, answer.token_ids)
 
+    def lines(self, answers: Sequence[Answer], index: int, event: Event) -> Iterable[str]:
+        if self.spelled and event.prompt_logprobs is not None:
+            yield from self._echoed(index, event)
+        yield from super().lines(answers, index, event)
+
+    def _echoed(self, index: int, event: Event) -> Iterable[str]:
+        """Chunks that repeat a prompt with its log-probabilities."""
+        tokens, pieces, offset = self.prompts[index // self.n], self.spelled[index // self.n], 0
+        for at in range(0, len(tokens), ECHOED):
+            part = slice(at, at + ECHOED)
+            entries = (event.prompt_logprobs or [])[part]
+            logprobs = completion_logprobs(tokens[part], entries, pieces[part], offset, self.tokenizer, self.top)
+            text = "".join(pieces[part])
+            offset += len(text)
+            yield self.chunk([{"index": index, "text": text, "logprobs": logprobs, "finish_reason": None}])
+
     def change(self, answer: Answer, index: int, event: Event) -> dict[str, Any]:
-        echo = self.echoes[index // self.n] if len(answer.token_ids) == len(event.token_ids) else ""
-        choice = {"index": index, "text": echo + event.text, "logprobs": None}
+        echo = self.echoes[index // self.n]
+        is_first = len(answer.token_ids) == len(event.token_ids) and not self.spelled
+        choice = {"index": index, "text": (echo if is_first else "") + event.text, "logprobs": None}
         choice["finish_reason"] = finish(event.finish_reason)
         if event.logprobs is not None:
-            before = answer.characters - len(event.text)
-            choice["logprobs"] = completion_logprobs(event.logprobs, event.pieces, before, self.tokenizer)
+            before, ids = len(echo) + answer.characters - len(event.text), event.token_ids
+            choice["logprobs"] = completion_logprobs(
+                ids, event.logprobs, event.pieces, before, self.tokenizer, self.top
+            )
         return self.with_ids(choice, event.token_ids)
+
+
+def _pieces(tokenizer: Tokenizer | None, prompt: Sequence[int]) -> list[str]:
+    """The text that each token of a prompt makes whole."""
+    if tokenizer is None:
+        return [""] * len(prompt)
+    decoding = tokenizer.stream([])
+    pieces = [decoding.append(token) for token in prompt]
+    return [*pieces[:-1], pieces[-1] + decoding.flush()]
 
 
 class Chat(Choices):
     """OpenAI's chat completions, tool calls included."""
 
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    entry = sizes.LONG_ENTRY
 
     def __init__(self, kitchen: Kitchen, body: ChatRequest, n: int, seed: int | None) -> None:
         super().__init__(kitchen, body, n, seed)
@@ -150,8 +229,12 @@ class Chat(Choices):
         self.sent: defaultdict[int, int] = defaultdict(int)
 
     def found(self, answer: Answer) -> tuple[str, list[dict[str, Any]]]:
-        """(the text without calls, the calls in OpenAI's shape) of an answer."""
-        return tools.find(answer.text, self.tools) if self.tools else (answer.text, [])
+        """(the text without calls, the calls in OpenAI's shape) of an answer: of several calls the first, where the
+        request asks for no parallel ones."""
+        if not self.tools:
+            return answer.text, []
+        text, calls = tools.find(answer.text, self.tools)
+        return text, calls[:1] if self.body.parallel_tool_calls is False else calls
 
     def choice(self, answer: Answer, index: int) -> dict[str, Any]:
         text, calls = self.found(answer)
@@ -165,6 +248,10 @@ class Chat(Choices):
             "logprobs": chat_logprobs(answer.logprobs, self.tokenizer) if answer.has_logprobs else None,
         }
         return self.with_ids(choice, answer.token_ids)
+
+    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        scored = {} if self.body.prompt_logprobs is None else {"prompt_logprobs": self.scored(answers[0])}
+        return super().whole(answers) | scored
 
     def begin(self, answers: Sequence[Answer]) -> Iterable[str]:
         delta = {"role": "assistant", "content": "", "refusal": None}

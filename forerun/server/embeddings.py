@@ -21,6 +21,7 @@ from forerun.draft.view import view_of
 from forerun.errors import BusyError, ForerunError
 from forerun.llm import LLM
 from forerun.runner import Runner
+from forerun.server import sizes
 from forerun.server.api import unless_gone
 from forerun.server.errors import ApiError
 from forerun.server.kitchen import Kitchen
@@ -41,14 +42,19 @@ class Embedder:
         self.kitchen, self.service, self.llm = kitchen, kitchen.service, kitchen.service.llm
         self.waiting, self._turn = 0, asyncio.Lock()
 
-    async def answer(self, http: Request, given: str | list[Any], content: Content, cut: bool = False) -> Response:
+    async def answer(
+        self, http: Request, given: str | list[Any], content: Content, cut: bool = False, each: int = sizes.FLOAT
+    ) -> Response:
         """The answer with this content, for vectors of what is given and how many tokens were read; none once the
-        client is gone. `cut` is that of `tokens_of`. Raises as `embed` does."""
+        client is gone. `cut` is that of `tokens_of`; `each` number of a vector takes so many bytes. Raises as `embed`
+        does."""
 
         async def work() -> Response:
             texts = await self.kitchen.prepare(tokens_of, self.kitchen, given, cut)
+            size = len(texts) * self.llm.decoder.config.hidden * each
+            sizes.check(size, "send fewer texts at once, or ask for encoding_format base64")
             vectors = await self.embed(texts)
-            return await self.kitchen.write(lambda: content(vectors, sum(map(len, texts))), vectors.size)
+            return await self.kitchen.write(lambda: content(vectors, sum(map(len, texts))), size)
 
         return await unless_gone(http, work())
 
@@ -180,7 +186,8 @@ async def embeddings(kitchen: Kitchen, embedder: Embedder, body: EmbeddingsReque
         usage = {"prompt_tokens": count, "total_tokens": count}
         return {"object": "list", "data": data, "model": kitchen.name, "usage": usage}
 
-    return await embedder.answer(http, body.input, content)
+    each = sizes.BASE64_FLOAT if body.encoding_format == "base64" else sizes.FLOAT
+    return await embedder.answer(http, body.input, content, each=each)
 
 
 def _base64(vector: np.ndarray) -> str:

@@ -160,7 +160,7 @@ TABLE: dict[str, Mapped | Idle | Only] = {
     "continue_final_message": Only((False,), "lay the conversation out yourself and send it to /v1/completions"),
     "chat_template": Only((), "the model's own template is used; send your own layout to /v1/completions"),
     "truncate_prompt_tokens": Only((-1,), "shorten the prompt yourself; /tokenize counts"),
-    "prompt_logprobs": Only((0,), "only what is generated has log-probabilities"),
+    "prompt_logprobs": Only((0,), "/v1/completions and /v1/chat/completions have it"),
     "n_probs": Only((0,), "use logprobs"),
     "post_sampling_probs": Only((False,), "use logprobs"),
     "t_max_predict_ms": Only((0, -1), "use max_tokens"),

@@ -20,13 +20,13 @@ from forerun.server import bounds
 from forerun.server.errors import ApiError
 from forerun.server.service import Service
 from forerun.server.tickets import Group, Order
-from forerun.server.writing import written
+from forerun.server.writing import LongResponse
 from forerun.types import SALT
 
 R = TypeVar("R")
 PREPARATIONS = 2  # at once: each that computes may keep the interpreter from the engine for a moment
 FEWEST = 4096  # characters that any prompt may have: they take no time worth a refusal
-SHORT = 1024  # values of an answer that is written on the spot
+SHORT = 1 << 14  # bytes of an answer that is written on the spot
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,12 +116,8 @@ class Kitchen:
             orders = [replace(order, compiled=own) for order, own in zip(orders, compiled, strict=True)]
         return self.service.submit(orders, self.timeout)
 
-    async def write(self, content: Callable[[], dict[str, Any]], count: int) -> Response:
-        """The answer whose content has `count` values; a long one is written beside the event loop."""
-        if count < SHORT:
+    async def write(self, content: Callable[[], dict[str, Any]], size: int) -> Response:
+        """The answer whose content has about `size` bytes; a long one is written beside the event loop."""
+        if size < SHORT:
             return JSONResponse(content())
-
-        def made() -> Response:
-            return Response(written(content()).encode(), media_type="application/json")
-
-        return await to_thread.run_sync(made, limiter=self.writing)
+        return await to_thread.run_sync(lambda: LongResponse(content()), limiter=self.writing)

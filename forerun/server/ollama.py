@@ -34,6 +34,7 @@ from forerun.server.ollama_protocol import (
 )
 from forerun.server.protocol import ChatRequest
 from forerun.server.tickets import Order
+from forerun.server.translate import THOUGHTS
 from forerun.types import Event
 
 NOT_HERE = "this server has the one model that it was started with: for another, start forerun serve MODEL"
@@ -41,11 +42,11 @@ ACTIONS = (("POST", "pull"), ("POST", "push"), ("POST", "create"), ("POST", "cop
 Json = dict[str, Any]
 
 
-def mount(app: FastAPI, kitchen: Kitchen, embedder: Embedder) -> None:
+def mount(app: FastAPI, kitchen: Kitchen, embedder: Embedder, card: Card) -> None:
     """Add the routes under /api."""
     _generation(app, kitchen)
     _embedding(app, kitchen, embedder)
-    _models(app, kitchen)
+    _models(app, kitchen, card)
     for method, name in ACTIONS:
         app.add_api_route(f"/api/{name}", _not_here, methods=[method], include_in_schema=False)
 
@@ -100,7 +101,8 @@ class Ollama(Dialect):
 
     def __init__(self, chat: Chat, body: OllamaGeneration) -> None:
         idle = ["keep_alive"] if body.keep_alive is not None else []
-        super().__init__(body.stream is not False, [*chat.left_out, *idle])
+        left_out = dict.fromkeys("think" if name in THOUGHTS else name for name in chat.left_out)
+        super().__init__(body.stream is not False, [*left_out, *idle])
         self.chat, self.body, self.talks = chat, body, isinstance(body, OllamaChat)
 
     def whole(self, answers: Sequence[Answer]) -> Json:
@@ -195,9 +197,7 @@ def _embedding(app: FastAPI, kitchen: Kitchen, embedder: Embedder) -> None:
         return await answered(request, body, texts, lambda vectors, _: {"embedding": vectors.ravel().tolist()})
 
 
-def _models(app: FastAPI, kitchen: Kitchen) -> None:
-    card = Card(kitchen)
-
+def _models(app: FastAPI, kitchen: Kitchen, card: Card) -> None:
     @app.get("/api/tags")
     async def ollama_tags() -> Json:
         """The one model that is served."""

@@ -6,17 +6,26 @@ import json
 from typing import Annotated, Any
 
 from fastapi.exceptions import RequestValidationError
-from pydantic import Field, ValidationError
+from pydantic import BeforeValidator, Field, ValidationError
+from pydantic_core import PydanticCustomError
 
 from forerun.server import fields
 from forerun.server.errors import ApiError
-from forerun.server.protocol import ENDLESS, MOST_MESSAGES, Body, ChatRequest, List, Strict, Tool
+from forerun.server.numbers import List, Number, TokenIds, Whole
+from forerun.server.protocol import EFFORTS, MOST_MESSAGES, Body, ChatRequest, Strict, Tool
 
 Json = dict[str, Any]
 OPTIONS = (  # besides what is in the table of fields
     *("temperature", "top_k", "top_p", "min_p", "seed", "stop", "min_tokens", "max_tokens", "ignore_eos"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "speculative", "cache_salt"),
 )
+
+
+def _think(value: Any) -> Any:
+    """Whether a model thinks, or how much."""
+    if isinstance(value, bool) or (isinstance(value, str) and value in EFFORTS):
+        return value
+    raise PydanticCustomError("think", 'give true, false, "low", "medium" or "high"', {})
 
 
 class OllamaFunction(Strict):
@@ -47,7 +56,7 @@ class Ollama(Body):
 
     model: str
     options: Json | None = None
-    keep_alive: float | str | None = None
+    keep_alive: Number | str | None = None
 
 
 class OllamaGeneration(Ollama):
@@ -55,7 +64,7 @@ class OllamaGeneration(Ollama):
 
     stream: bool | None = None
     format: str | Json | None = None
-    think: bool | None = None
+    think: Annotated[bool | str, BeforeValidator(_think)] | None = None
     truncate: bool | None = None
     shift: bool | None = None
 
@@ -76,7 +85,7 @@ class OllamaGenerate(OllamaGeneration):
     suffix: str | None = None
     template: str | None = None
     images: List[Any] | None = None
-    context: List[int] | None = None
+    context: TokenIds | None = None
 
 
 class OllamaEmbed(Ollama):
@@ -84,7 +93,7 @@ class OllamaEmbed(Ollama):
 
     input: str | List[str]
     truncate: bool | None = None
-    dimensions: int | None = None
+    dimensions: Whole | None = None
 
 
 class OllamaEmbeddings(Ollama):
@@ -145,14 +154,10 @@ def _request(body: OllamaGeneration, messages: list[Json], more: Json) -> ChatRe
         if name not in OPTIONS and name not in fields.TABLE:
             raise fields.unknown(name, OPTIONS)
     options = dict(body.options or {})
-    for name in ("num_predict", "seed"):  # below 0: as long as there is room, and any seed
-        value = options.get(name)
-        if isinstance(value, int) and value < 0:
-            del options[name]
-            if name == "num_predict":
-                options["max_tokens"] = ENDLESS
-    if body.think is not None:
+    if isinstance(body.think, bool):
         options["enable_thinking"] = body.think
+    elif body.think is not None:
+        options["reasoning_effort"] = body.think
     values = {"messages": messages, **options, **more, **_form(body.format)}
     try:
         return ChatRequest.model_validate(values)

@@ -1,12 +1,14 @@
 """What clients may send: OpenAI's fields, the extensions people expect, and ours. Unknown fields are refused.
 
-Types are strict ("5" is no number). What OpenAI's clients send and a local server has no use for is accepted and
-ignored; it is listed in `Ignored`. What other servers and their clients know is in `fields`.
+Types are strict ("5" is no number; `numbers` has the one reading of those that are). What OpenAI's clients send and a
+local server has no use for is accepted and ignored; it is listed in `Ignored`. What other servers and their clients
+know is in `fields`.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self, TypeVar
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import (
     BaseModel,
@@ -17,19 +19,19 @@ from pydantic import (
     PrivateAttr,
     model_validator,
 )
+from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 from forerun.server import fields
+from forerun.server.numbers import Depth, Length, List, Number, TokenIds, TopK, TopLogprobs, Whole
 
 MOST_FIELDS = 100  # of one object whose fields are known
 
-T = TypeVar("T")
-List = Annotated[list[T], Field(fail_fast=True)]  # an error for each of a million elements would take gigabytes
-Number = Annotated[float, Field(allow_inf_nan=False)]
 Stop = Annotated[str, Field(max_length=256)]
 Stops = Stop | Annotated[List[Stop], Field(max_length=16)]
-ENDLESS = 1 << 31  # max_tokens of a client that asks for as many as there is room for
 MOST_MESSAGES = 4096
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+EFFORTS: tuple[str, ...] = get_args(Effort)
 Metadata = Annotated[dict[str, Any], Field(max_length=64)]
 Salt = Annotated[str, Field(max_length=256)]  # requests with the same one share a memory, within a tenant
 
@@ -51,7 +53,15 @@ class Strict(BaseModel):
     def small(cls, value: Any) -> Any:
         if isinstance(value, dict) and len(value) > MOST_FIELDS:
             raise PydanticCustomError("fields", "this object has {count} fields", {"count": len(value)})
+        return _without_nulls(value, cls.model_fields) if isinstance(value, dict) else value
+
+
+def _without_nulls(value: dict[str, Any], known: Mapping[str, FieldInfo]) -> dict[str, Any]:
+    """An object without those of its known fields that are null: null means absent in every field."""
+    if None not in value.values():
         return value
+    names = {field.alias or name for name, field in known.items()}
+    return {name: item for name, item in value.items() if item is not None or name not in names}
 
 
 class Body(Strict):
@@ -72,7 +82,6 @@ class Ignored(Body):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
-    parallel_tool_calls: bool | None = None
 
     @model_validator(mode="wrap")
     @classmethod
@@ -94,7 +103,7 @@ class Speculative(Strict):
     """How one request drafts."""
 
     draft: str | None = None
-    depth: Literal["auto"] | Annotated[int, Field(ge=0, le=64)] | None = None
+    depth: Depth | None = None
     rule: str | None = None
 
 
@@ -111,6 +120,11 @@ class JsonSchema(Strict):
     strict: bool | None = None
 
 
+NAMED_SCHEMA = ("name", "description", "schema", "strict")
+FORM_VALUES = ("json_schema", "regex", "grammar", "choice")  # each belongs to the type of its name
+FORM = {"type", *NAMED_SCHEMA, *FORM_VALUES}
+
+
 class ResponseFormat(Strict):
     """text, json_object, json_schema, and vLLM's regex and grammar (Lark)."""
 
@@ -120,6 +134,35 @@ class ResponseFormat(Strict):
     grammar: str | None = None
     choice: List[str] | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def in_one_shape(cls, value: Any) -> Any:
+        return _one_shape(value)
+
+
+def _one_shape(value: Any) -> Any:
+    """A form as OpenAI's chats write it. llama.cpp and the Responses API have a schema beside the type."""
+    if not isinstance(value, dict):
+        raise _odd('give an object, such as {"type": "json_object"}')
+    given = {name: item for name, item in value.items() if item is not None or name not in FORM}
+    if given.get("type") in ("json_object", "json_schema") and "schema" in given:
+        if "json_schema" in given:
+            raise _odd("the schema is there twice, as schema and as json_schema: give one")
+        named = {name: given.pop(name) for name in NAMED_SCHEMA if name in given}
+        given |= {"type": "json_schema", "json_schema": named}
+    kind = given.get("type")
+    for name in FORM_VALUES:
+        if name in given and isinstance(kind, str) and kind != name:
+            raise _odd(f"type {kind[:20]!r} has no {name}: give type {name!r}, or leave {name} out")
+    inner = given.get("json_schema")
+    if isinstance(inner, dict) and not inner.keys() <= set(NAMED_SCHEMA):
+        raise _odd('json_schema must be {"name": ..., "schema": ...}: put the schema into its schema')
+    return given
+
+
+def _odd(advice: str) -> PydanticCustomError:
+    return PydanticCustomError("form", "{advice}", {"advice": advice})
+
 
 class Sampled(Ignored):
     """What everything that generates has in common."""
@@ -128,38 +171,40 @@ class Sampled(Ignored):
     temperature: Number | None = None
     top_p: Number | None = None
     stop: Stops | None = None
-    seed: int | None = None
+    seed: Whole | None = None
     presence_penalty: Number | None = None
     frequency_penalty: Number | None = None
     stream: bool | None = None
     response_format: ResponseFormat | None = None
-    top_k: int | None = None
+    top_k: TopK | None = None
     min_p: Number | None = None
     repetition_penalty: Number | None = None
-    min_tokens: int | None = None
+    min_tokens: Whole | None = None
     speculative: bool | Speculative | None = None
     cache_salt: Salt | None = None
+    parallel_tool_calls: bool | None = None  # false: an answer has one call at most
 
 
 class Generation(Sampled):
     """What completions and chats have in common."""
 
-    n: int | None = None
+    n: Whole | None = None
     logit_bias: Annotated[dict[str, Number], BeforeValidator(_biases)] | None = None
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: Annotated[List[int], Field(max_length=1024)] | None = None
+    stop_token_ids: Annotated[TokenIds, Field(max_length=1024)] | None = None
     return_token_ids: bool | None = None
     documents: Annotated[List[str], Field(max_length=64)] | None = None
     trace: bool | None = None
+    prompt_logprobs: Whole | None = None
 
 
 class CompletionRequest(Generation):
-    prompt: str | List[str] | List[int] | List[List[int]]
-    max_tokens: int | None = None
-    logprobs: int | None = None
+    prompt: str | List[str] | TokenIds | List[TokenIds]
+    max_tokens: Length | None = None
+    logprobs: TopLogprobs = None
     echo: bool | None = None
-    best_of: int | None = None
+    best_of: Whole | None = None
     suffix: str | None = None
 
 
@@ -221,15 +266,15 @@ class Prediction(Strict):
 
 class ChatRequest(Generation):
     messages: Annotated[List[Message], Field(min_length=1, max_length=MOST_MESSAGES)]
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
+    max_tokens: Length | None = None
+    max_completion_tokens: Length | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Whole | None = None
     tools: Annotated[List[Tool], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     prediction: Prediction | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: str | None = None
+    reasoning_effort: Effort | None = None
     verbosity: str | None = None
     modalities: List[Literal["text"]] | None = None
 
@@ -243,7 +288,7 @@ class TokenizeRequest(Body):
 
 class DetokenizeRequest(Body):
     model: str | None = None
-    tokens: List[int]
+    tokens: TokenIds
 
 
 class InputItem(Strict):
@@ -267,6 +312,21 @@ class TextFormat(Strict):
     schema_: dict[str, Any] | None = Field(default=None, alias="schema")
     strict: bool | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def in_one_shape(cls, value: Any) -> Any:
+        shaped = _one_shape(value)
+        inner = shaped.pop("json_schema", {})
+        return shaped | inner if isinstance(inner, dict) else value
+
+
+class Reasoning(BaseModel):
+    """How much the model is to think. A summary of its thoughts is not made, and whatever else there is ignored."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    effort: Effort | None = None
+
 
 class TextOptions(Strict):
     format: TextFormat | None = None
@@ -287,13 +347,13 @@ class ResponsesRequest(Sampled):
 
     input: str | Annotated[List[InputItem], Field(min_length=1, max_length=MOST_MESSAGES)]
     instructions: str | None = None
-    max_output_tokens: int | None = None
+    max_output_tokens: Length | None = None
     text: TextOptions | None = None
     tools: Annotated[List[FlatTool], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | FlatToolChoice | None = None
     previous_response_id: str | None = None
     truncation: Literal["disabled", "auto"] | None = None
-    reasoning: dict[str, Any] | None = None
+    reasoning: Reasoning | None = None
     include: List[str] | None = None
     background: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -302,8 +362,8 @@ class ResponsesRequest(Sampled):
 class EmbeddingsRequest(Body):
     """OpenAI's embeddings."""
 
-    input: str | List[str] | List[int] | List[List[int]]
+    input: str | List[str] | TokenIds | List[TokenIds]
     model: str | None = None
     encoding_format: Literal["float", "base64"] | None = None
-    dimensions: int | None = None
+    dimensions: Whole | None = None
     user: str | None = None

@@ -118,7 +118,8 @@ def _kind(document: dict[str, Any], schema: dict[str, Any]) -> str:
 
 
 def _command(method: str, path: str, model: str, base: str, keyed: bool) -> str:
-    words = ["curl", *(["-X", method] if method not in ("GET", "POST") else []), base + path]
+    where = base + path.replace("/v1/models/{name}", f"/v1/models/{model}")
+    words = ["curl", *(["-X", method] if method not in ("GET", "POST") else []), where]
     if keyed and path != "/health":
         words += ["-H", "Authorization: Bearer KEY"]
     if path in EXAMPLES:

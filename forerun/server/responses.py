@@ -48,6 +48,8 @@ def as_chat(body: ResponsesRequest) -> ChatRequest:
         chat["tools"] = [
             {"type": "function", "function": t.model_dump(exclude={"type"}, exclude_none=True)} for t in body.tools
         ]
+    if body.reasoning and body.reasoning.effort:
+        chat["reasoning_effort"] = body.reasoning.effort
     choice = body.tool_choice
     if choice is not None:
         chat["tool_choice"] = (
@@ -87,7 +89,7 @@ class Responses(Dialect):
     """OpenAI's Responses: one answer, whole or as events with rising sequence numbers."""
 
     def __init__(self, chat: Chat, body: ResponsesRequest) -> None:
-        super().__init__(bool(body.stream), body.left_out)
+        super().__init__(bool(body.stream), [*body.left_out, *_renamed(chat.left_out)])
         self.chat, self.body, self.number = chat, body, 0
         self.id, self.item = f"resp_{secrets.token_hex(16)}", f"msg_{secrets.token_hex(16)}"
         self.at: dict[str, Any] = {"item_id": self.item, "output_index": 0, "content_index": 0}
@@ -156,7 +158,7 @@ class Responses(Dialect):
             "max_output_tokens": body.max_output_tokens,
             "metadata": body.metadata or {},
             "output": self._output(answer, status) if answer else [],
-            "parallel_tool_calls": False,
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,
             "store": False,
             "temperature": chat.sampling["temperature"] if body.temperature is None else body.temperature,
@@ -181,6 +183,11 @@ class Responses(Dialect):
             function = {"call_id": call["id"], **call["function"], "status": "completed"}
             items.append({"id": f"fc_{secrets.token_hex(16)}", "type": "function_call", **function})
         return items
+
+
+def _renamed(names: Iterable[str]) -> list[str]:
+    """Fields of the chat without effect, by their names in a Responses request."""
+    return ["reasoning" if name == "reasoning_effort" else name for name in names]
 
 
 def _part(text: str) -> dict[str, Any]:

@@ -27,6 +27,7 @@ class Order:
     references: Sequence[Reference] = ()
     trace: bool = False
     tenant: str = ""
+    fills: bool = False  # without a limit of its own: it may be as long as there is room for
     compiled: Compiled | None = None  # its grammar, so that the engine's thread never compiles
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from forerun.draft.registry import with_references
@@ -14,8 +15,8 @@ from forerun.sampling.grammar import Grammar
 from forerun.sampling.params import SamplingParams
 from forerun.server import bounds
 from forerun.server.errors import ApiError
+from forerun.server.numbers import FILL, whole_of_text
 from forerun.server.protocol import (
-    ENDLESS,
     ChatRequest,
     CompletionRequest,
     Content,
@@ -36,6 +37,7 @@ TEMPLATE = frozenset(  # arguments that are ours, and what would replace the mod
         *("padding", "truncation"),
     )
 )
+THOUGHTS = ("enable_thinking", "reasoning_effort")  # variables of templates that say how much a model is to think
 GRAMMARS = {"json_schema": "json_schema", "regex": "regex", "grammar": "lark", "choice": "choice"}
 
 
@@ -46,8 +48,10 @@ def completion_prompts(request: CompletionRequest) -> Sequence[str | list[int]]:
         raise ApiError(400, "suffix is not supported: this server continues texts, it fills no gaps", "suffix")
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise ApiError(400, "best_of is not supported beyond n", "best_of")
-    if request.echo and request.logprobs is not None:
-        raise ApiError(400, "echo and logprobs are not supported together", "echo")
+    if request.max_tokens == 0 and not request.echo and request.prompt_logprobs is None:
+        message = "max_tokens=0 generates nothing: give 1 or more, or echo (with logprobs) to score the prompt"
+        raise ApiError(400, message, "max_tokens")
+    _check_prompt_logprobs(request)
     if isinstance(prompt, str):
         prompts: Sequence[Any] = [prompt]
     else:
@@ -57,15 +61,51 @@ def completion_prompts(request: CompletionRequest) -> Sequence[str | list[int]]:
     return prompts
 
 
+def scored(request: CompletionRequest) -> int | None:
+    """The number of likeliest tokens to work out beside each token of the prompt; None where its tokens are not
+    scored. A prompt that is only read is scored in any case."""
+    asked = [request.prompt_logprobs] if request.prompt_logprobs is not None else []
+    asked += [request.logprobs] if request.echo and request.logprobs is not None else []
+    return max(asked, default=0 if request.max_tokens == 0 else None)
+
+
+def _check_prompt_logprobs(request: CompletionRequest | ChatRequest) -> None:
+    if request.prompt_logprobs is not None and request.stream:
+        message = "prompt_logprobs is not streamed: leave stream out, or give /v1/completions echo and logprobs"
+        raise ApiError(400, message, "prompt_logprobs")
+
+
 def chat_prompt(llm: LLM, request: ChatRequest, check: Callable[[int], None]) -> list[int]:
     """A conversation as token ids. `check` refuses so many characters."""
     tools = [t.model_dump(exclude_none=True) for t in request.tools or []] if request.tool_choice != "none" else []
     if llm.tokenizer is None:
         raise RequestError("this model directory has no tokenizer: it cannot chat")
-    options = request.chat_template_kwargs or {}
+    _check_prompt_logprobs(request)
+    options = template_options(request)
     if taken := TEMPLATE & options.keys():
         raise ApiError(400, f"chat_template_kwargs may not set {min(taken)}", "chat_template_kwargs")
     return _conversation(llm.tokenizer, request.messages, check, tools, options)
+
+
+def template_options(request: ChatRequest) -> dict[str, Any]:
+    """The variables of the chat template: the request's own, and what its reasoning effort means besides."""
+    own, effort = request.chat_template_kwargs or {}, request.reasoning_effort
+    if effort is None:
+        return own
+    meant: dict[str, Any] = {"enable_thinking": False}
+    if effort != "none":
+        meant = {"enable_thinking": True, "reasoning_effort": effort}
+    return meant | own
+
+
+def without_effect(llm: LLM, request: ChatRequest) -> list[str]:
+    """Fields of a chat that this model's template cannot use."""
+    template = llm.tokenizer.template if llm.tokenizer else ""
+    if any(name in template for name in THOUGHTS):
+        return []
+    thinks = (request.chat_template_kwargs or {}).get("enable_thinking")
+    effort = request.reasoning_effort not in (None, "none")
+    return [*(["enable_thinking"] if thinks else []), *(["reasoning_effort"] if effort else [])]
 
 
 def tokenized(llm: LLM, request: TokenizeRequest, check: Callable[[int], None]) -> list[int]:
@@ -137,17 +177,24 @@ def grammar_of(form: ResponseFormat | None) -> Grammar | None:
 
 
 def sampling(
-    llm: LLM, request: Generation, max_tokens: int | None, logprobs: int | None, grammar: Grammar | None
+    llm: LLM,
+    request: Generation,
+    max_tokens: int,
+    logprobs: int | None,
+    grammar: Grammar | None,
+    prompt_logprobs: int | None = None,
 ) -> SamplingParams:
     """The sampling parameters of a request; what it does not say is as the model's authors set it, or else forerun's
-    default. Without a seed it is given one, so that it can be repeated."""
+    default. Without a seed, or with one below 0, it is given one, so that it can be repeated. `max_tokens` may be FILL:
+    `orders` then knows how much room each prompt leaves."""
     if request.seed is not None and not -(1 << 63) <= request.seed < 1 << 64:
         raise ApiError(400, f"seed={brief(request.seed)} is out of range: give a 64-bit number", "seed")
     options: dict[str, Any] = {
         **llm.sampling,
-        "seed": secrets.randbits(48) if request.seed is None else request.seed % (1 << 63),
-        "max_tokens": max_tokens,
+        "seed": secrets.randbits(48) if request.seed is None or request.seed < 0 else request.seed % (1 << 63),
+        "max_tokens": llm.room if max_tokens == FILL else max_tokens,
         "logprobs": logprobs,
+        "prompt_logprobs": prompt_logprobs,
         "grammar": grammar,
     }
     for name in (
@@ -156,26 +203,29 @@ def sampling(
     ):
         if (value := getattr(request, name)) is not None:
             options[name] = value
-    if options.get("top_k") == -1:  # "all", as vLLM writes it
-        options["top_k"] = 0
     if request.logit_bias is not None:
-        try:
-            options["logit_bias"] = {int(token): amount for token, amount in request.logit_bias.items()}
-        except ValueError:
-            raise ApiError(400, "logit_bias must map token ids to amounts", "logit_bias") from None
+        options["logit_bias"] = {_token_id(token): amount for token, amount in request.logit_bias.items()}
     return SamplingParams.of(**options)
 
 
 def answer_tokens(llm: LLM, prompt: Sequence[int], request: Generation, asked: int | None, *, templated: bool) -> int:
-    """The most tokens of an answer. A request that gives no limit (`asked` is None) may have as many as there is room
-    for, since a chat model ends its turn; where nothing makes it end (no chat template, no end token, `ignore_eos`)
-    there is a bound."""
-    room = max(1, llm.room - len(prompt))
+    """The most tokens of an answer, or FILL. A request that gives no limit (`asked` is None) may have as many as there
+    is room for, since a chat model ends its turn; where nothing makes it end (no chat template, no end token,
+    `ignore_eos`) there is a bound."""
     if asked is not None:
-        return room if asked == ENDLESS else asked
+        return asked
     has_template = llm.tokenizer is not None and llm.tokenizer.has_chat_template
     ends = templated and has_template and llm.decoder.config.end_ids and not request.ignore_eos
-    return room if ends else min(room, UNENDED_TOKENS)
+    return FILL if ends else min(max(1, llm.room - len(prompt)), UNENDED_TOKENS)
+
+
+def _token_id(text: str) -> int:
+    """The token that an entry of `logit_bias` is about."""
+    token = whole_of_text(text)
+    if token is None:
+        message = f'logit_bias must map token ids to amounts, as in {{"50256": -100}}: {brief(text)} is no token id'
+        raise ApiError(400, message, "logit_bias")
+    return token
 
 
 def orders(
@@ -184,8 +234,10 @@ def orders(
     params: SamplingParams,
     request: Generation,
     prediction: str | None = None,
+    *,
+    fill: bool = False,
 ) -> list[Order]:
-    """One order for each of the n completions of every prompt."""
+    """One order for each of the n completions of every prompt; `fill`: each may be as long as there is room for."""
     draft, depth, rule = speculation(llm, request.speculative)
     references = llm.references(prediction, request.documents or ())
     if references and request.speculative is not False and draft != "off":
@@ -194,7 +246,8 @@ def orders(
     found = []
     for tokens in prompts:
         mine = [reference.behind(len(tokens)) for reference in references]
-        found += [Order(tokens, own, draft, depth, rule, mine, trace, tenant) for own in separate(params)]
+        fitted = replace(params, max_tokens=max(1, llm.room - len(tokens))) if fill else params
+        found += [Order(tokens, own, draft, depth, rule, mine, trace, tenant, fill) for own in separate(fitted)]
     return found
 
 

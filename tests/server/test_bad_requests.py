@@ -93,7 +93,7 @@ GENERATION: dict[str, list[Any]] = {
     "presence_penalty": [*NOT_NUMBER, -2.1, 2.1],
     "frequency_penalty": [*NOT_NUMBER, -2.1, 2.1],
     "stream": NOT_BOOL,
-    "stream_options": [*NOT_OBJECT, {"include_usage": 1}, {"usage": True}, {"include_usage": None}],
+    "stream_options": [*NOT_OBJECT, {"include_usage": 1}, {"usage": True}, {"include_usage": "yes"}],
     "response_format": [
         *NOT_OBJECT,
         {},
@@ -143,7 +143,7 @@ GENERATION: dict[str, list[Any]] = {
     "prompt_cache_key": [*NOT_TEXT, []],
     "parallel_tool_calls": NOT_BOOL,
 }
-MAX_TOKENS: list[Any] = [*NOT_WHOLE, 0, -1, 1 << 33, LONG]
+MAX_TOKENS: list[Any] = [*NOT_WHOLE, 0, -3, -1.5, 1 << 33, LONG]
 TEXTS: list[Any] = [*NOT_TEXT, None, DEEP_OBJECT]
 BAD_MESSAGES: list[Any] = [
     *NOT_LIST,

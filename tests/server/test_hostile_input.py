@@ -100,6 +100,13 @@ CORPUS: dict[str, Callable[[], tuple[str, bytes]]] = {  # made when they are sen
         COMPLETION, body(documents=["".join(f"{i} " for i in range(450))] * 4, n=16),
     ),
     "log-probabilities": lambda: (COMPLETION, body(n=64, logprobs=20, max_tokens=60)),
+    "an echo, many times": lambda: (COMPLETION, body(prompt="x = 1\n" * 330, n=64, echo=True, max_tokens=1)),
+    "an echo with log-probabilities, many times": lambda: (
+        COMPLETION, body(prompt="x = 1\n" * 300, n=16, echo=True, logprobs=20, max_tokens=0),
+    ),
+    "an echo with log-probabilities, streamed": lambda: (
+        COMPLETION, body(prompt="x = 1\n" * 300, n=16, echo=True, logprobs=20, max_tokens=0, stream=True),
+    ),
     "penalties": lambda: (
         COMPLETION, body(prompt="x = 1\n" * 300, n=16, repetition_penalty=1.1, frequency_penalty=0.5),
     ),

@@ -241,7 +241,7 @@ def test_models_are_not_managed_here(server: Front, method: str, name: str) -> N
         ("chat", {"messages": [{}] * 4_000}, "role"),
         ("chat", {"messages": [{}] * 10_000}, "8192"),
         ("chat", {"messages": HI, "tools": [{}]}, "tools"),
-        ("chat", {"messages": HI, "think": "high"}, "think"),
+        ("chat", {"messages": HI, "think": "hard"}, "think"),
         ("embed", {"input": 5}, "input"),
         ("embed", {"input": ["a"] * 2049}, "2048"),
         ("embed", {"input": [""]}, "input"),
