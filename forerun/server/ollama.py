@@ -128,7 +128,7 @@ class Ollama(Dialect):
                 {
                     "id": call["id"],
                     "function": {
-                        "index": i,
+                        "index": call.get("index", i),
                         "name": call["function"]["name"],
                         "arguments": _arguments(call["function"]["arguments"]),
                     },
