@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forerun.errors import RequestError, shown
+from forerun.jsonl import json_line
 from forerun.whole import write_whole
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ class Conversation:
 
     def save(self, file: str) -> None:
         """Write the messages as one line of JSON, whole or not at all. Raises ForerunError."""
-        text = json.dumps({"messages": self.messages}, ensure_ascii=False) + "\n"
+        text = json_line({"messages": self.messages}) + "\n"
         write_whole(Path(file).expanduser(), text)
 
     def load(self, file: str) -> None:

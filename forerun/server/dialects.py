@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
+from forerun.jsonl import json_line
 from forerun.server import errors, tools
 from forerun.server.answers import Answer, chat_logprobs, completion_logprobs, finish, metrics, trace, usage
 from forerun.server.kitchen import Kitchen
@@ -197,4 +197,4 @@ class Chat(Choices):
 
 def event_line(value: dict[str, Any]) -> str:
     """One server-sent event."""
-    return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
+    return f"data: {json_line(value)}\n\n"

@@ -14,6 +14,7 @@ from fastapi.responses import JSONResponse
 from starlette.concurrency import run_in_threadpool
 
 from forerun import __version__
+from forerun.jsonl import json_line
 from forerun.server import errors
 from forerun.server.answers import Answer, finish
 from forerun.server.api import answer, chat_orders, warned
@@ -223,7 +224,7 @@ def _models(app: FastAPI, kitchen: Kitchen) -> None:
 
 
 def _json_line(value: Json) -> str:
-    return json.dumps(value, ensure_ascii=False) + "\n"
+    return json_line(value) + "\n"
 
 
 def _nanoseconds(seconds: float) -> int:
