@@ -156,7 +156,7 @@ def _texts(app: FastAPI, kitchen: Kitchen) -> None:
         kitchen.check(body.model)
         tokens = await kitchen.prepare(translate.tokenized, llm, body, kitchen.check_characters)
         content = {"count": len(tokens), "max_model_len": llm.decoder.context, "tokens": tokens}
-        return await kitchen.write(lambda: content, len(tokens))
+        return api.warned(await kitchen.write(lambda: content, len(tokens)), body.left_out)
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:

@@ -101,7 +101,7 @@ class Ollama(Dialect):
 
     def __init__(self, chat: Chat, body: OllamaGeneration) -> None:
         idle = ["keep_alive"] if body.keep_alive is not None else []
-        super().__init__(body.stream is not False, [*chat.left_out, *idle])
+        super().__init__(body.stream is not False, [*dict.fromkeys([*chat.left_out, *body.left_out, *idle])])
         self.chat, self.body, self.talks = chat, body, isinstance(body, OllamaChat)
 
     def whole(self, answers: Sequence[Answer]) -> Json:

@@ -6,11 +6,11 @@ import json
 from typing import Annotated, Any
 
 from fastapi.exceptions import RequestValidationError
-from pydantic import Field, ValidationError
+from pydantic import BeforeValidator, Field, ValidationError
 
-from forerun.server import fields
+from forerun.server import bounds, fields, message_fields
 from forerun.server.errors import ApiError
-from forerun.server.protocol import MOST_MESSAGES, Body, ChatRequest, List, Strict, Tool
+from forerun.server.protocol import MOST_MESSAGES, AnyMessage, Body, ChatRequest, List, Strict, Tool
 
 Json = dict[str, Any]
 OPTIONS = (  # besides what is in the table of fields
@@ -19,27 +19,36 @@ OPTIONS = (  # besides what is in the table of fields
 )
 
 
+def _object(value: Any) -> Any:
+    """The arguments of a call, which are an object here, and a text with one where OpenAI's clients have kept it."""
+    if isinstance(value, str):
+        try:
+            value = bounds.parse(value.encode()) if value.strip() else {}
+        except ValueError:
+            return value  # it is refused, as no object
+    return {} if value is None else value
+
+
 class OllamaFunction(Strict):
+    others = message_fields.CALL
+
     name: str
-    arguments: Json = Field(default_factory=dict)
+    arguments: Annotated[Json, BeforeValidator(_object, json_schema_input_type=Json | str | None)] = Field(
+        default_factory=dict
+    )
     index: int | None = None
-    description: str | None = None
 
 
 class OllamaCall(Strict):
+    others = message_fields.CALL
+
     id: str | None = None
     type: str | None = None
     function: OllamaFunction
 
 
-class OllamaMessage(Strict):
-    role: str
-    content: str | None = None
-    images: List[Any] | None = None
-    thinking: str | None = None
+class OllamaMessage(AnyMessage):
     tool_calls: List[OllamaCall] | None = None
-    tool_name: str | None = None
-    tool_call_id: str | None = None
 
 
 class Ollama(Body):
@@ -125,9 +134,7 @@ def chat_of_prompt(body: OllamaGenerate) -> ChatRequest:
 
 
 def _message(message: OllamaMessage) -> Json:
-    if message.images:
-        raise ApiError(400, "images is not supported: this server reads text only", "messages")
-    values: Json = {"role": message.role, "content": message.content or ""}
+    values = message.model_dump(exclude={"tool_calls"}, exclude_none=True)
     if message.tool_calls:
         values["tool_calls"] = [
             {
@@ -136,14 +143,13 @@ def _message(message: OllamaMessage) -> Json:
             }
             for i, call in enumerate(message.tool_calls)
         ]
-    named = {"name": message.tool_name, "tool_call_id": message.tool_call_id}
-    return values | {key: value for key, value in named.items() if value is not None}
+    return values
 
 
 def _request(body: OllamaGeneration, messages: list[Json], more: Json) -> ChatRequest:
     for name in body.options or {}:
         if name not in OPTIONS and name not in fields.TABLE:
-            raise fields.unknown(name, OPTIONS)
+            raise fields.unknown(name, [*OPTIONS, *fields.TABLE])
     options = dict(body.options or {})
     for name in ("num_predict", "seed"):  # below 0: as long as there is room, and any seed
         value = options.get(name)

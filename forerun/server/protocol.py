@@ -6,20 +6,24 @@ ignored; it is listed in `Ignored`. What other servers and their clients know is
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self, TypeVar
+from functools import cache
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, get_args
 
 from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Discriminator,
     Field,
     ModelWrapValidatorHandler,
     PrivateAttr,
+    Tag,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
 
-from forerun.server import fields
+from forerun.server import fields, message_fields
+from forerun.server.errors import ApiError
 
 MOST_FIELDS = 100  # of one object whose fields are known
 
@@ -43,26 +47,60 @@ def _biases(value: Any) -> Any:
 
 
 class Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+    """An object whose fields are all known: ours, and those of other servers and clients, which are in `others`."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, json_schema_extra=fields.describe)
+    others: ClassVar[fields.Table] = {}
 
     @model_validator(mode="before")
     @classmethod
-    def small(cls, value: Any) -> Any:
-        if isinstance(value, dict) and len(value) > MOST_FIELDS:
+    def settled(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        if len(value) > MOST_FIELDS:
             raise PydanticCustomError("fields", "this object has {count} fields", {"count": len(value)})
-        return value
+        known = _names(cls)
+        if value.keys() <= known:
+            return value
+        try:
+            ours, ignored = fields.settle(value, known, cls.others)
+        except ApiError as error:
+            if issubclass(cls, Body):
+                raise
+            raise PydanticCustomError("field", "{message}", {"message": str(error)}) from None  # it is told where
+        fields.leave_out(ignored)
+        return ours
+
+
+@cache
+def _names(kind: type[BaseModel]) -> frozenset[str]:
+    """The names of a model's fields, as they are sent."""
+    return frozenset(field.alias or name for name, field in kind.model_fields.items())
 
 
 class Body(Strict):
     """A whole request, of a value that `bounds` has parsed: it is not too large, and can be written as JSON again."""
 
+    _left_out: tuple[str, ...] = PrivateAttr(())
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def collected(cls, value: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        with fields.left_out() as names:
+            request = handler(value)
+        request._left_out = tuple(dict.fromkeys(names))
+        return request
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """Fields that were sent and have no effect on the text, those of objects within the request too."""
+        return self._left_out
+
 
 class Ignored(Body):
-    """Fields of hosted services: understood, and without effect here. `left_out` are fields of other servers that were
-    ignored too."""
+    """Fields of hosted services: understood, and without effect here."""
 
-    model_config = ConfigDict(json_schema_extra=fields.describe)
-    _left_out: tuple[str, ...] = PrivateAttr(())
+    others = fields.TABLE
 
     user: str | None = None
     metadata: Metadata | None = None
@@ -72,21 +110,6 @@ class Ignored(Body):
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     parallel_tool_calls: bool | None = None
-
-    @model_validator(mode="wrap")
-    @classmethod
-    def settled(cls, value: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
-        if not isinstance(value, dict) or len(value) > MOST_FIELDS:
-            return handler(value)
-        body, left_out = fields.settle(value, cls.model_fields)
-        request = handler(body)
-        request._left_out = left_out
-        return request
-
-    @property
-    def left_out(self) -> tuple[str, ...]:
-        """Fields that were sent and have no effect on the text."""
-        return self._left_out
 
 
 class Speculative(Strict):
@@ -163,36 +186,108 @@ class CompletionRequest(Generation):
 
 
 class TextPart(Strict):
+    others = message_fields.PART
+
     type: Literal["text", "input_text", "output_text"]
     text: str
-    annotations: List[Any] | None = None
-    logprobs: List[Any] | None = None
 
 
-Content = str | List[TextPart]
+class RefusalPart(Strict):
+    others = message_fields.PART
+
+    type: Literal["refusal"]
+    refusal: str
+
+
+class ThoughtPart(Strict):
+    others = message_fields.THOUGHT
+
+    type: Literal["thinking", "redacted_thinking", "reasoning", "reasoning_text", "summary_text"]
+    thinking: str | List[TextPart] | None = None
+
+
+class CallPart(Strict):
+    """A call of a tool as Anthropic's clients write it."""
+
+    others = message_fields.CALL
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any] | None = None
+
+
+class ResultPart(Strict):
+    """What a tool said, as Anthropic's clients write it."""
+
+    others = message_fields.PART
+
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: str | List[TextPart] | None = None
+    is_error: bool | None = None
+
+
+PART_MODELS: tuple[type[BaseModel], ...] = (TextPart, RefusalPart, ThoughtPart, CallPart, ResultPart)
+PARTS = {kind: model.__name__ for model in PART_MODELS for kind in get_args(model.model_fields["type"].annotation)}
+
+
+def _part(value: Any) -> str | None:
+    """The model of a part, by its type."""
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return PARTS.get(kind) if isinstance(kind, str) else None
+
+
+Part = Annotated[
+    Annotated[TextPart, Tag("TextPart")]
+    | Annotated[RefusalPart, Tag("RefusalPart")]
+    | Annotated[ThoughtPart, Tag("ThoughtPart")]
+    | Annotated[CallPart, Tag("CallPart")]
+    | Annotated[ResultPart, Tag("ResultPart")],
+    Discriminator(
+        _part,
+        custom_error_type="part",
+        custom_error_message=f"a part must be of type {', '.join(PARTS)}: {message_fields.TEXT_ONLY}",
+    ),
+]
+Content = str | List[Part]
 
 
 class FunctionCall(Strict):
+    others = message_fields.CALL
+
     name: str
-    arguments: str
+    arguments: str | None
 
 
 class ToolCall(Strict):
+    others = message_fields.CALL
+
     id: str
-    type: Literal["function"] = "function"
+    type: Literal["function"] | None = "function"
     function: FunctionCall
 
 
-class Message(Strict):
+class AnyMessage(Strict):
+    """A message but for its calls, which Ollama's clients write in another way."""
+
+    others = message_fields.MESSAGE
+
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
     name: str | None = None
-    tool_calls: List[ToolCall] | None = None
     tool_call_id: str | None = None
     refusal: str | None = None
+    reasoning_content: str | None = None
+
+
+class Message(AnyMessage):
+    tool_calls: List[ToolCall] | None = None
 
 
 class Function(Strict):
+    others = message_fields.TOOL
+
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -200,6 +295,8 @@ class Function(Strict):
 
 
 class Tool(Strict):
+    others = message_fields.NESTED_TOOL
+
     type: Literal["function"]
     function: Function
 
@@ -246,9 +343,11 @@ class DetokenizeRequest(Body):
 
 
 class InputItem(Strict):
-    """One item of a Responses input: a message, a tool call of ours, or what the tool said."""
+    """One item of a Responses input: a message, a tool call of ours, what the tool said, or thoughts."""
 
-    type: Literal["message", "function_call", "function_call_output"] = "message"
+    others = message_fields.ITEM
+
+    type: Literal["message", "function_call", "function_call_output", "reasoning"] | None = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
     content: Content | None = None
     id: str | None = None
@@ -256,7 +355,10 @@ class InputItem(Strict):
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
-    output: str | None = None
+    output: Content | None = None
+    refusal: str | None = None
+    reasoning_content: str | None = None
+    summary: List[ThoughtPart] | None = None
 
 
 class TextFormat(Strict):
@@ -273,6 +375,8 @@ class TextOptions(Strict):
 
 
 class FlatTool(Function):
+    others = message_fields.FLAT_TOOL
+
     type: Literal["function"]
 
 
