@@ -6,6 +6,7 @@ import secrets
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 from forerun.jsonl import json_line
@@ -145,7 +146,7 @@ class Chat(Choices):
         super().__init__(kitchen, body, n, seed)
         self.tools = (body.tools or []) if body.tool_choice != "none" else []
         # of each choice that is streamed: what looks for calls in it, and how many there were
-        self.readers: defaultdict[int, tools.CallReader] = defaultdict(lambda: tools.CallReader(self.tools))
+        self.readers: defaultdict[int, tools.CallReader] = defaultdict(partial(tools.CallReader, self.tools))
         self.called: defaultdict[int, int] = defaultdict(int)
 
     def found(self, answer: Answer) -> tuple[str, list[dict[str, Any]]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from forerun.errors import brief
@@ -74,7 +74,7 @@ class CallReader:
 
     def __init__(self, tools: Sequence[Tool]) -> None:
         self._known = {tool.function.name for tool in tools}
-        self._state: Callable[[], bool] = self._before_value  # reads on in the buffer; False where that is not enough
+        self._state = CallReader._before_value  # reads on in the buffer; False where that is not enough
         self._buffer, self._at, self._last = "", 0, False
         self._opening: list[str] = []  # stands in front of a value, and is text where the value is no call
         self._value: list[str] = []  # pieces of a value that began in an earlier buffer
@@ -93,7 +93,7 @@ class CallReader:
 
     def _read(self, piece: str, last: bool) -> tuple[str, list[Json]]:
         self._buffer, self._at, self._last = self._buffer[self._at :] + piece, 0, last
-        while self._state():
+        while self._state(self):
             pass
         found = "".join(self._text), self._calls
         self._text, self._calls = [], []
@@ -103,7 +103,7 @@ class CallReader:
         found = self._buffer.find(OPENING, self._at)
         if found >= 0:
             self._give(self._buffer[self._at : found])
-            self._opening, self._at, self._state = [OPENING], found + len(OPENING), self._before_value
+            self._opening, self._at, self._state = [OPENING], found + len(OPENING), CallReader._before_value
             return True
         rest = self._buffer[self._at :]
         kept = 0 if self._last else _overlap(rest, OPENING)
@@ -115,7 +115,7 @@ class CallReader:
         self._skip_space()
         begun = self._buffer[self._at : self._at + 1]
         if begun and begun in "{[":
-            self._value, self._scan, self._state = [], ValueScan(), self._in_value
+            self._value, self._scan, self._state = [], ValueScan(), CallReader._in_value
             return True
         if begun or self._last:
             self._give_opening()
@@ -139,7 +139,7 @@ class CallReader:
         calls = _calls(value, self._known)
         if calls:
             self._calls += calls
-            self._opening, self._state = [], self._after_call
+            self._opening, self._state = [], CallReader._after_call
         else:
             self._give_opening()
             self._give(text)
@@ -150,14 +150,14 @@ class CallReader:
         self._skip_space()
         rest = self._buffer[self._at : self._at + len(CLOSING)]
         if rest == CLOSING:
-            self._opening, self._at, self._state = [], self._at + len(CLOSING), self._in_text
+            self._opening, self._at, self._state = [], self._at + len(CLOSING), CallReader._in_text
             return True
         if not self._last and CLOSING.startswith(rest):
             return False
         if rest[:1] in (";", ","):
             self._opening.append(rest[0])
             self._at += 1
-        self._state = self._before_value
+        self._state = CallReader._before_value
         return True
 
     def _skip_space(self) -> None:
@@ -168,7 +168,7 @@ class CallReader:
     def _give_opening(self) -> None:
         """What was held for a value is text, and so is what follows."""
         self._give("".join(self._opening))
-        self._opening, self._value, self._state = [], [], self._in_text
+        self._opening, self._value, self._state = [], [], CallReader._in_text
 
     def _give(self, text: str) -> None:
         if self._blank is not None:
