@@ -22,6 +22,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from forerun.errors import brief
 from forerun.server import fields, message_fields
 from forerun.server.errors import ApiError
 
@@ -342,12 +343,25 @@ class DetokenizeRequest(Body):
     tokens: List[int]
 
 
+ItemType = Literal["message", "function_call", "function_call_output", "reasoning"]
+
+
+def _item_type(value: Any) -> Any:
+    if isinstance(value, str) and value not in get_args(ItemType):
+        raise PydanticCustomError(
+            "item",
+            "items of type {kind} are not supported: this server takes {kinds}, and keeps nothing to refer to",
+            {"kind": brief(value), "kinds": ", ".join(get_args(ItemType))},
+        )
+    return value
+
+
 class InputItem(Strict):
     """One item of a Responses input: a message, a tool call of ours, what the tool said, or thoughts."""
 
     others = message_fields.ITEM
 
-    type: Literal["message", "function_call", "function_call_output", "reasoning"] | None = "message"
+    type: Annotated[ItemType | None, BeforeValidator(_item_type, json_schema_input_type=ItemType | None)] = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
     content: Content | None = None
     id: str | None = None

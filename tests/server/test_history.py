@@ -383,6 +383,8 @@ def test_what_cannot_be_taken_is_refused_with_advice(
         ({"role": "user", "content": "x", "conten": "y"}, "did you mean 'content'?"),
         ({"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}, "text only"),
         ({"type": "function_call", "call_id": "c", "arguments": "{}"}, "needs name"),
+        ({"type": "item_reference", "id": "x"}, "'item_reference' are not supported: this server takes message"),
+        ({"type": "web_search_call", "id": "x", "status": "completed"}, "keeps nothing to refer to"),
     ],
 )
 def test_items_that_cannot_be_taken_are_refused_with_advice(item: Json, says: str) -> None:

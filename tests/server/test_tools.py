@@ -97,7 +97,7 @@ UNUSUAL: dict[str, tuple[str, str, list[tuple[str, Any]]]] = {
     "a type beside it": ('{"type": "function", "name": "w", "parameters": {"c": 1}}', "", [W1]),
     "unicode escapes": ('{"name": "\\u0077", "arguments": {"c": "\\ud83d\\ude00"}}', "", [("w", {"c": "\U0001f600"})]),
     "half a character": ('{"name": "w", "arguments": {"c": "\\ud800"}}', "", [("w", {"c": "\ufffd"})]),
-    "a name that is a list": ('{"name": ["w"]} x', '{"name": ["w"]} x', []),
+    "a name that is a list": ('{"name": ["w"]}', '{"name": ["w"]}', []),
     "an object that is no call, then one": (f"{{}} {TAGGED}", "{} ", [W1]),
     "prose that begins like an object": (f"{{x}} is a set. {TAGGED}", "{x} is a set. ", [W1]),
     "cut short": ('<tool_call>{"name": "w", "arg', '<tool_call>{"name": "w", "arg', []),
