@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import ollama
+import openai
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
@@ -471,3 +472,36 @@ def test_one_answer_of_a_response_is_one_message() -> None:
     assert first["content"] == "Yes." and first["reasoning_content"] == "Hm."
     assert [call["id"] for call in first["tool_calls"]] == ["c0", "c1"]
     assert [m["content"] for m in (second, third)] == ["Done.", "Really."] and "tool_calls" not in second
+
+
+# ------------------------------------------------------------ the clients themselves
+
+STRANGE = [f'<tool_call>{{"name": "w", "arguments": {arguments}}}</tool_call>' for arguments in ARGUMENTS]
+
+
+@pytest.mark.parametrize("said", [*STRANGE, "one\u2028two", "\x85"])
+def test_openais_client_sends_back_what_it_was_given(client: openai.OpenAI, said: str) -> None:
+    messages: list[Any] = [HI]
+    form = {"response_format": {"type": "choice", "choice": [said]}}
+    for stream in (False, True):
+        asked: Json = {"messages": messages, "tools": TOOLS[CHAT], "model": "tiny", "max_tokens": 120}
+        if stream:
+            with client.chat.completions.stream(**asked, extra_body=form) as events:
+                message = events.get_final_completion().choices[0].message.model_dump()
+        else:
+            message = client.chat.completions.create(**asked, extra_body=form).choices[0].message.model_dump()
+        messages += [message, *results(CHAT, message), HI]
+    assert client.chat.completions.create(messages=messages, tools=TOOLS[CHAT], model="tiny", max_tokens=2).choices
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_ollamas_client_reads_every_line_and_sends_it_back(server: Front, stream: bool) -> None:
+    """It splits lines at Unicode's line ends and raised where a text held one."""
+    there = ollama.Client(host=server.url)
+    asked: Json = {"model": "tiny", "format": {"const": "one\u2028two\x85"}, "options": {"num_predict": 60}}
+    answers: Any = there.chat(messages=[HI], stream=stream, **asked)
+    parts = list(answers) if stream else [answers]
+    text = "".join(part.message.content or "" for part in parts)
+    assert json.loads(text) == "one\u2028two\x85"
+    said = [HI, ollama.Message(role="assistant", content=text, thinking="Hm."), HI]
+    assert there.chat(messages=said, tools=TOOLS[OLLAMA], model="tiny", options={"num_predict": 2}).message
