@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +11,7 @@ import typer
 
 from forerun.errors import LoadError, RequestError
 from forerun.flags import ANSWER, ENGINE_FLAGS, SAMPLING, model_as_argument, with_flags, with_model
+from forerun.jsonl import json_line
 from forerun.models.hub import find_model
 from forerun.models.places import names_model
 from forerun.sampling.grammar import Grammar
@@ -73,7 +73,7 @@ def generate(
         return
     for completion in llm.generate(prompt, params):
         used = {"sampling": {name: getattr(params, name) for name in DEFAULT}}
-        print(json.dumps(as_dict(completion) | used) if as_json else completion.text)
+        print(json_line(as_dict(completion) | used, ascii_only=True) if as_json else completion.text)
         if stats and not as_json:
             say(summary(completion, llm.room, None))
 

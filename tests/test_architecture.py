@@ -19,6 +19,7 @@ FLOORS = [
         "config",
         "costs",
         "drafts",
+        "jsonl",
         "machine",
         "progress",
         "ranges",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -17,6 +16,7 @@ from forerun.chat.conversation import Conversation
 from forerun.chat.parameters import Parameters
 from forerun.errors import ForerunError, LoadError
 from forerun.flags import ENGINE, SAMPLING, with_flags
+from forerun.jsonl import json_line
 from forerun.models.hub import find_model
 from forerun.terminal import as_dict, load, say, show, summary
 from forerun.texts import BYTE_ORDER_MARK
@@ -124,7 +124,7 @@ def _turn(commands: Commands, text: str, as_json: bool, alone: bool) -> None:
     talk.add(messages, completion.text)
     commands.seed = None if params.greedy else completion.seed
     if as_json:
-        print(json.dumps(as_dict(completion)), flush=True)
+        print(json_line(as_dict(completion), ascii_only=True), flush=True)
     elif commands.stats:
         say(summary(completion, talk.room, commands.clock.plain))
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forerun.errors import RequestError, shown
+from forerun.jsonl import json_line
 from forerun.texts import UnreadableError, text_of
 from forerun.whole import write_whole
 
@@ -102,7 +103,7 @@ class Conversation:
 
     def save(self, file: str) -> None:
         """Write all messages as one line of JSON, whole or not at all. Raises ForerunError."""
-        text = json.dumps({"messages": self.whole}, ensure_ascii=False) + "\n"
+        text = json_line({"messages": self.whole}) + "\n"
         write_whole(Path(file).expanduser(), text)
 
     def load(self, file: str) -> None:

@@ -7,7 +7,6 @@ then on it ends with one error in its stream.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import secrets
 from collections.abc import AsyncGenerator, Mapping
@@ -19,6 +18,7 @@ from starlette.types import Message, Receive, Send
 
 from forerun.cluster.envelope import Envelope
 from forerun.cluster.ledger import Ledger
+from forerun.jsonl import json_line
 from forerun.server import errors
 from forerun.server.service import UnavailableError
 
@@ -133,9 +133,9 @@ class Relay:
         kind = Headers(raw=self._start["headers"]).get("content-type", "")
         content = errors.told(error)[1]
         if kind.startswith("text/event-stream"):
-            last = f"data: {json.dumps(content)}\n\ndata: [DONE]\n\n"
+            last = f"data: {json_line(content)}\n\ndata: [DONE]\n\n"
         elif kind.startswith("application/x-ndjson"):
-            last = json.dumps({"error": content["error"]["message"]}) + "\n"
+            last = json_line({"error": content["error"]["message"]}) + "\n"
         else:
             return False
         await send({"type": "http.response.body", "body": last.encode(), "more_body": False})

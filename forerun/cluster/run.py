@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import signal
 import socket
@@ -18,6 +17,7 @@ from forerun.cluster.door import make_door
 from forerun.cluster.memory import renewed
 from forerun.cluster.plan import Plan, read_plan
 from forerun.errors import ForerunError
+from forerun.jsonl import json_line
 from forerun.server.listen import is_loopback
 from forerun.server.run import serve, start_logging
 from forerun.server.tenants import Callers
@@ -65,4 +65,4 @@ def _renew(app: Starlette, crew: RayCrew, file: Path) -> None:
 def announcement(plan: Plan, where: str) -> str:
     """One line that ends with the address."""
     facts = {model.name: model.replicas.min for model in plan.models}
-    return f"forerun: serving replicas {json.dumps(facts)} on {where}"
+    return f"forerun: serving replicas {json_line(facts, ascii_only=True)} on {where}"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from typing import Any
+
+from forerun.jsonl import json_line
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -35,4 +36,4 @@ def print_columns(rows: Sequence[dict[str, str]], optional: Sequence[str] = ()) 
 
 def print_json(data: dict[str, Any]) -> None:
     """One JSON object on stdout."""
-    print(json.dumps(data))
+    print(json_line(data, ascii_only=True))

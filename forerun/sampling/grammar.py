@@ -8,7 +8,7 @@ from typing import Any
 
 from forerun.errors import RequestError, nearest
 
-KINDS = ("json_schema", "json_object", "regex", "lark", "choice")
+KINDS = ("json_schema", "json_object", "regex", "lark", "choice", "tool_calls")
 LONGEST = 1 << 16  # characters of a grammar
 
 
@@ -21,8 +21,9 @@ class Grammar:
 
     Args:
         kind: json_schema, json_object (any JSON object), regex (Rust syntax, the whole output), lark (llguidance's
-            dialect, its rule `start`), or choice.
-        text: the schema as JSON, the regex, the Lark grammar, or a JSON list of strings; "" for json_object.
+            dialect, its rule `start`), choice, or tool_calls (a call of one of several tools).
+        text: the schema as JSON, the regex, the Lark grammar, a JSON list of strings, or a JSON list of
+            [name of a tool, JSON schema of its arguments]; "" for json_object.
     """
 
     kind: str
@@ -40,9 +41,11 @@ class Grammar:
             self.text.encode()
         except UnicodeEncodeError:  # lone surrogates, as bytes that are no UTF-8 come in on the command line
             raise RequestError("the grammar is not valid Unicode text: give UTF-8") from None
-        value = _parse(self.text) if self.kind in ("json_schema", "choice") else None
+        value = _parse(self.text) if self.kind in ("json_schema", "choice", "tool_calls") else None
         if self.kind == "json_schema" and not isinstance(value, dict):
             raise RequestError(f"a JSON schema must be an object, not {short(self.text)}")
+        if self.kind == "tool_calls" and not (isinstance(value, list) and value and all(map(_is_tool, value))):
+            raise RequestError(f"tool calls need a list of [name, JSON schema], not {short(self.text)}")
         if self.kind == "choice" and not (isinstance(value, list) and value and all(_is_text(c) for c in value)):
             raise RequestError(f"choices must be a list of strings, none of them empty, not {short(self.text)}")
 
@@ -64,8 +67,31 @@ class Grammar:
             return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, json.loads(self.text))))
         if self.kind == "lark":
             return LLMatcher.grammar_from_lark(self.text)
-        schema = json.dumps(json.loads(self.text or '{"type": "object"}'))
-        return LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_flexible": False})
+        if self.kind == "tool_calls":
+            return _calls(json.loads(self.text))
+        return _schema(json.loads(self.text or '{"type": "object"}'))
+
+
+def _schema(schema: dict[str, Any]) -> str:
+    """A JSON schema in the language of llguidance."""
+    from llguidance import LLMatcher
+
+    return LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults={"whitespace_flexible": False})
+
+
+def _calls(tools: list[tuple[str, dict[str, Any]]]) -> str:
+    """{"name":...,"arguments":...} with one of the names, in the language of llguidance.
+
+    The schema of each tool stays a document of its own, because its references count from its own root.
+    """
+    rules, documents = [], []
+    for i, (name, schema) in enumerate(tools):
+        beginning = json.dumps(f'{{"name":{json.dumps(name)},"arguments":')
+        rules.append(f'call{i}: {beginning} @arguments{i} "}}"')
+        (document,) = json.loads(_schema(schema))["grammars"]
+        documents.append(document | {"name": f"arguments{i}"})
+    start = "start: " + " | ".join(f"call{i}" for i in range(len(tools)))
+    return json.dumps({"grammars": [{"lark_grammar": "\n".join([start, *rules])}, *documents]})
 
 
 def _parse(text: str) -> Any:
@@ -77,6 +103,10 @@ def _parse(text: str) -> Any:
 
 def _is_text(value: object) -> bool:
     return isinstance(value, str) and bool(value)
+
+
+def _is_tool(value: object) -> bool:
+    return isinstance(value, list) and len(value) == 2 and _is_text(value[0]) and isinstance(value[1], dict)
 
 
 def short(text: str) -> str:

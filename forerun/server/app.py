@@ -174,7 +174,8 @@ def _texts(app: FastAPI, kitchen: Kitchen) -> None:
         kitchen.check(body.model)
         tokens = await kitchen.prepare(translate.tokenized, llm, body, kitchen.check_characters)
         content = {"count": len(tokens), "max_model_len": llm.decoder.context, "tokens": tokens}
-        return await kitchen.write(lambda: content, sizes.TOKEN_ID * len(tokens))
+        response = await kitchen.write(lambda: content, sizes.TOKEN_ID * len(tokens))
+        return api.warned(response, body.left_out)
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> Response:

@@ -20,6 +20,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.responses import Response
 
 from forerun.errors import RequestError
+from forerun.jsonl import json_line
 from forerun.llm import LLM
 from forerun.progress import Tell, progress
 from forerun.server import api, bounds, errors
@@ -101,7 +102,8 @@ def resume(target: Path) -> set[str]:
         raise RequestError(f"{target} exists and is no batch output: give another name") from None
     if again:
         fresh = target.with_name(f".{target.name}.new")
-        fresh.write_text("".join(json.dumps(line) + "\n" for line in lines if line["custom_id"] in done))
+        kept = [json_line(line, ascii_only=True) for line in lines if line["custom_id"] in done]
+        fresh.write_text("".join(f"{line}\n" for line in kept))
         fresh.replace(target)
     elif len(whole) < len(content):
         with target.open("r+b") as file:
@@ -124,7 +126,7 @@ async def _work(llm: LLM, jobs: list[dict[str, Any]], target: Path, tell: Tell) 
                 nonlocal done
                 async with places:
                     answer = await _answer(kitchen, job)
-                file.write(json.dumps(answer) + "\n")
+                file.write(json_line(answer, ascii_only=True) + "\n")
                 file.flush()
                 done += 1
                 tell(f"{done} of {len(jobs)} requests", done, len(jobs))

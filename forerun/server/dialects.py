@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
+from forerun.jsonl import json_line
 from forerun.models.text import Tokenizer
 from forerun.server import errors, sizes, tools
 from forerun.server.answers import (
@@ -223,10 +224,9 @@ class Chat(Choices):
     def __init__(self, kitchen: Kitchen, body: ChatRequest, n: int, seed: int | None) -> None:
         super().__init__(kitchen, body, n, seed)
         self.tools = (body.tools or []) if body.tool_choice != "none" else []
-        # of each choice that is streamed: whether it may be a call, what is held back, characters that are not
-        self.suspicions: defaultdict[int, tools.Suspicion] = defaultdict(tools.Suspicion)
-        self.held: defaultdict[int, list[str]] = defaultdict(list)
-        self.sent: defaultdict[int, int] = defaultdict(int)
+        # of each choice that is streamed: what looks for calls in it, and how many there were
+        self.readers: defaultdict[int, tools.CallReader] = defaultdict(partial(tools.CallReader, self.tools))
+        self.called: defaultdict[int, int] = defaultdict(int)
 
     def found(self, answer: Answer) -> tuple[str, list[dict[str, Any]]]:
         """(the text without calls, the calls in OpenAI's shape) of an answer: of several calls the first, where the
@@ -261,33 +261,30 @@ class Chat(Choices):
     def change(self, answer: Answer, index: int, event: Event) -> dict[str, Any]:
         delta: dict[str, Any] = {}
         reason = finish(event.finish_reason)
-        if not self.tools:
-            delta["content"] = event.text
-        elif event.finish_reason is not None:
-            text, calls = self.found(answer)
-            delta["content"] = text[self.sent[index] :]
-            if calls:
-                delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
-                reason = "tool_calls"
-        elif (content := self._beyond_doubt(index, event.text)) is not None:
-            delta["content"] = content
+        text, calls = self._certain(index, event) if self.tools else (event.text, [])
+        if text or reason or not self.tools:
+            delta["content"] = text
+        if calls:
+            delta["tool_calls"] = [{"index": self.called[index] + i, **call} for i, call in enumerate(calls)]
+            self.called[index] += len(calls)
+        if reason and self.called[index]:
+            reason = "tool_calls"
         choice = {"index": index, "delta": delta, "finish_reason": reason, "logprobs": None}
         if event.logprobs is not None:
             choice["logprobs"] = chat_logprobs(event.logprobs, self.tokenizer)
         return self.with_ids(choice, event.token_ids)
 
-    def _beyond_doubt(self, index: int, piece: str) -> str | None:
-        """The text of a choice that can be streamed with its next piece, None while it may be a call."""
-        held = self.held[index]
-        held.append(piece)
-        if self.suspicions[index].add(piece):
-            return None
-        content = "".join(held)
-        held.clear()
-        self.sent[index] += len(content)
-        return content
+    def _certain(self, index: int, event: Event) -> tuple[str, list[dict[str, Any]]]:
+        """(text, calls) of a streamed choice that are certain with an event."""
+        text, calls = self.readers[index].add(event.text)
+        if event.finish_reason is not None:
+            rest, more = self.readers[index].end()
+            text, calls = text + rest, calls + more
+        if self.body.parallel_tool_calls is False:
+            calls = calls[: max(1 - self.called[index], 0)]
+        return text, calls
 
 
 def event_line(value: dict[str, Any]) -> str:
     """One server-sent event."""
-    return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
+    return f"data: {json_line(value)}\n\n"

@@ -56,8 +56,8 @@ def body(error: Exception) -> tuple[int, dict[str, Any]]:
     elif isinstance(error, HTTPException):
         status, message = error.status_code, str(error.detail)
     elif isinstance(error, RequestValidationError):
-        # where a field may be of several kinds, the error that went furthest into it says most
-        first = max(error.errors(), key=lambda e: len(e["loc"]))
+        # where a field may be of several kinds, the error that went furthest into it says most, or names a field
+        first = max(error.errors(), key=lambda e: (len(e["loc"]), e["type"] == "field"))
         status, param = 400, _where(first["loc"]) if first["type"] != "json_invalid" else None
         message = f"{param}: {first['msg']}" if param else str(first["msg"])
     kind = TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")

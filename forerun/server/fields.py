@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +19,7 @@ from forerun.server.errors import ApiError
 
 HEADER = "X-Forerun-Ignored"
 Json = dict[str, Any]
+_LEFT_OUT: ContextVar[list[str]] = ContextVar("names that are ignored in the request that is being checked")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,9 @@ class Only:
     values: tuple[Any, ...]
     advice: str
     when: Callable[[Json], bool] = lambda _body: True
+
+
+Table = dict[str, Mapped | Idle | Only]
 
 
 def _penalised(body: Json) -> bool:
@@ -100,7 +106,7 @@ RESOURCES = "memory and threads are the server's own options"
 SAMPLERS = "leave it out; there are temperature, top_k, top_p and min_p"
 WHOLE_TEXT = "penalties look at the whole text here"
 
-TABLE: dict[str, Mapped | Idle | Only] = {
+TABLE: Table = {
     # ours by another name
     "repeat_penalty": Mapped(("repetition_penalty",)),
     "n_predict": Mapped(LENGTH),
@@ -175,18 +181,34 @@ TABLE: dict[str, Mapped | Idle | Only] = {
 }
 
 
-def settle(body: Json, known: Collection[str]) -> tuple[Json, tuple[str, ...]]:
-    """(the body in our fields alone, which are `known`; the names that were ignored). Raises ApiError."""
+@contextmanager
+def left_out() -> Iterator[list[str]]:
+    """Collect the names that are ignored in one request, in the objects within it too."""
+    names: list[str] = []
+    token = _LEFT_OUT.set(names)
+    try:
+        yield names
+    finally:
+        _LEFT_OUT.reset(token)
+
+
+def leave_out(names: Iterable[str]) -> None:
+    """Say that these are ignored in the request that is being checked."""
+    _LEFT_OUT.get([]).extend(names)
+
+
+def settle(body: Json, known: Collection[str], table: Table) -> tuple[Json, tuple[str, ...]]:
+    """(an object in our fields alone, which are `known`; the names that were ignored). Raises ApiError."""
     ours: Json = {name: value for name, value in body.items() if name in known}
     ignored, narrow = [], []
     for name, value in body.items():
         if name in known:
             continue
-        row = TABLE.get(name)
+        row = table.get(name)
         if row is None:
-            raise unknown(name, known)
-        if value is None:
-            continue
+            raise unknown(name, [*known, *table])
+        if value is None or (isinstance(row, Idle) and value in ([], {})):
+            continue  # it says nothing
         if isinstance(row, Mapped):
             _map(ours, name, value, row, known)
         elif isinstance(row, Idle):
@@ -204,22 +226,23 @@ def _map(ours: Json, name: str, value: Any, row: Mapped, known: Collection[str])
     target = next((target for target in row.targets if target in known), None)
     if target is None:
         raise ApiError(400, f"{name} is not supported by this endpoint: leave it out", name)
-    if ours.get(target) is not None:
+    formed = row.form(name, value)
+    if ours.get(target) not in (None, formed):
         raise ApiError(400, f"{name} says again what {target} says, by this or another name: give one", name)
-    ours[target] = row.form(name, value)
+    ours[target] = formed
 
 
 def unknown(name: str, known: Collection[str]) -> ApiError:
-    """The error of a name that is in neither list; it says the nearest one that is."""
-    close = difflib.get_close_matches(name[:64], [*known, *TABLE], n=1)
+    """The error of a name that is not `known`; it says the nearest one that is."""
+    close = difflib.get_close_matches(name[:64], known, n=1)
     hint = f"did you mean {close[0]!r}?" if close else "/docs lists what this endpoint takes"
     return ApiError(400, f"there is no field {shown(name[:64])}: {hint}", name if name.isidentifier() else None)
 
 
 def describe(schema: Json, kind: Any) -> None:
-    """Add the rows of the table to the published schema of a request."""
-    properties, known = schema["properties"], kind.model_fields
-    for name, row in TABLE.items():
+    """Add the rows of its table to the published schema of an object."""
+    properties, known = schema.get("properties", {}), kind.model_fields
+    for name, row in kind.others.items():
         if name in properties:
             continue
         if isinstance(row, Idle):

@@ -18,7 +18,7 @@ from forerun.draft.retrieval import Retrieval
 from forerun.errors import LoadError
 from forerun.llm import LLM
 from forerun.server.errors import ApiError
-from forerun.server.protocol import Strict
+from forerun.server.protocol import Body
 from forerun.server.service import Service
 from forerun.server.tenants import CALLER
 from forerun.types import RETRIEVAL
@@ -27,7 +27,7 @@ log = logging.getLogger("forerun.server")
 NAME = re.compile(r"\w[\w.-]{0,63}(/\w[\w.-]{0,63}){0,3}", re.ASCII)
 
 
-class IndexRequest(Strict):
+class IndexRequest(Body):
     """An index of the server's folder, and whose requests it serves."""
 
     name: Annotated[str, Field(max_length=260, description="Its directory, below the folder of --indices.")]

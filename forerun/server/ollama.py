@@ -14,6 +14,7 @@ from fastapi.responses import JSONResponse
 from starlette.concurrency import run_in_threadpool
 
 from forerun import __version__
+from forerun.jsonl import json_line
 from forerun.server import errors
 from forerun.server.answers import Answer, finish
 from forerun.server.api import answer, chat_orders, warned
@@ -101,8 +102,8 @@ class Ollama(Dialect):
 
     def __init__(self, chat: Chat, body: OllamaGeneration) -> None:
         idle = ["keep_alive"] if body.keep_alive is not None else []
-        left_out = dict.fromkeys("think" if name in THOUGHTS else name for name in chat.left_out)
-        super().__init__(body.stream is not False, [*left_out, *idle])
+        left_out = ["think" if name in THOUGHTS else name for name in chat.left_out]
+        super().__init__(body.stream is not False, [*dict.fromkeys([*left_out, *body.left_out, *idle])])
         self.chat, self.body, self.talks = chat, body, isinstance(body, OllamaChat)
 
     def whole(self, answers: Sequence[Answer]) -> Json:
@@ -130,7 +131,7 @@ class Ollama(Dialect):
                 {
                     "id": call["id"],
                     "function": {
-                        "index": i,
+                        "index": call.get("index", i),
                         "name": call["function"]["name"],
                         "arguments": _arguments(call["function"]["arguments"]),
                     },
@@ -223,7 +224,7 @@ def _models(app: FastAPI, kitchen: Kitchen, card: Card) -> None:
 
 
 def _json_line(value: Json) -> str:
-    return json.dumps(value, ensure_ascii=False) + "\n"
+    return json_line(value) + "\n"
 
 
 def _nanoseconds(seconds: float) -> int:

@@ -9,10 +9,10 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BeforeValidator, Field, ValidationError
 from pydantic_core import PydanticCustomError
 
-from forerun.server import fields
+from forerun.server import bounds, fields, message_fields
 from forerun.server.errors import ApiError
 from forerun.server.numbers import List, Number, TokenIds, Whole
-from forerun.server.protocol import EFFORTS, MOST_MESSAGES, Body, ChatRequest, Strict, Tool
+from forerun.server.protocol import EFFORTS, MOST_MESSAGES, AnyMessage, Body, ChatRequest, Strict, Tool
 
 Json = dict[str, Any]
 OPTIONS = (  # besides what is in the table of fields
@@ -28,27 +28,36 @@ def _think(value: Any) -> Any:
     raise PydanticCustomError("think", 'give true, false, "low", "medium" or "high"', {})
 
 
+def _object(value: Any) -> Any:
+    """The arguments of a call, which are an object here, and a text with one where OpenAI's clients have kept it."""
+    if isinstance(value, str):
+        try:
+            value = bounds.parse(value.encode()) if value.strip() else {}
+        except ValueError:
+            return value  # it is refused, as no object
+    return {} if value is None else value
+
+
 class OllamaFunction(Strict):
+    others = message_fields.CALL
+
     name: str
-    arguments: Json = Field(default_factory=dict)
+    arguments: Annotated[Json, BeforeValidator(_object, json_schema_input_type=Json | str | None)] = Field(
+        default_factory=dict
+    )
     index: int | None = None
-    description: str | None = None
 
 
 class OllamaCall(Strict):
+    others = message_fields.CALL
+
     id: str | None = None
     type: str | None = None
     function: OllamaFunction
 
 
-class OllamaMessage(Strict):
-    role: str
-    content: str | None = None
-    images: List[Any] | None = None
-    thinking: str | None = None
+class OllamaMessage(AnyMessage):
     tool_calls: List[OllamaCall] | None = None
-    tool_name: str | None = None
-    tool_call_id: str | None = None
 
 
 class Ollama(Body):
@@ -134,9 +143,7 @@ def chat_of_prompt(body: OllamaGenerate) -> ChatRequest:
 
 
 def _message(message: OllamaMessage) -> Json:
-    if message.images:
-        raise ApiError(400, "images is not supported: this server reads text only", "messages")
-    values: Json = {"role": message.role, "content": message.content or ""}
+    values = message.model_dump(exclude={"tool_calls"}, exclude_none=True)
     if message.tool_calls:
         values["tool_calls"] = [
             {
@@ -145,14 +152,13 @@ def _message(message: OllamaMessage) -> Json:
             }
             for i, call in enumerate(message.tool_calls)
         ]
-    named = {"name": message.tool_name, "tool_call_id": message.tool_call_id}
-    return values | {key: value for key, value in named.items() if value is not None}
+    return values
 
 
 def _request(body: OllamaGeneration, messages: list[Json], more: Json) -> ChatRequest:
     for name in body.options or {}:
         if name not in OPTIONS and name not in fields.TABLE:
-            raise fields.unknown(name, OPTIONS)
+            raise fields.unknown(name, [*OPTIONS, *fields.TABLE])
     options = dict(body.options or {})
     if isinstance(body.think, bool):
         options["enable_thinking"] = body.think

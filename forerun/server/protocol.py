@@ -7,22 +7,26 @@ know is in `fields`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self, get_args
+from collections.abc import Collection
+from functools import cache
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Discriminator,
     Field,
     ModelWrapValidatorHandler,
     PrivateAttr,
+    Tag,
     model_validator,
 )
-from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
-from forerun.server import fields
+from forerun.errors import brief
+from forerun.server import fields, message_fields
+from forerun.server.errors import ApiError
 from forerun.server.numbers import Depth, Length, List, Number, TokenIds, TopK, TopLogprobs, Whole
 
 MOST_FIELDS = 100  # of one object whose fields are known
@@ -46,34 +50,67 @@ def _biases(value: Any) -> Any:
 
 
 class Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+    """An object whose fields are all known: ours, and those of other servers and clients, which are in `others`."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, json_schema_extra=fields.describe)
+    others: ClassVar[fields.Table] = {}
 
     @model_validator(mode="before")
     @classmethod
-    def small(cls, value: Any) -> Any:
-        if isinstance(value, dict) and len(value) > MOST_FIELDS:
+    def settled(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        if len(value) > MOST_FIELDS:
             raise PydanticCustomError("fields", "this object has {count} fields", {"count": len(value)})
-        return _without_nulls(value, cls.model_fields) if isinstance(value, dict) else value
+        known = _names(cls)
+        if value.keys() <= known:
+            return _without_nulls(value, known)
+        try:
+            ours, ignored = fields.settle(value, known, cls.others)
+        except ApiError as error:
+            if issubclass(cls, Body):
+                raise
+            raise PydanticCustomError("field", "{message}", {"message": str(error)}) from None  # it is told where
+        fields.leave_out(ignored)
+        return _without_nulls(ours, known)
 
 
-def _without_nulls(value: dict[str, Any], known: Mapping[str, FieldInfo]) -> dict[str, Any]:
+@cache
+def _names(kind: type[BaseModel]) -> frozenset[str]:
+    """The names of a model's fields, as they are sent."""
+    return frozenset(field.alias or name for name, field in kind.model_fields.items())
+
+
+def _without_nulls(value: dict[str, Any], known: Collection[str]) -> dict[str, Any]:
     """An object without those of its known fields that are null: null means absent in every field."""
     if None not in value.values():
         return value
-    names = {field.alias or name for name, field in known.items()}
-    return {name: item for name, item in value.items() if item is not None or name not in names}
+    return {name: item for name, item in value.items() if item is not None or name not in known}
 
 
 class Body(Strict):
     """A whole request, of a value that `bounds` has parsed: it is not too large, and can be written as JSON again."""
 
+    _left_out: tuple[str, ...] = PrivateAttr(())
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def collected(cls, value: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        with fields.left_out() as names:
+            request = handler(value)
+        request._left_out = tuple(dict.fromkeys(names))
+        return request
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """Fields that were sent and have no effect on the text, those of objects within the request too."""
+        return self._left_out
+
 
 class Ignored(Body):
-    """Fields of hosted services: understood, and without effect here. `left_out` are fields of other servers that were
-    ignored too."""
+    """Fields of hosted services: understood, and without effect here."""
 
-    model_config = ConfigDict(json_schema_extra=fields.describe)
-    _left_out: tuple[str, ...] = PrivateAttr(())
+    others = fields.TABLE
 
     user: str | None = None
     metadata: Metadata | None = None
@@ -82,21 +119,6 @@ class Ignored(Body):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
-
-    @model_validator(mode="wrap")
-    @classmethod
-    def settled(cls, value: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
-        if not isinstance(value, dict) or len(value) > MOST_FIELDS:
-            return handler(value)
-        body, left_out = fields.settle(value, cls.model_fields)
-        request = handler(body)
-        request._left_out = left_out
-        return request
-
-    @property
-    def left_out(self) -> tuple[str, ...]:
-        """Fields that were sent and have no effect on the text."""
-        return self._left_out
 
 
 class Speculative(Strict):
@@ -209,36 +231,108 @@ class CompletionRequest(Generation):
 
 
 class TextPart(Strict):
+    others = message_fields.PART
+
     type: Literal["text", "input_text", "output_text"]
     text: str
-    annotations: List[Any] | None = None
-    logprobs: List[Any] | None = None
 
 
-Content = str | List[TextPart]
+class RefusalPart(Strict):
+    others = message_fields.PART
+
+    type: Literal["refusal"]
+    refusal: str
+
+
+class ThoughtPart(Strict):
+    others = message_fields.THOUGHT
+
+    type: Literal["thinking", "redacted_thinking", "reasoning", "reasoning_text", "summary_text"]
+    thinking: str | List[TextPart] | None = None
+
+
+class CallPart(Strict):
+    """A call of a tool as Anthropic's clients write it."""
+
+    others = message_fields.CALL
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any] | None = None
+
+
+class ResultPart(Strict):
+    """What a tool said, as Anthropic's clients write it."""
+
+    others = message_fields.PART
+
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: str | List[TextPart] | None = None
+    is_error: bool | None = None
+
+
+PART_MODELS: tuple[type[BaseModel], ...] = (TextPart, RefusalPart, ThoughtPart, CallPart, ResultPart)
+PARTS = {kind: model.__name__ for model in PART_MODELS for kind in get_args(model.model_fields["type"].annotation)}
+
+
+def _part(value: Any) -> str | None:
+    """The model of a part, by its type."""
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return PARTS.get(kind) if isinstance(kind, str) else None
+
+
+Part = Annotated[
+    Annotated[TextPart, Tag("TextPart")]
+    | Annotated[RefusalPart, Tag("RefusalPart")]
+    | Annotated[ThoughtPart, Tag("ThoughtPart")]
+    | Annotated[CallPart, Tag("CallPart")]
+    | Annotated[ResultPart, Tag("ResultPart")],
+    Discriminator(
+        _part,
+        custom_error_type="part",
+        custom_error_message=f"a part must be of type {', '.join(PARTS)}: {message_fields.TEXT_ONLY}",
+    ),
+]
+Content = str | List[Part]
 
 
 class FunctionCall(Strict):
+    others = message_fields.CALL
+
     name: str
-    arguments: str
+    arguments: str | None
 
 
 class ToolCall(Strict):
+    others = message_fields.CALL
+
     id: str
-    type: Literal["function"] = "function"
+    type: Literal["function"] | None = "function"
     function: FunctionCall
 
 
-class Message(Strict):
+class AnyMessage(Strict):
+    """A message but for its calls, which Ollama's clients write in another way."""
+
+    others = message_fields.MESSAGE
+
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
     name: str | None = None
-    tool_calls: List[ToolCall] | None = None
     tool_call_id: str | None = None
     refusal: str | None = None
+    reasoning_content: str | None = None
+
+
+class Message(AnyMessage):
+    tool_calls: List[ToolCall] | None = None
 
 
 class Function(Strict):
+    others = message_fields.TOOL
+
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -246,6 +340,8 @@ class Function(Strict):
 
 
 class Tool(Strict):
+    others = message_fields.NESTED_TOOL
+
     type: Literal["function"]
     function: Function
 
@@ -291,10 +387,25 @@ class DetokenizeRequest(Body):
     tokens: TokenIds
 
 
-class InputItem(Strict):
-    """One item of a Responses input: a message, a tool call of ours, or what the tool said."""
+ItemType = Literal["message", "function_call", "function_call_output", "reasoning"]
 
-    type: Literal["message", "function_call", "function_call_output"] = "message"
+
+def _item_type(value: Any) -> Any:
+    if isinstance(value, str) and value not in get_args(ItemType):
+        raise PydanticCustomError(
+            "item",
+            "items of type {kind} are not supported: this server takes {kinds}, and keeps nothing to refer to",
+            {"kind": brief(value), "kinds": ", ".join(get_args(ItemType))},
+        )
+    return value
+
+
+class InputItem(Strict):
+    """One item of a Responses input: a message, a tool call of ours, what the tool said, or thoughts."""
+
+    others = message_fields.ITEM
+
+    type: Annotated[ItemType | None, BeforeValidator(_item_type, json_schema_input_type=ItemType | None)] = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
     content: Content | None = None
     id: str | None = None
@@ -302,7 +413,10 @@ class InputItem(Strict):
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
-    output: str | None = None
+    output: Content | None = None
+    refusal: str | None = None
+    reasoning_content: str | None = None
+    summary: List[ThoughtPart] | None = None
 
 
 class TextFormat(Strict):
@@ -334,6 +448,8 @@ class TextOptions(Strict):
 
 
 class FlatTool(Function):
+    others = message_fields.FLAT_TOOL
+
     type: Literal["function"]
 
 

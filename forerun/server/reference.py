@@ -105,9 +105,11 @@ def _resolved(document: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any
 def _kind(document: dict[str, Any], schema: dict[str, Any]) -> str:
     """A schema in a few words."""
     if "$ref" in schema:
-        return f"object of {', '.join(_resolved(document, schema).get('properties', ()))}"
-    if "anyOf" in schema:
-        kinds = [_kind(document, part) for part in schema["anyOf"] if part.get("type") != "null"]
+        properties = _resolved(document, schema).get("properties", {})
+        own = [name for name, field in properties.items() if not field.get("description", "").startswith(MOVED)]
+        return f"object of {', '.join(own)}"
+    if either := schema.get("anyOf") or schema.get("oneOf"):
+        kinds = [_kind(document, part) for part in either if part.get("type") != "null"]
         return " or ".join(dict.fromkeys(kinds))
     if "enum" in schema or "const" in schema:
         values = schema.get("enum", [schema.get("const")])

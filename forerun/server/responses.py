@@ -15,7 +15,8 @@ from forerun.server.api import answer, chat_orders
 from forerun.server.dialects import Chat, Dialect, event_line
 from forerun.server.errors import ApiError
 from forerun.server.kitchen import Kitchen
-from forerun.server.protocol import ChatRequest, FlatToolChoice, InputItem, ResponsesRequest, Sampled
+from forerun.server.protocol import ChatRequest, Content, FlatToolChoice, InputItem, ResponsesRequest, Sampled
+from forerun.server.translate import text_of, thoughts_of
 from forerun.types import Event
 
 SAME = {*Sampled.__annotations__, "chat_template_kwargs"}  # as in a chat
@@ -40,8 +41,14 @@ def as_chat(body: ResponsesRequest) -> ChatRequest:
     """The chat that a Responses request asks for."""
     messages = [{"role": "system", "content": body.instructions}] if body.instructions else []
     items = [InputItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
+    said: dict[str, Any] = {}
+    for item in items:
+        message = _message(item)
+        if not _joined(said, message):
+            messages.append(message)
+            said = message
     chat = body.model_dump(include=SAME, exclude_none=True, by_alias=True)
-    chat["messages"] = messages + [_message(item) for item in items]
+    chat["messages"] = messages
     if body.max_output_tokens is not None:
         chat["max_tokens"] = body.max_output_tokens
     if body.tools:
@@ -69,20 +76,44 @@ def as_chat(body: ResponsesRequest) -> ChatRequest:
         raise ApiError(400, f"{'.'.join(map(str, first['loc']))}: {first['msg']}", "input") from None
 
 
+NEEDED = {"function_call": ("call_id", "name"), "function_call_output": ("call_id", "output")}
+
+
 def _message(item: InputItem) -> dict[str, Any]:
     """One input item as a chat message."""
-    needed = {"function_call": ("call_id", "name", "arguments"), "function_call_output": ("call_id", "output")}
-    for name in needed.get(item.type, ()):
+    for name in NEEDED.get(item.type or "message", ()):
         if getattr(item, name) is None:
             raise ApiError(400, f"an input item of type {item.type} needs {name}", "input")
     if item.type == "function_call_output":
-        return {"role": "tool", "tool_call_id": item.call_id, "content": item.output or ""}
+        return {"role": "tool", "tool_call_id": item.call_id, "content": _content(item.output)}
     if item.type == "function_call":
-        function = {"name": item.name or "", "arguments": item.arguments or "{}"}
-        call = {"id": item.call_id or "", "type": "function", "function": function}
-        return {"role": "assistant", "content": None, "tool_calls": [call]}
-    parts = item.content if isinstance(item.content, str) else [p.model_dump() for p in item.content or ()]
-    return {"role": item.role or "user", "content": parts}
+        call = {"id": item.call_id, "function": {"name": item.name, "arguments": item.arguments}}
+        return {"role": "assistant", "tool_calls": [call]}
+    if item.type == "reasoning":
+        thoughts = thoughts_of(item.content) or text_of(item.content) or thoughts_of(item.summary)
+        return {"role": "assistant", "reasoning_content": thoughts}
+    more = {"name": item.name, "refusal": item.refusal, "reasoning_content": item.reasoning_content}
+    return {"role": item.role or "user", "content": _content(item.content)} | {k: v for k, v in more.items() if v}
+
+
+def _content(content: Content | None) -> Any:
+    """A content as JSON has it."""
+    return content if isinstance(content, str) else [part.model_dump(exclude_none=True) for part in content or ()]
+
+
+def _joined(said: dict[str, Any], more: dict[str, Any]) -> bool:
+    """Put an item into the message before it where both are parts of one answer: thoughts, then a text, then calls."""
+    order = ("reasoning_content", "content", "tool_calls")
+    if said.get("role") != "assistant" or more["role"] != "assistant":
+        return False
+    last = max(i for i, name in enumerate(order) if name in said)
+    first = min(i for i, name in enumerate(order) if name in more)
+    if first < last or (first == last and order[last] != "tool_calls"):
+        return False
+    said.update(more | {"tool_calls": [*said.get("tool_calls", ()), *more.get("tool_calls", ())]})
+    if not said["tool_calls"]:
+        del said["tool_calls"]
+    return True
 
 
 class Responses(Dialect):

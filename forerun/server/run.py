@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import json
 import logging
 import signal
 import socket
@@ -18,6 +17,7 @@ from typing import Any, Protocol
 import uvicorn
 from starlette.applications import Starlette
 
+from forerun.jsonl import json_line
 from forerun.llm import LLM
 from forerun.probe import probe
 from forerun.sandbox import stop_all
@@ -76,7 +76,7 @@ def greeting(facts: dict[str, Any], where: str) -> str:
 
 def announcement(facts: dict[str, Any], where: str) -> str:
     """The same for a program: one line that ends with the address."""
-    return f"forerun: serving {json.dumps(facts)} on {where}"
+    return f"forerun: serving {json_line(facts, ascii_only=True)} on {where}"
 
 
 class Drainable(Protocol):
@@ -156,7 +156,7 @@ class JsonLines(logging.Formatter):
         entry |= {"message": record.getMessage()} | getattr(record, "facts", {})
         if record.exc_info:
             entry["error"] = self.formatException(record.exc_info)
-        return json.dumps(entry)
+        return json_line(entry, ascii_only=True)
 
 
 class PlainLines(logging.Formatter):

@@ -17,13 +17,18 @@ from forerun.server import bounds
 from forerun.server.errors import ApiError
 from forerun.server.numbers import FILL, whole_of_text
 from forerun.server.protocol import (
+    CallPart,
     ChatRequest,
     CompletionRequest,
-    Content,
     Generation,
     Message,
+    Part,
+    RefusalPart,
     ResponseFormat,
+    ResultPart,
+    ThoughtPart,
     TokenizeRequest,
+    ToolCall,
 )
 from forerun.server.tenants import tenant_of
 from forerun.server.tickets import Order
@@ -136,32 +141,60 @@ def _conversation(
     """Messages as token ids, unless they are longer than any prompt."""
     said = [message.model_dump(exclude_none=True) for message in messages]
     check(bounds.characters_of([said, list(tools), dict(options or {})]))
-    return tokenizer.chat([plain(message) for message in messages], tools, **(options or {}))
+    laid_out = [values for message in messages for values in plain(message)]
+    return tokenizer.chat(laid_out, tools, **(options or {}))
 
 
-def plain(message: Message) -> dict[str, Any]:
-    """A message as chat templates take it: one text, arguments as values."""
+def plain(message: Message) -> list[dict[str, Any]]:
+    """A message as chat templates take it: one text, arguments as values, thoughts beside the text.
+
+    What tools said, where it comes as parts, is a message of its own in front of the rest.
+    """
+    parts = [] if isinstance(message.content, str) else message.content or []
+    calls = [(call.id, call.function.name, _values(call)) for call in message.tool_calls or ()]
+    calls += [(part.id, part.name, part.input or {}) for part in parts if isinstance(part, CallPart)]
+    results = [
+        {"role": "tool", "content": text_of(part.content), "tool_call_id": part.tool_use_id}
+        for part in parts
+        if isinstance(part, ResultPart)
+    ]
+    if results and len(results) == len(parts):
+        return results
     role = "system" if message.role == "developer" else message.role
-    values: dict[str, Any] = {"role": role, "content": text_of(message.content)}
-    if message.tool_calls:
+    values: dict[str, Any] = {"role": role, "content": text_of(message.content) or message.refusal or ""}
+    if thoughts := message.reasoning_content or thoughts_of(message.content):
+        values["reasoning_content"] = thoughts
+    if calls:
         values["tool_calls"] = [
-            {"type": "function", "id": c.id, "function": {"name": c.function.name, "arguments": _values(c)}}
-            for c in message.tool_calls
+            {"type": "function", "id": id_, "function": {"name": name, "arguments": arguments}}
+            for id_, name, arguments in calls
         ]
     values |= {k: v for k, v in (("name", message.name), ("tool_call_id", message.tool_call_id)) if v is not None}
-    return values
+    return [*results, values]
 
 
-def _values(call: Any) -> Any:
+def _values(call: ToolCall) -> Any:
+    """The arguments of a call; none are an empty object."""
+    text = call.function.arguments
     try:
-        return bounds.parse(call.function.arguments.encode())
+        value = bounds.parse(text.encode()) if text and text.strip() else None
     except ValueError:
         raise ApiError(400, f"the arguments of {brief(call.function.name)} are not JSON", "messages") from None
+    return {} if value is None else value
 
 
-def text_of(content: Content | None) -> str:
-    """A content, given as a text or in parts, as one text."""
-    return content if isinstance(content, str) else "".join(part.text for part in content or ())
+def text_of(content: Sequence[Part] | str | None) -> str:
+    """What a content says, given as a text or in parts, as one text."""
+    if isinstance(content, str):
+        return content
+    said = [part.refusal if isinstance(part, RefusalPart) else getattr(part, "text", "") for part in content or ()]
+    return "".join(said)
+
+
+def thoughts_of(content: Sequence[Part] | str | None) -> str:
+    """The thoughts among the parts of a content, as one text."""
+    parts = [] if isinstance(content, str) else content or []
+    return "".join(text_of(part.thinking) for part in parts if isinstance(part, ThoughtPart))
 
 
 def grammar_of(form: ResponseFormat | None) -> Grammar | None:

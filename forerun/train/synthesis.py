@@ -8,7 +8,6 @@ whose tokens are the same when they are read from such a line.
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections import Counter, deque
@@ -19,6 +18,7 @@ from typing import Any
 
 from forerun.engine.request import Request
 from forerun.errors import ConfigError, ForerunError, RequestError
+from forerun.jsonl import json_line
 from forerun.models.text import BROKEN
 from forerun.progress import Tell, nothing
 from forerun.sampling.params import SamplingParams
@@ -192,7 +192,7 @@ class Writing:
             if fault := self.sieve.fault(text):
                 self.faults[fault] += 1
             else:
-                self.lines.append(json.dumps(line, ensure_ascii=False))
+                self.lines.append(json_line(line))
                 self._keep(rest, heard)
 
     def _keep(self, rest: Request, beginning: Heard | None) -> None:

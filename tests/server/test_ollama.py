@@ -129,8 +129,8 @@ def test_tools_are_called_with_objects(serve: Serving, monkeypatch: pytest.Monke
     from forerun.server import tools
 
     call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
-    monkeypatch.setattr(tools, "find", lambda text, known: ("", [call]))
-    monkeypatch.setattr(tools.Suspicion, "add", lambda self, piece: True)
+    monkeypatch.setattr(tools.CallReader, "add", lambda self, piece: ("", []))
+    monkeypatch.setattr(tools.CallReader, "end", lambda self: ("", [call]))
     asked = {"messages": HI, "tools": [TOOL], "options": OPTIONS}
     expected = [{"id": "call_1", "function": {"index": 0, "name": "f", "arguments": {"x": 1}}}]
     assert whole(serve, "/api/chat", **asked)["message"] == {

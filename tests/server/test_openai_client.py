@@ -353,6 +353,26 @@ def test_tool_calls_that_the_model_chooses(
     assert [streamed[i] for i in sorted(streamed)] == calls and reason == whole.finish_reason
 
 
+ENDS = "one\u2028two\u2029three\x85four"
+
+
+LINES = {
+    "/v1/completions": {"prompt": "x", "max_tokens": 80, "guided_choice": [ENDS]},
+    "/v1/chat/completions": {"messages": CHAT, "guided_choice": [ENDS]},
+    "/v1/responses": {"input": "x", "guided_choice": [ENDS]},
+    "/api/chat": {"messages": CHAT, "format": {"const": ENDS}},
+    "/api/generate": {"prompt": "x", "format": {"const": ENDS}},
+}
+
+
+@pytest.mark.parametrize("path", LINES)
+def test_no_character_of_a_text_ends_a_line_of_a_stream(server: Front, path: str) -> None:
+    """Clients split streams at any of Unicode's line ends, Ollama's own among them."""
+    raw = server.http.post(path, json={"model": "tiny", "stream": True} | LINES[path]).content.decode()
+    assert raw.splitlines() == raw.removesuffix("\n").split("\n")
+    assert all(escape in raw for escape in ("\\u2028", "\\u2029", "\\u0085"))
+
+
 def test_no_call_is_looked_for_where_none_is_wanted(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(
         messages=CHAT, tools=TOOLS, tool_choice="none", model="tiny", max_tokens=60, **saying(CALL)

@@ -4,92 +4,361 @@ from __future__ import annotations
 
 import json
 import re
-import time
+from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 pytest.importorskip("fastapi")
 
-from forerun.server import tools
+from forerun.errors import RequestError
+from forerun.llm import LLM
+from forerun.sampling.grammar import Grammar
+from forerun.server import bounds, tools
 from forerun.server.errors import ApiError
-from forerun.server.protocol import Tool
+from forerun.server.protocol import NamedTool, Tool
+
+CALL = '{"name": "w", "arguments": {"c": 1}}'
+TAGGED = f"<tool_call>{CALL}</tool_call>"
 
 
 def tool(name: str, **parameters: object) -> Tool:
     return Tool.model_validate({"type": "function", "function": {"name": name, "parameters": parameters}})
 
 
+W = [tool("w"), tool("v")]
+
+
+def found(text: str, known: list[Tool] = W) -> tuple[str, list[tuple[str, Any]]]:
+    """The text that is left, and the calls as (name, arguments)."""
+    rest, calls = tools.find(text, known)
+    assert all(call["type"] == "function" and call["id"].startswith("call_") for call in calls)
+    return rest, [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in calls]
+
+
+def streamed(pieces: list[str], known: list[Tool] = W) -> tuple[str, list[tuple[str, Any]]]:
+    reader = tools.CallReader(known)
+    parts = [*(reader.add(piece) for piece in pieces), reader.end()]
+    calls = [call["function"] for _, calls in parts for call in calls]
+    return "".join(text for text, _ in parts), [(call["name"], json.loads(call["arguments"])) for call in calls]
+
+
 def test_blocks_that_are_no_calls_stay_text() -> None:
     call, other = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>', '<tool_call>{"name": "g"}</tool_call>'
-    text, (found,) = tools.find(f"{other}\n{call}", [tool("f")])
-    assert text == f"{other}\n" and found["function"] == {"name": "f", "arguments": '{"a": 1}'}
+    text, (only,) = tools.find(f"{other}\n{call}", [tool("f")])
+    assert text == f"{other}\n" and only["function"] == {"name": "f", "arguments": '{"a": 1}'}
     assert tools.find(f" {call}\n{call}", [tool("f")])[0] == "", "what is left is no text"
     assert tools.find(other, [tool("f")]) == (other, [])
 
 
-def test_definitions_of_several_tools_must_not_differ() -> None:
-    """They stand in one schema: those of one tool would become those of the other."""
-    text, number = ({"Item": {"type": kind}} for kind in ("string", "integer"))
-    item = {"a": {"$ref": "#/$defs/Item"}}
-    same = [tool(name, type="object", properties=item, **{"$defs": text}) for name in "fg"]
-    assert tools.required(same, "required") is not None
-    with pytest.raises(ApiError, match="two tools define 'Item'") as error:
-        tools.required([same[0], tool("h", type="object", properties=item, **{"$defs": number})], "required")
-    assert error.value.status == 400
-
-
-PIECES = st.lists(
-    st.sampled_from(
-        ["<tool_call>", "</tool_call>", '{"name": "f"}', "{", "}", " ", "\n", "x", '{"name": "g"}', "<tool"]
+W1 = ("w", {"c": 1})
+UNUSUAL: dict[str, tuple[str, str, list[tuple[str, Any]]]] = {
+    "a closing mark in a string": (
+        '<tool_call>{"name":"w","arguments":{"c":"{}</tool_call>"}}</tool_call>',
+        "",
+        [("w", {"c": "{}</tool_call>"})],
     ),
-    max_size=12,
-)
+    "an opening mark in a string": (
+        '<tool_call>{"name":"w","arguments":{"c":"<tool_call>{\\"name\\": \\"w\\"}"}}</tool_call>',
+        "",
+        [("w", {"c": '<tool_call>{"name": "w"}'})],
+    ),
+    "the first call is not closed": (f"<tool_call>{CALL}\n{TAGGED}", "", [W1, W1]),
+    "the first call is broken and not closed": (
+        f'<tool_call>{{"name": "w", "arguments": {{"c": 1}}\n{TAGGED}',
+        '<tool_call>{"name": "w", "arguments": {"c": 1}\n',
+        [W1],
+    ),
+    "a mark in prose": (f"Write <tool_call>{{name}} first. {TAGGED}", "Write <tool_call>{name} first. ", [W1]),
+    "a mark with a quote in prose": (f'<tool_call>{{"name" of it}} {TAGGED}', '<tool_call>{"name" of it} ', [W1]),
+    "a mark alone in prose": (f"Use <tool_call> tags: {TAGGED}", "Use <tool_call> tags: ", [W1]),
+    "text around and between": (f"a {TAGGED} b {TAGGED} c", "a  b  c", [W1, W1]),
+    "prose behind a call that is not closed": (f"<tool_call>{CALL} I wait.", " I wait.", [W1]),
+    "an unknown tool in between": (
+        f'{TAGGED}<tool_call>{{"name": "x"}}</tool_call>{TAGGED}',
+        '<tool_call>{"name": "x"}</tool_call>',
+        [W1, W1],
+    ),
+    "several within one pair of marks": (f"<tool_call>\n{CALL}\n{CALL}\n</tool_call>", "", [W1, W1]),
+    "a list within marks": (f"<tool_call>[{CALL}, {CALL}]</tool_call>", "", [W1, W1]),
+    "line ends and spaces": (f"<tool_call>\n\n {CALL} \n</tool_call>\n", "", [W1]),
+    "a line end in a string": (CALL.replace("1", '"a\nb"'), "", [("w", {"c": "a\nb"})]),
+    "an object behind which text follows": (f"{CALL} and that is all", " and that is all", [W1]),
+    "several objects": (f"{CALL}; {CALL}\n{CALL}", "", [W1, W1, W1]),
+    "a list of calls": (f" [{CALL}, {CALL}]", "", [W1, W1]),
+    "a list that is not all calls": (f"[{CALL}, 1]", f"[{CALL}, 1]", []),
+    "a list of nothing": ("[]", "[]", []),
+    "parameters": ('{"name": "w", "parameters": {"c": 1}}', "", [W1]),
+    "no arguments": ('{"name": "w"}', "", [("w", {})]),
+    "arguments as text": ('{"name": "w", "arguments": "{\\"c\\": 1}"}', "", [W1]),
+    "a function within": (f'{{"type": "function", "function": {CALL}}}', "", [W1]),
+    "a type beside it": ('{"type": "function", "name": "w", "parameters": {"c": 1}}', "", [W1]),
+    "unicode escapes": ('{"name": "\\u0077", "arguments": {"c": "\\ud83d\\ude00"}}', "", [("w", {"c": "\U0001f600"})]),
+    "half a character": ('{"name": "w", "arguments": {"c": "\\ud800"}}', "", [("w", {"c": "\ufffd"})]),
+    "a name that is a list": ('{"name": ["w"]}', '{"name": ["w"]}', []),
+    "an object that is no call, then one": (f"{{}} {TAGGED}", "{} ", [W1]),
+    "prose that begins like an object": (f"{{x}} is a set. {TAGGED}", "{x} is a set. ", [W1]),
+    "cut short": ('<tool_call>{"name": "w", "arg', '<tool_call>{"name": "w", "arg', []),
+}
 
 
-def naive(text: str) -> tuple[str, list[str]]:
-    """The text without calls, and the names that are called: by one pattern for a whole block, tried at each place."""
+@pytest.mark.parametrize("said", UNUSUAL)
+def test_calls_are_found_in_unusual_texts(said: str) -> None:
+    """The text of a call must not decide whether it is found: one JSON value is read from each beginning."""
+    text, rest, calls = UNUSUAL[said]
+    assert found(text) == (rest, calls)
+    assert streamed(list(text)) == (rest, calls)
+
+
+NOT_OBJECTS = ('"Paris"', '["a"]', "5", "true", '"[1]"', '"null and void"', '{"x": NaN}', '{"x": 1e999}')
+NOT_OBJECTS += tuple(f'{{"x": {value}}}' for value in ("9" * 700, "[" * 99 + "]" * 99, "[" * 91 + "]" * 91))
+
+
+@pytest.mark.parametrize("arguments", NOT_OBJECTS)
+def test_a_call_whose_arguments_could_not_come_back_is_none(arguments: str) -> None:
+    """What is handed out as a call must be accepted in the next request."""
+    text = f'<tool_call>{{"name": "w", "arguments": {arguments}}}</tool_call>'
+    assert found(text) == (text, []) == streamed(list(text))
+
+
+@pytest.mark.parametrize("arguments", ['""', "null", '" "', '"null"', '"{}"', "{}"])
+def test_no_arguments_are_an_empty_object(arguments: str) -> None:
+    assert found(f'{{"name": "w", "arguments": {arguments}}}') == ("", [("w", {})])
+    assert found(f'{{"name": "w", "parameters": {arguments}}}') == ("", [("w", {})])
+
+
+MARKS = ["<tool_call>", "</tool_call>", "<tool", "{", "}", "[", "]", '"', ":", ",", ";", " ", "\n", "x", "\\"]
+OBJECTS = [CALL, '{"name": "w"}', '{"name": "x"}', '{"a": "', '"name": "w"', '["']
+PIECES = st.lists(st.sampled_from([*MARKS, *OBJECTS]), max_size=14)
+
+
+def expected(text: str) -> tuple[str, list[str]]:
+    """The text without calls and the names that are called, by Python's own reader of one JSON value."""
+    decoder = json.JSONDecoder(strict=False)
+    rest: list[str] = []
     calls: list[str] = []
 
-    def name(body: str) -> str | None:
+    def value(at: int) -> tuple[Any, int] | None:
         try:
-            value: Any = json.loads(body)
+            return decoder.raw_decode(text, at) if text[at : at + 1] in ("{", "[") else None
         except ValueError:
             return None
-        return value.get("name") if isinstance(value, dict) and value.get("name") == "f" else None
 
-    def take(block: re.Match[str]) -> str:
-        found = name(block[1])
-        calls.extend([found] if found else [])
-        return "" if found else block[0]
+    def skipped(at: int) -> int:
+        while text[at : at + 1].isspace():
+            at += 1
+        return at
 
-    if name(text.strip()):
-        return "", ["f"]
-    rest = re.sub(r"<tool_call>\s*(\{.*?\})\s*(?:</tool_call>|$)", take, text, flags=re.S)
-    return rest if rest.strip() else "", calls
+    at, opening = 0, 0  # where reading goes on, and what is text if no call follows
+    wanted = True
+    while True:
+        read = value(skipped(at)) if wanted else None
+        if read is not None:
+            items = read[0] if isinstance(read[0], list) else [read[0]]
+            names = [item.get("name") if isinstance(item, dict) else None for item in items]
+            if names and all(name == "w" for name in names):
+                calls += names
+                at = opening = read[1]
+                behind = skipped(at)
+                if text.startswith("</tool_call>", behind):
+                    at = opening = behind + len("</tool_call>")
+                    wanted = False
+                elif text[behind : behind + 1] in (";", ","):
+                    at = behind + 1
+                continue
+            at = read[1]
+        mark = text.find("<tool_call>", at)
+        rest.append(text[opening : mark if mark >= 0 else len(text)])
+        if mark < 0:
+            break
+        at, opening, wanted = mark + len("<tool_call>"), mark, True
+    left = "".join(rest)
+    return left if left.strip() else "", calls
 
 
 @given(PIECES)
-def test_calls_are_found_as_by_one_pattern(pieces: list[str]) -> None:
+@example(["{", '"name": "w"', "}", ",", "x"])
+def test_calls_are_found_as_by_a_reader_of_values(pieces: list[str]) -> None:
     text = "".join(pieces)
-    rest, calls = tools.find(text, [tool("f")])
-    assert (rest, [call["function"]["name"] for call in calls]) == naive(text)
+    rest, calls = tools.find(text, [tool("w")])
+    assert (rest, [call["function"]["name"] for call in calls]) == expected(text)
+
+
+@given(PIECES, st.lists(st.integers(0, 200), max_size=30))
+def test_a_stream_says_what_the_whole_says(pieces: list[str], cuts: list[int]) -> None:
+    text = "".join(pieces)
+    places = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
+    parts = [text[a:b] for a, b in pairwise(places)]
+    assert streamed(parts) == streamed(list(text)) == found(text)
+
+
+def test_text_is_streamed_as_soon_as_it_can_be_no_call() -> None:
+    """And a call as soon as it is whole: nobody waits for the end of the answer."""
+    reader = tools.CallReader(W)
+    assert reader.add("Use <tool_call>{") == ("Use ", [])
+    assert reader.add("name} here <to") == ("<tool_call>{name} here ", [])
+    assert reader.add("ol> and ") == ("<tool> and ", [])
+    text, (call,) = reader.add(f"<tool_call>{CALL}")
+    assert text == "" and call["function"]["name"] == "w"
+    assert reader.add("</tool_call>") == ("", []) and reader.add(" x") == (" x", [])
+    assert reader.end() == ("", [])
 
 
 @given(PIECES)
-def test_a_text_is_suspected_as_its_whole_is(pieces: list[str]) -> None:
-    suspicion, text = tools.Suspicion(), ""
-    for piece in pieces:
-        text += piece
-        begun = text.lstrip()
-        part = any(text.endswith("<tool_call>"[:n]) for n in range(1, len("<tool_call>")))
-        assert suspicion.add(piece) == (not begun or begun.startswith("{") or "<tool_call>" in text or part)
+def test_calls_that_are_handed_out_can_come_back(pieces: list[str]) -> None:
+    for call in tools.find("".join(pieces), W)[1]:
+        assert isinstance(bounds.parse(call["function"]["arguments"].encode()), dict)
 
 
-@pytest.mark.parametrize("piece", ["<tool_call>{", "<tool_call> ", "}", "} <tool_call>{", " ", "{"])
-def test_many_marks_that_lead_nowhere_take_linear_time(piece: str) -> None:
-    text, start = piece * 40_000 + "x", time.perf_counter()
-    assert tools.find(text, [tool("f")])[1] == []
-    assert time.perf_counter() - start < 3  # it took minutes
+NOWHERE = ["<tool_call>{", "<tool_call> ", "}", "} <tool_call>{", " ", "{", '<tool_call>{"', '<tool_call>{"a":"']
+NOWHERE += ["<tool_call>[", '<tool_call>{"a":"\\"', '<tool_call>{",":[","', '<tool_call>{"a":{"b":', "<tool_call>{}"]
+
+
+@pytest.mark.parametrize("piece", [*NOWHERE, '{"a":"<tool_call>"},'])
+@pytest.mark.parametrize("size", [1 << 20, 12], ids=["whole", "streamed"])
+def test_many_marks_that_lead_nowhere_take_linear_time(piece: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No character is read for more than two values, which is counted here: it took minutes once."""
+    scans = [Counted(tools.WITHIN_STRING), Counted(tools.BETWEEN_STRINGS)]
+    monkeypatch.setattr(tools, "WITHIN_STRING", scans[0])
+    monkeypatch.setattr(tools, "BETWEEN_STRINGS", scans[1])
+    text = piece * 2000 + "x"
+    rest, calls = streamed([text[at : at + size] for at in range(0, len(text), size)])
+    assert not calls and rest == text
+    assert sum(scan.read for scan in scans) <= 2 * len(text)
+
+
+class Counted:
+    """A pattern that counts the characters it has matched."""
+
+    def __init__(self, pattern: re.Pattern[str]) -> None:
+        self.pattern, self.read = pattern, 0
+
+    def match(self, text: str, at: int) -> re.Match[str]:
+        match = self.pattern.match(text, at)
+        assert match is not None
+        self.read += match.end() - at
+        return match
+
+
+# ------------------------------------------------------------ calls that are demanded
+
+
+def accepts(llm: LLM, grammar: Grammar | None, text: str) -> bool:
+    """Whether the compiled grammar takes the text, and nothing has to follow."""
+    assert grammar is not None and llm.tokenizer is not None
+    core = llm.engine.grammars.compiled(grammar).core.deep_copy()
+    return all(core.consume_token(token) for token in llm.tokenizer.encode(text, False)) and core.is_accepting()
+
+
+LEAF = {"enum": ["leaf"]}
+CLOSED = {"type": "object", "additionalProperties": False}
+DEFS = {"$defs": {"x": LEAF}}
+NAMED = {"type": "function", "function": {"name": "f"}}
+TREE = {"next": {"$ref": "#/$defs/tree"}, "leaf": {"$ref": "#/$defs/leaf"}}
+
+
+def closed(**properties: Any) -> dict[str, Any]:
+    return CLOSED | {"properties": properties}
+
+
+REFERENCES: dict[str, tuple[dict[str, Any], list[Any], list[Any]]] = {  # a schema, what it takes, what it does not
+    "$defs": (closed(a={"$ref": "#/$defs/x"}) | DEFS, [{"a": "leaf"}, {}], [{"a": 1}]),
+    "definitions": (
+        closed(a={"$ref": "#/definitions/x"}) | {"definitions": {"x": LEAF}},
+        [{"a": "leaf"}],
+        [{"a": 1}],
+    ),
+    "a property": (closed(a={"type": "integer"}, b={"$ref": "#/properties/a"}), [{"a": 1, "b": 2}], [{"b": "x"}]),
+    "the root": (closed(a={"$ref": "#"}), [{"a": {"a": {}}}], [{"a": 1}, {"name": "f"}]),
+    "nested $defs": (
+        closed(a={"$ref": "#/$defs/x/$defs/y"}) | {"$defs": {"x": {"$defs": {"y": LEAF}}}},
+        [{"a": "leaf"}],
+        [{"a": "other"}],
+    ),
+    "definitions that refer to each other": (
+        {"$ref": "#/$defs/tree", "$defs": {"tree": closed(**TREE), "leaf": LEAF}},
+        [{"next": {"next": {"leaf": "leaf"}}}],
+        [{"next": 1}, {"next": {"leaf": 1}}],
+    ),
+    "within a list": (
+        closed(a={"type": "array", "items": {"anyOf": [{"$ref": "#/$defs/x"}, {"$ref": "#"}]}}) | DEFS,
+        [{"a": ["leaf", {"a": []}]}],
+        [{"a": [1]}],
+    ),
+    "escaped pointers": (
+        closed(a={"$ref": "#/$defs/x~1y"}, b={"$ref": "#/$defs/p%25q"})
+        | {"$defs": {"x/y": LEAF, "p%q": {"enum": [2]}}},
+        [{"a": "leaf", "b": 2}],
+        [{"a": 2}, {"b": "leaf"}],
+    ),
+    "$anchor": (
+        closed(a={"$ref": "#here"}) | {"$defs": {"x": LEAF | {"$anchor": "here"}}},
+        [{"a": "leaf"}],
+        [{"a": 1}],
+    ),
+    "$id": (
+        closed(a={"$ref": "t.json#/$defs/x"}) | {"$id": "https://example.com/t.json"} | DEFS,
+        [{"a": "leaf"}],
+        [{"a": 1}],
+    ),
+    "a reference that is data": (
+        closed(a={"const": {"$ref": "#/$defs/x"}}, b={"enum": [{"$ref": "#"}]}),
+        [{"a": {"$ref": "#/$defs/x"}, "b": {"$ref": "#"}}],
+        [{"a": {"$ref": "#"}}],
+    ),
+    "a property called $ref": (
+        CLOSED | {"properties": {"$ref": LEAF, "b": {"$ref": "#/properties/$ref"}}},
+        [{"$ref": "leaf", "b": "leaf"}],
+        [{"$ref": 1}, {"b": 1}],
+    ),
+    "a default": (
+        closed(a={"type": "string", "default": {"$ref": "#/no"}, "examples": [{"$ref": "#/no"}]}),
+        [{"a": "x"}],
+        [{"a": 1}],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFERENCES)
+def test_parameters_mean_what_they_mean_as_a_response_format(llm: LLM, case: str) -> None:
+    """References count from the root of the tool's own schema, wherever it stands in the grammar of the call."""
+    schema, right, wrong = REFERENCES[case]
+    form = Grammar.of("json_schema", schema)
+    other = tool("g", **closed(a={"$ref": "#/$defs/x"}), **{"$defs": {"x": {"enum": ["other"]}}})
+    call = tools.required([other, tool("f", **schema)], "required")
+    named = tools.required([other, tool("f", **schema)], NamedTool.model_validate(NAMED))
+    for value in [*right, *wrong]:
+        text = json.dumps(value, separators=(",", ":"))
+        assert accepts(llm, form, text) is (value in right), text
+        for grammar in (call, named):
+            assert accepts(llm, grammar, f'{{"name":"f","arguments":{text}}}') is (value in right), text
+    assert accepts(llm, call, '{"name":"g","arguments":{"a":"other"}}'), "each tool has its own definitions"
+    assert not accepts(llm, call, '{"name":"g","arguments":{"a":"leaf"}}')
+    assert not accepts(llm, named, '{"name":"g","arguments":{}}')
+
+
+@pytest.mark.parametrize(
+    "parameters", [{}, {"description": "x"}, {"properties": {"a": LEAF}}, {"type": ["object", "null"]}]
+)
+def test_arguments_that_are_demanded_are_an_object(llm: LLM, parameters: dict[str, Any]) -> None:
+    """Other values are no arguments: a client could not send them back."""
+    grammar = tools.required([tool("f", **parameters)], "required")
+    assert accepts(llm, grammar, '{"name":"f","arguments":{}}')
+    for text in ("null", "5", '"x"', "[]"):
+        assert not accepts(llm, grammar, f'{{"name":"f","arguments":{text}}}')
+
+
+@pytest.mark.parametrize("kind", ["string", ["string", "null"], 5])
+def test_parameters_that_allow_no_object_are_refused(kind: object) -> None:
+    with pytest.raises(ApiError, match="the parameters of 'f' must be a schema of type object"):
+        tools.required([tool("f", type=kind)], "required")
+
+
+def test_a_schema_that_cannot_be_used_is_refused_in_one_line(llm: LLM) -> None:
+    """It says what is wrong with the schema, and nothing of the grammar that is made of it."""
+    grammar = tools.required([tool("f", **closed(a={"$ref": "#/nowhere"}))], "required")
+    with pytest.raises(RequestError) as error:
+        accepts(llm, grammar, "")
+    assert str(error.value) == "the tool_calls grammar cannot be used: Pointer '/nowhere' does not exist"

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from forerun.errors import ForerunError
+from forerun.jsonl import json_line
 from forerun.texts import UnreadableError, text_of
 from forerun.whole import write_whole
 
@@ -201,7 +202,7 @@ def write_lines(path: Path, report: Mapping[str, Any]) -> None:
 
 
 def _write(path: Path, lines: Sequence[Line]) -> None:
-    write_whole(path, "".join(f"{json.dumps(line)}\n" for line in lines))
+    write_whole(path, "".join(f"{json_line(line, ascii_only=True)}\n" for line in lines))
 
 
 def _belong(run: Mapping[str, Any], result: Mapping[str, Any], limit: Mapping[str, Any]) -> bool:
