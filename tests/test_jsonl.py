@@ -33,7 +33,7 @@ def test_no_character_of_a_value_ends_its_line(end: str, ascii_only: bool) -> No
 def test_a_saved_conversation_is_one_line(tmp_path: Path) -> None:
     said = [{"role": "user", "content": "".join(ENDS)}]
     conversation = Conversation.__new__(Conversation)
-    conversation.messages = said
+    conversation.messages, conversation.forgotten = said, []
     conversation.save(str(tmp_path / "saved.json"))
     text = (tmp_path / "saved.json").read_bytes().decode()
     assert len(text.splitlines()) == 1 and read(tmp_path / "saved.json") == said

@@ -75,7 +75,7 @@ def chat_orders(kitchen: Kitchen, body: ChatRequest, prompt: list[int] | None = 
         body.prompt_logprobs,
     )
     prediction = translate.text_of(body.prediction.content) if body.prediction else None
-    orders = translate.orders(llm, [prompt], params, body, prediction, fill=wanted == FILL)
+    orders = translate.orders(llm, [prompt], params, body, prediction, fill=asked is None or wanted == FILL)
     chat = Chat(kitchen, body, params.n, params.seed)
     chat.left_out = [*chat.left_out, *translate.without_effect(llm, body)]
     return chat, orders

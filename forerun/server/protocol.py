@@ -302,7 +302,7 @@ class FunctionCall(Strict):
     others = message_fields.CALL
 
     name: str
-    arguments: str | None
+    arguments: str | None = None
 
 
 class ToolCall(Strict):

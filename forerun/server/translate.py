@@ -270,7 +270,8 @@ def orders(
     *,
     fill: bool = False,
 ) -> list[Order]:
-    """One order for each of the n completions of every prompt; `fill`: each may be as long as there is room for."""
+    """One order for each of the n completions of every prompt; `fill`: the request gives no limit, so that each may be
+    as long as there is room for."""
     draft, depth, rule = speculation(llm, request.speculative)
     references = llm.references(prediction, request.documents or ())
     if references and request.speculative is not False and draft != "off":
@@ -279,7 +280,8 @@ def orders(
     found = []
     for tokens in prompts:
         mine = [reference.behind(len(tokens)) for reference in references]
-        fitted = replace(params, max_tokens=max(1, llm.room - len(tokens))) if fill else params
+        room = max(1, llm.room - len(tokens))
+        fitted = replace(params, max_tokens=min(params.max_tokens, room)) if fill else params
         found += [Order(tokens, own, draft, depth, rule, mine, trace, tenant, fill) for own in separate(fitted)]
     return found
 

@@ -397,7 +397,7 @@ def test_items_that_cannot_be_taken_are_refused_with_advice(item: Json, says: st
 def test_other_objects_say_the_nearest_name_too(server: Front) -> None:
     for extra, says in (
         ({"stream_options": {"include_usag": True}}, "'include_usage'"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"shema": {}}}}, "'schema'"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "strikt": True}}}, "'strict'"),
         ({"speculative": {"dept": 3}}, "'depth'"),
     ):
         error = server.http.post(CHAT, json={"messages": [HI]} | extra).json()["error"]

@@ -182,8 +182,8 @@ def test_an_object_without_a_schema_stays_one() -> None:
         ({"type": "text", "regex": "a"}, "give type 'regex'"),
         ({"type": "regex", "regex": "a", "choice": ["a"]}, "give type 'choice'"),
         ({"type": "json_schema", "schema": "{}"}, "dictionary"),
-        ({"schema": SCHEMA}, "required"),
-        ({"type": "text", "Regex": None}, "Extra"),
+        ({"schema": SCHEMA}, "did you mean 'json_schema'?"),
+        ({"type": "text", "Regex": None}, "did you mean 'regex'?"),
     ],
 )
 def test_other_shapes_are_refused_with_advice(form: Any, advice: str) -> None:
