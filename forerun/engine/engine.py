@@ -131,6 +131,13 @@ class Engine:
                 rest = request.text.take(finished=True) if request.text else ""
             self._aborted.append(Event(request.id, [], [], [rest], finish_reason="abort", error=request.error))
 
+    def pause(self, request: Request, paused: bool) -> None:
+        """Give a request's slot to others until it is to go on: then it reads its tokens again, and goes on with the
+        same ones."""
+        request.paused = paused and request.id in self.requests
+        if request.paused:
+            self.scheduler.set_aside(request)
+
     def remember(self, tenant: str, tokens: Sequence[int]) -> None:
         """A text of a tenant that was written elsewhere, with the same model: proposers may copy from it. Raises
         RequestError for tokens that the model has not got."""
@@ -151,7 +158,7 @@ class Engine:
     @property
     def busy(self) -> bool:
         """Whether a step would do anything."""
-        return bool(self.requests or self._aborted)
+        return bool(self._aborted) or any(not request.paused for request in self.requests.values())
 
     def step(self) -> list[Event]:
         """One pass of the target, and what came of it. A request that fails by itself ends with an event that says why;

@@ -73,15 +73,17 @@ class Scheduler:
         self.waiting.appendleft(request)
 
     def _admit(self) -> None:
-        """Start waiting requests while there are slots, and pages for all their tokens."""
-        while self.waiting and self.slots:
-            request, slot = self.waiting[0], self.slots[-1]
+        """Start waiting requests while there are slots, and pages for all their tokens; those that are paused wait."""
+        for request in [request for request in self.waiting if not request.paused]:
+            if not self.slots:
+                return
+            slot = self.slots[-1]
             cached = self.cache.open(slot, request.tokens, request.tenant)
             if not self.cache.pages.grow(slot, len(request.tokens)):
                 self.cache.close(slot)
                 assert self.running, "a request that fits no empty pool was let in"
                 return
-            self.waiting.popleft()
+            self.waiting.remove(request)
             self.slots.pop()
             request.slot = slot
             request.stats.cached_tokens = max(request.stats.cached_tokens, min(cached, request.prompt_length))
@@ -89,6 +91,11 @@ class Scheduler:
             if request.draft in self.proposers:
                 with blaming(request):
                     take_up(request, self.proposers[request.draft])
+
+    def set_aside(self, request: Request) -> None:
+        """Take its slot from a request that is paused, if it has one."""
+        if request.slot != WAITING:
+            self._preempt(request)
 
     def finish(self, request: Request) -> None:
         """Take a request out, wherever it is."""

@@ -64,7 +64,7 @@ def make_app(llm: LLM, settings: Settings, callers: Callers | None = None) -> Fa
     """The server's application around a loaded model. `app.state.service` is its service; `callers`, unless somebody
     else knows them, are those of the settings."""
     name = served_name(llm, settings)
-    service = Service(llm, settings.max_queue)
+    service = Service(llm, settings.max_queue, settings.max_unread, settings.write_timeout)
     metrics = Metrics(service, settings.metrics_compat)
     service.watchers = (metrics, Journal(name))
     kitchen = Kitchen(service, name, fingerprint(llm), settings.timeout, settings.max_prompt)

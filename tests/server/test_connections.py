@@ -8,7 +8,7 @@ import socket
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
@@ -402,19 +402,51 @@ def test_a_slow_reader_gets_all(spare: LLM) -> None:
         assert s.http.get("/health").status_code == 200
 
 
-def test_what_nobody_takes_is_bounded(spare: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a limit of time too: the request ends, its events go, and a late reader is told why."""
-    monkeypatch.setattr(service, "MOST_UNREAD", 50)
+def test_a_stream_that_is_not_read_pauses_and_goes_on(spare: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What nobody takes was bounded in events of any size, 8,192 of them, and then ended. It is bounded in bytes, the
+    request leaves its place to others meanwhile, and whoever reads at last gets the same text."""
+    monkeypatch.setattr(service, "LEAST_UNREAD", 4096)
+    asked = {"prompt": "x = 1\n", "seed": 5, "temperature": 0.8, "max_tokens": 1000, "ignore_eos": True}
+    with serving(spare, listener=narrow(), write_timeout=0, max_unread=1) as s:
+        expected = s.complete(**asked)["choices"][0]["text"]
+        said = post(asked | {"stream": True, "logprobs": 20})
+        with connected(s, said, 4096) as one, connected(s, said, 4096) as two:
+            until(lambda: len(s.service.tickets) == 2, "they are taken")
+            tickets = list(s.service.tickets)
+            until(lambda: all(ticket.desk.paused for ticket in tickets), "they pause", patience=20)
+            until(lambda: not s.service.llm.engine.busy, "nothing is done for them", patience=5)
+            assert all(ticket.request.produced < 1000 and ticket.desk.unread < 500_000 for ticket in tickets)
+            assert s.complete()["choices"], "their places are free"
+            for connection in (one, two):
+                text = "".join(choice["text"] for choice in choices(rest_until(connection, b"[DONE]")))
+                assert text == expected
+        assert not s.logged
+
+
+def choices(stream: bytes) -> Iterator[dict[str, Any]]:
+    """The choices of the lines of a stream, whose chunks of HTTP end where they do."""
+    for line in stream.splitlines():
+        if line.startswith(b"data: {"):
+            yield from json.loads(line[6:])["choices"]
+
+
+def test_written_answers_that_are_not_taken_are_bounded_in_all(spare: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of whole answers the largest that waits for its client ends; those that are read are whole."""
+    monkeypatch.setattr(connections, "LARGE_WRITE", 1000)
+    said = b"GET /docs HTTP/1.1\r\nHost: localhost\r\n\r\n"
     with serving(spare, listener=narrow(), write_timeout=0) as s:
-        with connected(s, post(STREAM | {"logprobs": 20}), room=4096) as connection:
-            ticket = until_ticket(s)
-            until(lambda: ticket.desk.inbox.qsize() >= 50, "nobody takes its events", patience=20)
-            s.rest()
-            assert s.service.llm.engine.requests == {} and ticket.request.produced < 1900
-            assert ticket.desk.inbox.qsize() < 50
-            answer = rest_until(connection, b"[DONE]")
-        assert b"has not read the last 50 events" in answer
-        assert s.complete()["choices"] and not s.logged
+        size = len(s.http.get("/docs").content)
+    with serving(spare, listener=narrow(), write_timeout=0, max_unread=int(2.5 * size)) as s, ExitStack() as stack:
+        for _ in range(6):
+            stack.enter_context(connected(s, said, 4096))
+        until(lambda: held_by(s) > 0, "answers are written")
+        assert len(s.http.get("/docs").content) == size
+        until(lambda: 0 < held_by(s) <= 2.5 * size, "the others ended", patience=5)
+
+
+def held_by(s: Serving) -> int:
+    """Bytes that connections of a server have to send."""
+    return sum(c.transport.get_write_buffer_size() for c in list(s.server.server_state.connections))
 
 
 def until_ticket(s: Serving) -> Ticket:
@@ -433,8 +465,8 @@ def rest_until(connection: socket.socket, end: bytes) -> bytes:
 
 def test_what_comes_at_once_is_not_what_nobody_takes(spare: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Events that gather while the event loop is busy with something else are read as soon as it is not."""
-    monkeypatch.setattr(service, "MOST_UNREAD", 50)
-    with serving(spare) as s, connected(s, post(STREAM | {"max_tokens": 1000})) as connection:
+    monkeypatch.setattr(service, "LEAST_UNREAD", 4096)
+    with serving(spare, max_unread=1) as s, connected(s, post(STREAM | {"max_tokens": 1000})) as connection:
         ticket = until_ticket(s)
         s.service._post(lambda: until(lambda: ticket.request.produced > 500, "many wait"))
         answer = rest_until(connection, b"[DONE]")
