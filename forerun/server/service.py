@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -56,6 +56,8 @@ class Service:
     def start(self) -> None:
         """Begin to work, for the event loop that calls this. From now on texts are strangers'."""
         self._loop = asyncio.get_running_loop()
+        with suppress(ImportError):  # what may need a file is loaded before a request wants it
+            import llguidance  # noqa: F401
         self.llm.engine.grammars.warm()
         if self.llm.tokenizer is not None:
             self.llm.tokenizer.confine()
@@ -189,9 +191,15 @@ class Service:
             try:
                 return self._commands.get(timeout=REST)
             except queue.Empty:
-                self.llm.engine.grammars.prepare()
-                self.llm.learned.keep()
-                give_back()  # a twentieth of a millisecond where there is nothing
+                self._tidy()
+
+    def _tidy(self) -> None:
+        """Do what is done while there is nothing else to do. No request ends by its faults."""
+        for work in (self.llm.engine.grammars.prepare, self.llm.learned.keep, give_back):
+            try:
+                work()
+            except Exception:
+                log.exception("what the engine does while it rests failed")
 
     def _add(self, group: Group, first: int = 0) -> None:
         """Take the requests of a group from the `first` on: some now, and after a step the others."""
