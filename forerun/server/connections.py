@@ -32,7 +32,7 @@ MAX_FRAMING = 32 << 10  # bytes that say where chunks begin and end, and a sixte
 SLICE = 16 << 10  # bytes of a body that are parsed in one turn
 READ_AHEAD = 64 << 10  # bytes that are kept before they are parsed; then reading pauses
 TURN_SECONDS = (0.002, 0.001)  # for headers and for bodies, of all connections, in one round of the event loop
-BLANK_LINE = re.compile(rb"\r?\n\r?\n")
+BLANK_LINES = (b"\n\r\n", b"\n\n")  # the parser refuses the second
 UPGRADE = re.compile(rb"\r\n(upgrade[ \t]*:)", re.IGNORECASE)  # the parser would leave out the request's body
 LINGER_SECONDS, LINGER_BYTES = 1.0, 1 << 20  # in which a client that was refused may read why: a reset would lose it
 LARGE_WRITE = 64 << 10  # bytes; what streams write is less, and is not added up
@@ -97,7 +97,11 @@ class Turns:
             while queue and time.perf_counter() < end:
                 connection = queue.popleft()
                 connection.queued = False
-                connection.parse()
+                try:
+                    connection.parse()
+                except Exception:  # one connection's fault must not keep the others from their turns
+                    log.exception("a connection failed")
+                    connection.transport.abort()
         for queue in self._queues:
             if queue and not self._scheduled:
                 self._scheduled = True
@@ -253,8 +257,10 @@ class Connection(HttpToolsProtocol):
         """Give the parser the headers of one request, if they are whole and within the limits."""
         if self._received.startswith((b"\r", b"\n")):  # some clients end a body with an empty line
             self._received = self._received.lstrip(b"\r\n")
-        found = BLANK_LINE.search(self._received, max(0, self._searched - 3), MAX_HEADER_BYTES)
-        length = found.end() if found else len(self._received)
+        begin = max(0, self._searched - 3)
+        ends = [(self._received.find(blank, begin, MAX_HEADER_BYTES), len(blank)) for blank in BLANK_LINES]
+        found = min((at + size for at, size in ends if at >= 0), default=0)
+        length = found or len(self._received)
         if length > MAX_HEADER_BYTES or self._received.count(b"\n", 0, length) > MAX_HEADERS + 2:
             most = f"{MAX_HEADERS} headers of {MAX_HEADER_BYTES} bytes together"
             self._refuse(431, f"a request has at most {most}: send fewer or shorter ones")
@@ -395,7 +401,11 @@ class Connection(HttpToolsProtocol):
         if self.phase is Phase.HEADERS and not self._received:  # nothing was sent that a reset could be the answer to
             self.transport.close()
             return
-        self.transport.write_eof()
+        try:
+            self.transport.write_eof()
+        except OSError:  # the client has gone
+            self.transport.abort()
+            return
         self._received.clear()
         self.phase, self._wire = Phase.END, 0
         if self._stopped:

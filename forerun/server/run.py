@@ -109,6 +109,7 @@ class Server(uvicorn.Server):
             uvicorn.Config(
                 app,
                 http=connections(settings),
+                loop="asyncio",  # uvloop accepts one connection in a round: /health would wait behind hundreds
                 ws="none",
                 log_config=None,
                 access_log=False,

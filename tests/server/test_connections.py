@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import socket
+import struct
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -244,6 +245,36 @@ def test_an_upgrade_that_is_not_done_changes_nothing(front_of_limits: Serving, f
         assert b"HTTP/1.1 200" in rest_until(connection, b"usage")
         connection.sendall(HEALTH + upgrade.replace(b"Upgrade,", b"close, Upgrade,") + b"\r\n")
         assert b"HTTP/1.1 200" in rest(connection)
+
+
+def test_one_connection_that_fails_keeps_no_other_from_its_turn() -> None:
+    """Where clients reset their connections while they are refused, all others waited for ever."""
+    parsed, later = list[str](), list[Callable[[], None]]()
+
+    class One:
+        def __init__(self, name: str) -> None:
+            self.name, self.phase, self.queued = name, connections.Phase.HEADERS, False
+            self.loop = type("Loop", (), {"call_soon": staticmethod(later.append)})
+            self.transport = type("Transport", (), {"abort": lambda _: parsed.append("aborted")})()
+
+        def parse(self) -> None:
+            if self.name == "first":
+                raise OSError("not connected")
+            parsed.append(self.name)
+
+    turns: Any = connections.Turns()
+    for name in ("first", "second"):
+        turns.add(One(name))
+    while later:
+        later.pop(0)()
+    assert parsed == ["aborted", "second"]
+
+
+def test_clients_that_reset_what_is_refused_hold_up_nobody(front_of_limits: Serving) -> None:
+    for _ in range(100):
+        with connected(front_of_limits, HEALTH + b"X: y\r\n" * 2000) as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    assert front_of_limits.http.get("/health").status_code == 200 and not front_of_limits.logged
 
 
 def test_parsing_takes_a_bounded_time_in_each_round(monkeypatch: pytest.MonkeyPatch) -> None:
