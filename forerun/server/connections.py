@@ -99,6 +99,8 @@ class Turns:
                 connection.queued = False
                 try:
                     connection.parse()
+                except OSError:  # the client has gone
+                    connection.transport.abort()
                 except Exception:  # one connection's fault must not keep the others from their turns
                     log.exception("a connection failed")
                     connection.transport.abort()
