@@ -275,7 +275,8 @@ class LLM:
     def _drop(self, jobs: Sequence[Job]) -> None:
         for job in jobs:
             self._jobs.pop(job.request.id, None)
-            self.engine.abort(job.request)
+            if not job.request.paused:  # the engine has it no more
+                self.engine.abort(job.request)
 
     def tokens(self, prompt: Prompt) -> list[int]:
         """A prompt as the model reads it. Raises RequestError."""

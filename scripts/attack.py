@@ -42,6 +42,7 @@ from attack_corpus import BEHAVIOURS, CHAT, COMPLETIONS, NAMES, REQUESTS, Wire, 
 
 SHUTDOWN, GRACE = 5.0, 10.0  # seconds that the server gives running requests, and that its own end may take
 REST = 2.0  # seconds before the first request: a server that has had one has done what it puts off
+LOGGED = 2000  # lines of its log, of all phases
 ROOM = 100  # MiB that it may have more at the end than at the beginning
 PROMPT = "def walk(path):\n    for name in os.listdir(path):\n"
 ASKED = {"prompt": PROMPT, "max_tokens": 64, "seed": 7, "temperature": 0.8, "ignore_eos": True, "stream": True}
@@ -229,6 +230,8 @@ class Server:
     def _start(self, options: argparse.Namespace) -> str:
         command = [sys.executable, "-m", "forerun", "serve", "--port", "0", "--shutdown-timeout", f"{SHUTDOWN:g}"]
         command += [*(["--model", options.model] if options.model else []), *options.serve.split()]
+        if options.descriptors:
+            command = ["bash", "-c", f'ulimit -n {options.descriptors}; exec "$@"', "bash", *command]
         self.process = subprocess.Popen(command, stderr=self.log)
         self.pid = self.process.pid
         while self.process.poll() is None:
@@ -312,6 +315,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         report["memory_mib"] = {"before": before, "most": server.peak, "after": after, "kv": kv}
         report |= {"shutdown_seconds": ended, "attacks": dict(sorted(heard.items())), "honest": dict(served)}
         report["tracebacks"] = server.logged().count("Traceback")
+        report["log_lines"] = server.logged().count("\n")
         return report | {"failed": failures(report, phases, server)}
     finally:
         server.stop()
@@ -339,6 +343,8 @@ def failures(report: dict[str, Any], phases: dict[str, Waits], server: Server) -
     memory = report["memory_mib"]
     if memory["after"] > memory["before"] + ROOM:
         failed.append(f"memory is {memory['after']} MiB and was {memory['before']}")
+    if report["log_lines"] > LOGGED:
+        failed.append(f"the log has {report['log_lines']} lines")
     if server.process is not None and (report["shutdown_seconds"] or 1e9) > SHUTDOWN + GRACE:
         failed.append(f"SIGTERM did not end it within {SHUTDOWN + GRACE:g} s")
     return failed
@@ -362,6 +368,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--pid", type=int, help="its process, to watch its memory")
     parser.add_argument("--model", default="", help="what to serve (default: the default model)")
     parser.add_argument("--serve", default="", help='more for forerun serve, such as "--max-connections 64"')
+    parser.add_argument("--descriptors", type=int, default=0, help="files that the server may have open (ulimit -n)")
     parser.add_argument("--seconds", type=float, default=60.0, help="of the three phases together (default: 60)")
     parser.add_argument("--innocents", type=int, default=2, help="clients that are watched (default: 2)")
     parser.add_argument("--attackers", type=int, default=4, help="attacks at the same time (default: 4)")

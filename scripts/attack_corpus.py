@@ -253,6 +253,74 @@ async def header_flood(wire: Wire, scale: float) -> str:
     return await wire.say(b"GET / HTTP/1.1\r\nHost: localhost\r\n", *[b"X-Header: y\r\n" * 1000] * many(500, scale))
 
 
+KEYED = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+
+
+def in_chunks(content: bytes, key: str) -> bytes:
+    """A request whose body comes in chunks of one byte."""
+    head = f"{KEYED}Authorization: Bearer {key}\r\nTransfer-Encoding: chunked\r\n\r\n"
+    return head.encode() + b"".join(b"1\r\n%c\r\n" % byte for byte in content) + b"0\r\n\r\n"
+
+
+async def tiny_chunks(wire: Wire, scale: float) -> str:
+    """A body of 43,000 chunks of one byte."""
+    content = json.dumps({"prompt": "x", "max_tokens": 1, "user": "x" * many(43_000, scale)}).encode()
+    return await wire.say(in_chunks(content, "none"))
+
+
+async def tiny_chunks_without_end(wire: Wire, scale: float) -> str:
+    """Eight connections on which such chunks do not end."""
+    head = f"{KEYED}Transfer-Encoding: chunked\r\n\r\n".encode()
+    pieces = [head, *[b"1\r\nx\r\n" * 20_000] * many(50, scale)]
+    return max(await asyncio.gather(*(wire.say(*pieces) for _ in range(8))))
+
+
+async def many_headers(wire: Wire, scale: float) -> str:
+    """Requests of thousands of short headers, for which no key is needed."""
+    said = b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + b"a:\r\n" * many(4000, scale) + b"\r\n"
+    return max(await asyncio.gather(*(wire.say(said) for _ in range(many(100, scale)))))
+
+
+async def most_headers(wire: Wire, scale: float) -> str:
+    """As many and as long headers as are taken, on many connections at once."""
+    said = b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n" + b"a: %s\r\n" % (b"b" * 150) * 90 + b"\r\n"
+    return max(await asyncio.gather(*(wire.say(said) for _ in range(many(200, scale)))))
+
+
+async def unread_answers(wire: Wire, scale: float) -> str:
+    """Two hundred streams with all that can be in them, of which nothing is read."""
+    body = {"prompt": "x", "max_tokens": 2000, "ignore_eos": True, "logprobs": 20, "stream": True, "trace": True}
+    path, content = posted(COMPLETIONS, body)
+    said, pause = begun(path, len(content)) + content, wire.patience * 0.9
+    return max(await asyncio.gather(*(wire.say(said, pause=pause, read=False) for _ in range(many(200, scale)))))
+
+
+async def unread_whole_answers(wire: Wire, scale: float) -> str:
+    """Large answers in one piece, of which nothing is read."""
+    path, content = posted("/v1/embeddings", {"input": ["x"] * many(200, scale)})
+    said, pause = begun(path, len(content)) + content, wire.patience * 0.9
+    return max(await asyncio.gather(*(wire.say(said, pause=pause, read=False) for _ in range(many(60, scale)))))
+
+
+async def descriptors(wire: Wire, scale: float) -> str:
+    """Half-sent requests on more connections than there are descriptors, and a grammar beside them."""
+    half = [wire.say(b"POST / HTTP/1.1\r\nContent-Le", b"", pause=scale, read=False) for _ in range(many(1500, scale))]
+    number = random.randrange(10**6)
+    asked = wire.ask(*form("regex", f"[a-z]{{4}}{number}"))
+    return (await asyncio.gather(asked, *half))[0]
+
+
+async def log_flood(wire: Wire, scale: float) -> str:
+    """What a server may write a line about, a thousand times."""
+    wrong = (
+        b"\x16\x03\x01\r\n\r\n",
+        b"GET / HTTP/9\r\n\r\n",
+        b"GET / HTTP/1.1\r\nUpgrade: x\r\nConnection: upgrade\r\n\r\n",
+    )
+    said = [await wire.say(wrong[i % 3], read=i % 3 < 2) for i in range(many(1000, scale))]
+    return max(said)
+
+
 async def two_lengths(wire: Wire, scale: float) -> str:
     """A request that two readers would end at different places."""
     return await wire.say(
@@ -285,6 +353,14 @@ BEHAVIOURS: dict[str, Callable[[Wire, float], Awaitable[str]]] = {
     "unseen post": unseen_post,
     "random bytes": random_bytes,
     "header flood": header_flood,
+    "tiny chunks": tiny_chunks,
+    "tiny chunks without end": tiny_chunks_without_end,
+    "many headers": many_headers,
+    "most headers": most_headers,
+    "unread answers": unread_answers,
+    "unread whole answers": unread_whole_answers,
+    "descriptors": descriptors,
+    "log flood": log_flood,
     "two lengths": two_lengths,
     "pipeline": pipeline,
     "random fields": noise_of_fields,

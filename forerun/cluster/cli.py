@@ -34,22 +34,25 @@ def deploy(
     _need_extra("ray")
     listener = listen(plan.settings)
     if not plan.address:
-        _ask_for_key()
+        _keep_to_this_machine()
     from forerun.cluster.run import run
 
     sys.exit(run(plan, listener, verbose, file))
 
 
 def _need_extra(*more: str) -> None:
-    missing = next((name for name in ("fastapi", "prometheus_client", "uvicorn", *more) if not find_spec(name)), None)
+    missing = next(
+        (name for name in ("fastapi", "httptools", "prometheus_client", "uvicorn", *more) if not find_spec(name)), None
+    )
     if missing:
         raise ConfigError(f"a cluster needs {missing}: pip install 'forerun[cluster]'")
 
 
-def _ask_for_key() -> None:
-    """Make a Ray that is started by this process ask for a key, a new one unless there is one: its ports are open to
-    all who reach the machine, and who may use them may run programs. Ray reads which when it is imported: this comes
-    before."""
+def _keep_to_this_machine() -> None:
+    """Make a Ray that is started by this process listen on loopback addresses, its pages of metrics among them, and ask
+    for a key, a new one unless there is one: who may use its ports may run programs. Ray reads both when it is
+    imported: this comes before."""
+    os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # as on those systems: no other machine takes part
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     if not any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")):
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)

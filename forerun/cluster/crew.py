@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import tempfile
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import asdict
@@ -24,6 +23,7 @@ from forerun.cluster.plan import Model, Plan, replica_settings
 from forerun.cluster.relay import LostError
 from forerun.cluster.replica import Replica
 from forerun.cluster.router import PrefixRouter
+from forerun.cluster.sockets import socket_directory
 from forerun.cluster.wire import Line, place
 from forerun.errors import BusyError, ForerunError, one_line
 from forerun.server.service import UnavailableError
@@ -129,7 +129,7 @@ def on_ray(plan: Plan) -> Iterator[RayCrew]:
         where = f"at {plan.address}" if plan.address else "here"
         raise ForerunError(f"Ray cannot be reached or started {where}: {one_line(str(error))}") from None
     try:
-        with tempfile.TemporaryDirectory(prefix="forerun-", ignore_cleanup_errors=True) as sockets:
+        with socket_directory() as sockets:
             yield RayCrew(plan, sockets)
     finally:
         with suppress(Exception):  # it may be gone already

@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Message, Scope
 
 from forerun.server.tenants import CALLER, Caller, Callers
 
+AHEAD = 16  # messages of an answer that wait for whoever reads it
 ASKED = ("http_version", "method", "scheme", "path", "raw_path", "query_string", "headers", "client", "server")
 
 
@@ -70,11 +71,16 @@ async def answers(app: ASGIApp, envelope: Envelope) -> AsyncGenerator[list[Messa
     client has gone."""
     told: asyncio.Queue[Message] = asyncio.Queue()
     written: asyncio.Queue[Message | None] = asyncio.Queue()
+    room = asyncio.Semaphore(AHEAD)
+
+    async def write(message: Message) -> None:
+        await room.acquire()  # the application waits for whoever reads
+        written.put_nowait(message)
 
     async def work() -> None:
         CALLER.set(envelope.caller)
         try:
-            await app({"type": "http", "asgi": {"version": "3.0"}, **envelope.scope}, told.get, written.put)
+            await app({"type": "http", "asgi": {"version": "3.0"}, **envelope.scope}, told.get, write)
         finally:
             written.put_nowait(None)  # the last thing written
 
@@ -88,6 +94,8 @@ async def answers(app: ASGIApp, envelope: Envelope) -> AsyncGenerator[list[Messa
             known = [message for message in messages if message is not None]
             if known:
                 yield known
+            for _ in known:
+                room.release()
             if None in messages:
                 break
         await task  # raises what the application raised

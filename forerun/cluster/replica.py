@@ -21,6 +21,8 @@ from forerun.llm import LLM
 from forerun.probe import probe
 from forerun.sandbox import stop_all
 from forerun.server.app import fingerprint, make_app
+from forerun.server.descriptors import raise_limit
+from forerun.server.run import start_logging
 from forerun.server.settings import Settings
 
 log = logging.getLogger("forerun.server")
@@ -38,6 +40,8 @@ class Replica:
             keys: whether clients need one.
             sockets: the directory where it listens.
         """
+        start_logging(verbose=False, person=False)
+        raise_limit()
         self.name = serve.get_replica_context().replica_id.unique_id
         llm = LLM(**options)
         fault = probe(llm)

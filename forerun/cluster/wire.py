@@ -100,7 +100,7 @@ class Listener:
         """Tell all other replicas that listen beside this one, one text after the other, for ever."""
         while self._path is not None:
             text = await heard.get()
-            others = [other for other in self._path.parent.iterdir() if other != self._path]
+            others = [other for other in self._path.parent.iterdir() if other != self._path and other.is_socket()]
             await asyncio.gather(*(tell(other, text) for other in others))
 
     async def ended(self, request: str) -> None:

@@ -127,10 +127,13 @@ class Engine:
         return request
 
     def abort(self, request: Request) -> None:
-        """End a request now; its last event comes with the next step."""
-        if request.id in self.requests:
+        """End a request now, a paused one too; its last event comes with the next step."""
+        if request.id in self.requests or request.paused:
             request.finish_reason = "abort"
-            self._close(request)
+            if request.paused:
+                request.paused = False
+            else:
+                self._close(request)
             rest = ""
             with blaming(request):
                 rest = request.text.take(finished=True) if request.text else ""
@@ -143,9 +146,13 @@ class Engine:
             request.stats.seconds = time.perf_counter() - request.arrived
             self.scheduler.withdraw(request)
             del self.requests[request.id]
+            request.paused = True
 
     def resume(self, request: Request) -> None:
         """Queue a paused request again."""
+        if not request.paused:
+            return
+        request.paused = False
         if request.draft != OFF:  # its proposer may have been made anew for others meanwhile, or be gone
             request.draft = self.proposers.known(request.draft, {other.draft for other in self.requests.values()})
         self.requests[request.id] = request

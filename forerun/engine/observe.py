@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -62,7 +62,12 @@ def round_of(
     if request.params.greedy or not request.rule.coupled:
         noises = [0.0] * len(drawn)
     chances = [float(laws[node, token]) for node, token in drawn]
-    return Round(request.stats.steps, draft, verdict, chances, noises, request.allowed, rate, *seconds)
+    drafted = [
+        float(draft.probs[parent, token]) if draft.probs is not None and drawn else None
+        for token, parent, drawn in list(zip(draft.tokens, draft.parents, draft.laws, strict=True))[1:]
+    ]
+    seen = replace(draft, probs=None)
+    return Round(request.stats.steps, seen, verdict, chances, noises, request.allowed, rate, *seconds, drafted)
 
 
 def prompt_logprobs_of(logits: Tensor, tokens: Sequence[int], top: int) -> list[TokenLogprobs]:

@@ -64,6 +64,7 @@ class Request:
     dropped: bool = False  # what its proposer kept of it, since there is nothing to draft for long
     allowed: int = 0  # depth its draft may have in this step
     offered: list[Offered] = field(default_factory=list)  # what was drafted for this step, verified or not
+    paused: bool = False  # it is out of the engine until it is resumed
     finish_reason: str | None = None
     error: ForerunError | None = None  # what ends it, of its own
     prompt_logprobs: PromptLogprobs = field(default_factory=list)  # of the prompt's tokens read so far, if asked for

@@ -91,7 +91,7 @@ class Scheduler:
                 self.cache.close(slot)
                 assert self.running, "a request that fits no empty pool was let in"
                 return
-            self.waiting.popleft()
+            self.waiting.remove(request)
             self.slots.pop()
             request.slot = slot
             request.stats.cached_tokens = max(request.stats.cached_tokens, min(cached, request.prompt_length))

@@ -213,7 +213,7 @@ def trace(round_: Round, event: Event, tokenizer: Tokenizer | None) -> dict[str,
         | {
             "parent": draft.parents[node],
             "source": _told_sources(draft.sources[node], node in kept),
-            "q": _q(round_, node),
+            "q": round_.drafted[node - 1],
             "accepted": node in kept,
         }
         for node in range(1, len(draft))
@@ -241,13 +241,6 @@ def _told_sources(sources: str, accepted: bool) -> str:
     if accepted or _is_hidden(sources):
         return sources
     return "&".join(source for source in sources.split("&") if source not in OTHERS)
-
-
-def _q(round_: Round, node: int) -> float | None:
-    draft = round_.draft
-    if draft.probs is None or not draft.laws[node]:
-        return None
-    return float(draft.probs[draft.parents[node], draft.tokens[node]])
 
 
 @lru_cache(maxsize=1)

@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import os
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import FileResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from forerun import __version__
 from forerun.llm import LLM
@@ -67,7 +67,7 @@ def make_app(llm: LLM, settings: Settings, callers: Callers | None = None) -> Fa
     """The server's application around a loaded model. `app.state.service` is its service; `callers`, unless somebody
     else knows them, are those of the settings."""
     name = served_name(llm, settings)
-    service = Service(llm, settings.max_queue)
+    service = Service(llm, settings.max_queue, settings.max_unread, settings.write_timeout)
     metrics = Metrics(service, settings.metrics_compat)
     service.watchers = (metrics, Journal(name))
     kitchen = Kitchen(service, name, fingerprint(llm), settings.timeout, settings.max_prompt)
@@ -76,6 +76,7 @@ def make_app(llm: LLM, settings: Settings, callers: Callers | None = None) -> Fa
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         service.start()
         started()
+        await asyncio.create_task(ask_first(_app))
         yield
         await asyncio.to_thread(service.stop)
 
@@ -123,6 +124,32 @@ class HeadsAsPages:
         if scope["type"] == "http" and scope["method"] == "HEAD":
             scope = {**scope, "method": "GET"}
         await self.app(scope, receive, send)
+
+
+async def ask_first(app: FastAPI) -> None:
+    """Ask an application for some pages, before anybody else does.
+
+    Libraries import modules and read files when they are first used: when a client has taken all file descriptors, that
+    would fail.
+    """
+
+    headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+    for method, path, body in (
+        ("GET", "/", b""),
+        ("GET", "/openapi.json", b""),
+        ("POST", "/tokenize", b'{"prompt": "x"}'),
+        ("POST", "/v1/completions", b"{}"),
+    ):
+        where = {"method": method, "path": path, "raw_path": path.encode(), "query_string": b"", "root_path": ""}
+        scope = {"type": "http", "http_version": "1.1", "scheme": "http", "headers": headers, **where}
+        said: asyncio.Queue[Message] = asyncio.Queue()
+        said.put_nowait({"type": "http.request", "body": body, "more_body": False})
+        with suppress(Exception):  # the same request of a client will say it
+            await app(scope, said.get, _drop)
+
+
+async def _drop(message: Message) -> None:
+    """Send a message of an answer to nobody."""
 
 
 def public_name(llm: LLM) -> str:

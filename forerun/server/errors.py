@@ -14,6 +14,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from forerun.errors import BusyError, CapacityError, ConfigError, RequestError
+from forerun.server.descriptors import is_out_of_descriptors
 from forerun.server.service import UnavailableError
 
 log = logging.getLogger("forerun.server")
@@ -33,7 +34,7 @@ OURS = (RequestError, CapacityError, ConfigError)  # what a request got wrong; a
 MOST_READ = 4096  # characters of a message that are looked at: it may repeat what was sent
 
 KINDS = (
-    *(ApiError, RequestValidationError, HTTPException, *OURS, BusyError, UnavailableError, TimeoutError),
+    *(ApiError, RequestValidationError, HTTPException, *OURS, BusyError, UnavailableError, TimeoutError, OSError),
     Exception,  # what is in no other kind is logged with a traceback, and its connection closed
 )
 
@@ -51,6 +52,8 @@ def body(error: Exception) -> tuple[int, dict[str, Any]]:
         status, message = 429, str(error)
     elif isinstance(error, UnavailableError):
         status, message = 503, f"{error}: try again in a moment"
+    elif is_out_of_descriptors(error):
+        status, message = 503, "this server has no file descriptor left: try again in a moment"
     elif isinstance(error, TimeoutError):
         status, message, code = 504, "the request took longer than this server allows (--timeout)", "timeout"
     elif isinstance(error, HTTPException):
@@ -95,6 +98,8 @@ def answer(error: Exception, path: str = "") -> JSONResponse:
 async def handle(request: Request, error: Exception) -> JSONResponse:
     """The handler of every exception of the application."""
     response = answer(error, request.url.path)
+    if isinstance(error, OSError) and response.status_code == 500:
+        log.error("a request failed", exc_info=error)
     _forget(error)
     return response
 

@@ -23,16 +23,20 @@ from forerun.probe import probe
 from forerun.sandbox import stop_all
 from forerun.server.app import describe, make_app
 from forerun.server.connections import connections
+from forerun.server.descriptors import accepted_at_once, is_out_of_descriptors, raise_limit, within_limit
 from forerun.server.listen import is_loopback
+from forerun.server.logs import LimitedHandler, settle, shortened
 from forerun.server.settings import Settings
 from forerun.server.tenants import Callers
 
 log = logging.getLogger("forerun.server")
+BACKLOG = 2048  # connections that wait to be accepted
 
 
 def run(options: dict[str, Any], settings: Settings, listener: socket.socket, verbose: bool) -> int:
     """Serve a model on a socket of `listen` until a signal ends it. Returns the exit code, as `serve` does."""
     start_logging(verbose, sys.stderr.isatty())
+    raise_limit()
     try:
         llm = LLM(**options)
         fault = probe(llm)  # and the first client does not pay for first calls
@@ -50,11 +54,14 @@ def run(options: dict[str, Any], settings: Settings, listener: socket.socket, ve
     return serve(app, settings, listener, partial(say, describe(llm, settings)))
 
 
-def serve(app: Starlette, settings: Settings, listener: socket.socket, say: Callable[[str], str]) -> int:
+def serve(
+    app: Starlette, settings: Settings, listener: socket.socket, say: Callable[[str], str], descriptors: int = 1
+) -> int:
     """Serve an application on a socket of `listen` until a signal ends it; `say` makes of the address what is printed
-    first. Returns the exit code: 0 after an orderly shutdown."""
+    first, and a connection takes so many `descriptors`. Returns the exit code: 0 after an orderly shutdown."""
     host, port = listener.getsockname()[:2]
-    listener.listen(2048)
+    listener.listen(BACKLOG)
+    settings = within_limit(settings, descriptors)
     print(say(f"http://{f'[{host}]' if ':' in host else host}:{port}"), file=sys.stderr, flush=True)
     server = Server(app, settings)
     server.run(sockets=[listener])
@@ -103,9 +110,11 @@ class Server(uvicorn.Server):
             uvicorn.Config(
                 app,
                 http=connections(settings),
+                loop="asyncio",  # uvloop accepts one connection in a round: /health would wait behind hundreds
                 ws="none",
                 log_config=None,
                 access_log=False,
+                backlog=accepted_at_once(),
                 timeout_graceful_shutdown=2,
                 server_header=False,
             )
@@ -113,6 +122,13 @@ class Server(uvicorn.Server):
         self.service: Drainable = app.state.service
         self.bound = settings.shutdown_timeout
         self._drain: asyncio.Task[None] | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to accept connections: few in each round of the event loop, while many may wait for that."""
+        asyncio.get_running_loop().set_exception_handler(_unhandled)
+        await super().startup(sockets)
+        for listener in sockets or ():
+            listener.listen(BACKLOG)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The first signal begins to drain, the second ends at once. Neither ends the process by itself."""
@@ -125,6 +141,7 @@ class Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Every tenth of a second: go on, or end."""
+        settle()
         if self.service.draining and self._drain is None:
             self._drain = asyncio.create_task(self._drained())
         return await super().on_tick(counter)
@@ -141,6 +158,14 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
 
+def _unhandled(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Log what no task and no callback handles."""
+    if is_out_of_descriptors(context.get("exception")):
+        log.error("no file descriptor is left for another connection: raise the limit with ulimit -n")
+    else:
+        loop.default_exception_handler(context)
+
+
 def _not_cancelled(record: logging.LogRecord) -> bool:
     """Drop what uvicorn says of requests that the end of the server has cut off."""
     return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError)) and (
@@ -153,9 +178,9 @@ class JsonLines(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         entry: dict[str, Any] = {"time": self.formatTime(record), "level": record.levelname.lower()}
-        entry |= {"message": record.getMessage()} | getattr(record, "facts", {})
+        entry |= {"message": shortened(record.getMessage())} | getattr(record, "facts", {})
         if record.exc_info:
-            entry["error"] = self.formatException(record.exc_info)
+            entry["error"] = shortened(self.formatException(record.exc_info))
         return json_line(entry, ascii_only=True)
 
 
@@ -165,18 +190,22 @@ class PlainLines(logging.Formatter):
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s: %(message)s", "%H:%M:%S")
 
+    def format(self, record: logging.LogRecord) -> str:
+        return shortened(super().format(record))
+
     def formatMessage(self, record: logging.LogRecord) -> str:
         facts = {name: value for name, value in getattr(record, "facts", {}).items() if value is not None}
         return " ".join([super().formatMessage(record), *(f"{name}={value}" for name, value in facts.items())])
 
 
 def start_logging(verbose: bool, person: bool) -> None:
-    """Log to stderr: plain lines for a person, JSON for a program."""
-    handler = logging.StreamHandler()
+    """Log to stderr: plain lines for a person, JSON for a program; of many that are alike some."""
+    handler = LimitedHandler()
     handler.setFormatter(PlainLines() if person else JsonLines())
     handler.addFilter(_not_cancelled)
     logging.getLogger("forerun").handlers = [handler]
     logging.getLogger("forerun").setLevel(logging.INFO if verbose else logging.WARNING)
     logging.getLogger("uvicorn.error").handlers = [handler]
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    logging.getLogger("asyncio").handlers = [handler]
     logging.getLogger("asyncio").setLevel(logging.ERROR)  # its warnings are of writes to clients that have gone

@@ -13,20 +13,20 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
 from forerun.errors import BusyError, ForerunError, LostError, RequestError
 from forerun.llm import LLM
 from forerun.machine import give_back
-from forerun.server.tickets import Group, Order, Ticket
+from forerun.server.tickets import Desk, Group, Order, Ticket
 from forerun.types import Event
 
 log = logging.getLogger("forerun.server")
 REST = 1.0  # seconds without anything to do, after each of which it is a time to tidy up
 AT_ONCE = 0.01  # seconds in which requests of one group are taken, before those that run are worked on again
-MOST_UNREAD, GRACE = 8192, 0.2  # events of a group that nobody has taken, and seconds: a reader takes all there are
+LEAST_UNREAD = 16 << 10  # bytes of events that a request may have unread, however many requests share the bound
 
 
 class UnavailableError(Exception):
@@ -36,10 +36,14 @@ class UnavailableError(Exception):
 class Service:
     """Takes orders while it is up; `watchers` are told of every event and end (metrics, logs)."""
 
-    def __init__(self, llm: LLM, max_queue: int) -> None:
+    def __init__(self, llm: LLM, max_queue: int, max_unread: int = 0, write_timeout: float = 0.0) -> None:
+        """Of events that are not read, about `max_unread` bytes are held, divided among all requests that there may be;
+        a request whose part is full pauses, and ends after `write_timeout` seconds. 0 is no limit of either."""
         self.llm, self.draining = llm, False
+        self.write_timeout = write_timeout
         self.watchers: tuple[Watcher, ...] = ()
         self.limit = max_queue + llm.config.max_rows
+        self.unread_each = max_unread and max(LEAST_UNREAD, max_unread // self.limit)
         self.tickets: set[Ticket] = set()
         self.reserved = 0  # places of requests that are being prepared
         self.failures = 0
@@ -52,6 +56,8 @@ class Service:
     def start(self) -> None:
         """Begin to work, for the event loop that calls this. From now on texts are strangers'."""
         self._loop = asyncio.get_running_loop()
+        with suppress(ImportError):  # what may need a file is loaded before a request wants it
+            import llguidance  # noqa: F401
         self.llm.engine.grammars.confine()
         if self.llm.tokenizer is not None:
             self.llm.tokenizer.confine()
@@ -99,7 +105,7 @@ class Service:
         Raises BusyError, UnavailableError or, for too many, RequestError.
         """
         self.admit(len(orders))
-        group = Group(orders, timeout)
+        group = Group(orders, timeout, Desk(len(orders) * self.unread_each, partial(self._pause, paused=False)))
         self.tickets.update(group.tickets)
         self._commands.put(partial(self._add, group))
         return group
@@ -184,8 +190,15 @@ class Service:
             try:
                 return self._commands.get(timeout=REST)
             except queue.Empty:
-                self.llm.learned.keep()
-                give_back()  # a twentieth of a millisecond where there is nothing
+                self._tidy()
+
+    def _tidy(self) -> None:
+        """Do what is done while there is nothing else to do. No request ends by its faults."""
+        for work in (self.llm.learned.keep, give_back):
+            try:
+                work()
+            except Exception:
+                log.exception("what the engine does while it rests failed")
 
     def _add(self, group: Group, first: int = 0) -> None:
         """Take the requests of a group from the `first` on: some now, and after a step the others."""
@@ -214,6 +227,14 @@ class Service:
             tenant=o.tenant, compiled=o.compiled,
         )  # fmt: skip
         self._running[ticket.request.id] = ticket
+        if ticket.desk.paused:
+            self.llm.engine.pause(ticket.request)
+
+    def _hold(self, tickets: Sequence[Ticket], paused: bool) -> None:
+        engine = self.llm.engine
+        for ticket in tickets:
+            if ticket.request is not None and ticket.request.id in self._running:  # not lost meanwhile
+                (engine.pause if paused else engine.resume)(ticket.request)
 
     def _abort(self, ticket: Ticket) -> None:
         if ticket.request is not None:
@@ -257,8 +278,8 @@ class Service:
                 watcher.event(ticket, event, now)
             ticket.first, ticket.last = ticket.first or now, now
             ticket.desk.tell(ticket, event)
-            if ticket.desk.inbox.qsize() == MOST_UNREAD:
-                asyncio.get_running_loop().call_later(GRACE, self._end_unread, ticket)
+            if ticket.desk.full and not ticket.desk.paused:
+                self._pause(ticket.desk, paused=True)
             if event.finish_reason is not None:
                 self._end(ticket, None)
 
@@ -274,16 +295,29 @@ class Service:
             _settle(ticket.desk.taken, None)
         ticket.desk.tell(ticket, error)
 
-    def _end_unread(self, ticket: Ticket) -> None:
-        """End a group of which too much lies there that nobody has taken."""
-        desk = ticket.desk
-        if desk.inbox.qsize() < MOST_UNREAD:
+    def _pause(self, desk: Desk, paused: bool) -> None:
+        """Let the requests of a group wait, of which too much lies there that nobody has taken, or go on again."""
+        desk.paused = paused
+        self._commands.put(partial(self._hold, self._of(desk), paused))
+        if paused:
+            desk.pauses += 1
+            if self.write_timeout:
+                asyncio.get_running_loop().call_later(self.write_timeout, self._end_unread, desk, desk.pauses)
+
+    def _end_unread(self, desk: Desk, pauses: int) -> None:
+        """End a group that still waits as it did when it paused for that time."""
+        mine = self._of(desk)
+        if not desk.paused or desk.pauses != pauses or not mine:
             return
-        for mine in [other for other in self.tickets if other.desk is desk]:
-            self._leave(mine)
+        for ticket in mine:
+            self._leave(ticket)
         desk.close()
-        late = f"the client has not read the last {MOST_UNREAD} events of its answer, which ends here"
-        desk.inbox.put_nowait((ticket, RequestError(late)))
+        late = f"the client has not read its answer for {self.write_timeout:g} s (--write-timeout): it ends here"
+        desk.inbox.put_nowait((mine[0], RequestError(late)))
+        log.warning("a client did not read its answer for %g s: its request ends", self.write_timeout)
+
+    def _of(self, desk: Desk) -> list[Ticket]:
+        return [ticket for ticket in self.tickets if ticket.desk is desk]
 
     def _refuse(self, group: Group, error: Exception) -> None:
         self.tickets.difference_update(group.tickets)

@@ -31,6 +31,8 @@ class Settings:
         max_queue: requests that may wait for a place; more are told to come back (429).
         max_body: largest request body in bytes.
         max_bodies: most bytes of request bodies that are held at once, the first 64 KiB of each not counted (503).
+        max_unread: most bytes of answers that are held for clients that do not read them, divided among the requests;
+            a request pauses when its share is full.
         max_connections: most connections at once; the one that waits longest for its client makes room (503).
         max_prompt: most tokens of one prompt; 0 leaves it to the model's context.
         timeout: most seconds one request may take; 0 for no limit.
@@ -54,6 +56,7 @@ class Settings:
     max_queue: int = 256
     max_body: int = 8 << 20
     max_bodies: int = 64 << 20
+    max_unread: int = 64 << 20
     max_connections: int = 512
     max_prompt: int = 0
     timeout: float = 600.0
@@ -70,6 +73,7 @@ class Settings:
             ("max_queue", 0, 1 << 20),
             ("max_body", 1, 1 << 40),
             ("max_bodies", 1, 1 << 40),
+            ("max_unread", 1, 1 << 40),
             ("max_connections", 1, 1 << 20),
             ("max_prompt", 0, 1 << 31),
             ("timeout", 0, 1 << 31),

@@ -87,6 +87,36 @@ def test_pieces_arrive_before_the_end(tmp_path: Path) -> None:
     asyncio.run(asyncio.wait_for(check(), 30))
 
 
+def test_an_application_waits_for_whoever_reads_its_answer(tmp_path: Path) -> None:
+    """What a replica says was kept without end where the client behind the door does not read."""
+
+    async def check() -> None:
+        said = [0]
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            await send(START)
+            for _ in range(200):
+                await send(piece("x" * 100_000))
+                said[0] += 1
+            await send(piece("end", more=False))
+
+        async with listening(app, tmp_path) as (_, path):
+            line = await Line.to(path)
+            assert line
+            async with aclosing(line.ask(envelope())) as answer:
+                found = await anext(answer)
+                before = -1
+                while said[0] > before:  # until it says no more
+                    before = said[0]
+                    await asyncio.sleep(0.2)
+                assert said[0] < 100
+                async for messages in answer:
+                    found += messages
+            assert found == [START, *[piece("x" * 100_000)] * 200, piece("end", more=False)]
+
+    asyncio.run(asyncio.wait_for(check(), 30))
+
+
 def waiting_app(left: asyncio.Event) -> ASGIApp:
     """Says something, then waits; `left` is when it is ended."""
 

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
 from forerun.draft.base import Proposer, Row
@@ -305,6 +306,28 @@ def test_a_trace_tells_the_acceptance_of_who_drafted() -> None:
             rounds += [event.round for event in engine.step_or_raise() if event.round]
         drafted = [round for round in rounds if len(round.draft) > 1]
         assert drafted and all(round.rate == rates[round.draft.sources[1]] for round in drafted)
+
+
+def test_a_trace_keeps_no_distributions() -> None:
+    """Of a drawn draft they are megabytes for each event, where a few numbers are wanted."""
+    drawn = Sometimes("drawn", 1)
+    engine = engine_of(drawn)
+    propose = drawn.propose
+
+    def with_probs(rows: Sequence[Row]) -> Sequence[Draft]:
+        drafts = propose(rows)
+        for draft in drafts:
+            draft.laws = [Law.GIVEN, *[Law.SAMPLED] * (len(draft) - 1)]
+            draft.probs = np.full((len(draft), engine.target.decoder.config.vocab), 0.25)
+        return drafts
+
+    drawn.propose = with_probs  # type: ignore[method-assign]
+    engine.add(build.prompts()[1], build.params(1, 0.8, 40), draft="both", depth=1, rule="token", trace=True)
+    rounds = []
+    while engine.busy:
+        rounds += [event.round for event in engine.step_or_raise() if event.round]
+    assert all(round.draft.probs is None for round in rounds)
+    assert {q for round in rounds for q in round.drafted} == {0.25}
 
 
 def test_a_trace_takes_no_rival_for_who_drafted(monkeypatch: pytest.MonkeyPatch) -> None:

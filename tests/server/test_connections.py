@@ -5,16 +5,17 @@ from __future__ import annotations
 import gc
 import json
 import socket
+import struct
 import time
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
 
 from forerun.llm import LLM
-from forerun.server import bodies, service
+from forerun.server import bodies, connections, service
 from forerun.server.tickets import Ticket
 from tests.server.serving import Serving, held, serving, slow, until
 
@@ -84,6 +85,13 @@ def message(answer: bytes) -> str:
 # ------------------------------------------------------------ headers
 
 
+@pytest.fixture(scope="module")
+def front_of_limits(spare: LLM) -> Iterator[Serving]:
+    """One server for clients that are refused, or that ask once."""
+    with serving(spare) as s:
+        yield s
+
+
 @pytest.mark.parametrize("said", [b"GET /hea", HEAD, b"GET /health HTTP/1.1\r\nHost: x\r\nX: " + b"a" * 9000])
 def test_headers_that_do_not_come_whole(spare: LLM, said: bytes) -> None:
     with serving(spare, header_timeout=SOON) as s, connected(s, said) as connection:
@@ -125,6 +133,179 @@ def test_a_request_in_work_has_no_deadline_for_headers(spare: LLM) -> None:
             assert connection.recv(12) == b"HTTP/1.1 200"
 
 
+# ------------------------------------------------------------ headers and framing without end
+
+HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
+CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n"
+CLOSE = b"Connection: close\r\n"
+
+
+def chunks(content: bytes, size: int, extension: bytes = b"") -> bytes:
+    pieces = [content[at : at + size] for at in range(0, len(content), size)]
+    return b"".join(b"%x%s\r\n%s\r\n" % (len(piece), extension, piece) for piece in pieces) + b"0\r\n\r\n"
+
+
+def answer_to(s: Serving, said: bytes) -> bytes:
+    with connected(s, said) as connection:
+        return rest(connection)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [b"X: y\r\n" * 2000, b":\r\n" * 5000, b"A:\r\n " * 3000, b"X: " + b"a" * 20_000 + b"\r\n", b"X: y\r\n" * 101],
+    ids=["many", "without names", "folded", "long", "one too many"],
+)
+@pytest.mark.parametrize("end", [b"\r\n", b""], ids=["whole", "without an end"])
+def test_headers_are_bounded_before_they_are_parsed(front_of_limits: Serving, more: bytes, end: bytes) -> None:
+    """Thousands of headers, for which no key is needed, held up everybody while they were parsed."""
+    assert message(answer_to(front_of_limits, HEALTH + more + end)).startswith("431 a request has at most 100 headers")
+
+
+def test_as_many_headers_as_clients_send(front_of_limits: Serving) -> None:
+    said = HEALTH + CLOSE + b"X-Trace: 0123456789abcdef\r\n" * 90 + b"Cookie: " + b"a" * 8000 + b"\r\n\r\n"
+    assert answer_to(front_of_limits, said).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize(
+    ("length", "size", "extension"),
+    [(40_000, 1, b""), (40_000, 2, b""), (4_000, 1, b";x=" + b"y" * 200), (40_000, 64, b";" + b"y" * 300)],
+)
+def test_the_framing_of_chunks_is_bounded(front_of_limits: Serving, length: int, size: int, extension: bytes) -> None:
+    """258 KB in chunks of one byte took a second of the event loop; so do long chunk extensions."""
+    content = json.dumps(ASKED | {"user": "x" * length}).encode()
+    said = CHUNKED + b"\r\n" + chunks(content, size, extension)
+    assert message(answer_to(front_of_limits, said)).startswith("400 the body comes in too many small chunks")
+    assert front_of_limits.complete()["choices"] and not front_of_limits.logged
+
+
+@pytest.mark.parametrize(("size", "length"), [(8, 8_000), (128, 90_000), (16_384, 90_000)])
+def test_chunks_as_clients_send_them(front_of_limits: Serving, size: int, length: int) -> None:
+    content = json.dumps(ASKED | {"user": "x" * length}).encode()
+    answer = answer_to(front_of_limits, CHUNKED + CLOSE + b"\r\n" + chunks(content, size))
+    assert answer.startswith(b"HTTP/1.1 200"), answer[:300]
+
+
+def test_trailers_are_no_headers_and_are_bounded(front_of_limits: Serving) -> None:
+    content = chunks(json.dumps(ASKED).encode(), 1000).removesuffix(b"\r\n")
+    said = CHUNKED + CLOSE + b"\r\n" + content
+    assert answer_to(front_of_limits, said + b"Host: elsewhere.example\r\n\r\n").startswith(b"HTTP/1.1 200")
+    assert message(answer_to(front_of_limits, said + b"X: y\r\n" * 8000)).startswith("400 ")
+
+
+def test_keys_are_asked_for_before_a_body_is_read(spare: LLM) -> None:
+    """Chunks of a client without a key are not waited for, and are counted though nobody wants them."""
+    with serving(spare, api_key=("k",)) as s, connected(s, CHUNKED + b"\r\n5\r\nhello\r\n") as connection:
+        assert connection.recv(12) == b"HTTP/1.1 401"
+        connection.sendall(b"1\r\nx\r\n" * 20_000)
+        until(lambda: not s.server.server_state.connections, "it is closed", patience=5)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",  # TLS
+        b"GET /health HTTP/1.1\nHost: localhost\n\n",
+        b"CONNECT localhost:80 HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost localhost\r\n\r\n",
+        HEAD + b"Content-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        HEAD + b"Content-Length: 3\r\nContent-Length: 4\r\n\r\nabcd",
+        HEAD + b"Content-Length: -1\r\n\r\n",
+        CHUNKED + b"\r\nx\r\n",
+    ],
+)
+def test_what_is_no_http_is_told_so_at_once(front_of_limits: Serving, said: bytes) -> None:
+    assert message(answer_to(front_of_limits, said)) == "400 this is no HTTP/1.1 request"
+    assert not front_of_limits.logged
+
+
+def test_requests_of_one_connection_are_answered_in_turn(front_of_limits: Serving) -> None:
+    """Sent at once, with an empty line between them, as some old clients do."""
+    content = post(ASKED)
+    both = answer_to(front_of_limits, content + b"\r\n" + content + b"GET /nowhere HTTP/1.0\r\n\r\n")
+    assert both.count(b"HTTP/1.1 200") == 2 and both.count(b"HTTP/1.1 404") == 1
+
+
+def test_a_request_behind_chunks_is_not_taken_with_them(front_of_limits: Serving) -> None:
+    """Where only its chunks tell where a body ends, the request behind it has to be sent again."""
+    said = CHUNKED + b"\r\n" + chunks(json.dumps(ASKED).encode(), 1000)
+    answer = answer_to(front_of_limits, said + HEALTH + b"\r\n")
+    assert answer.count(b"HTTP/1.1") == 1 and answer.startswith(b"HTTP/1.1 200") and b"connection: close" in answer
+    assert not front_of_limits.logged
+
+
+@pytest.mark.parametrize("framing", [b"", b"Transfer-Encoding: chunked\r\n"])
+def test_an_upgrade_that_is_not_done_changes_nothing(front_of_limits: Serving, framing: bytes) -> None:
+    """Java's client asks for HTTP/2 in its first request."""
+    upgrade = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQBAAAAAAIAAAAA\r\n"
+    content = json.dumps(ASKED).encode()
+    body = chunks(content, 1000) if framing else content
+    head = HEAD + upgrade + (framing or b"Content-Length: %d\r\n" % len(content)) + b"\r\n"
+    with connected(front_of_limits, head + body) as connection:
+        assert b"HTTP/1.1 200" in rest_until(connection, b"usage")
+        connection.sendall(HEALTH + upgrade.replace(b"Upgrade,", b"close, Upgrade,") + b"\r\n")
+        assert b"HTTP/1.1 200" in rest(connection)
+
+
+def test_one_connection_that_fails_keeps_no_other_from_its_turn() -> None:
+    """Where clients reset their connections while they are refused, all others waited for ever."""
+    parsed, later = list[str](), list[Callable[[], None]]()
+
+    class One:
+        def __init__(self, name: str) -> None:
+            self.name, self.phase, self.queued = name, connections.Phase.HEADERS, False
+            self.loop = type("Loop", (), {"call_soon": staticmethod(later.append)})
+            self.transport = type("Transport", (), {"abort": lambda _: parsed.append("aborted")})()
+
+        def parse(self) -> None:
+            if self.name == "first":
+                raise OSError("not connected")
+            parsed.append(self.name)
+
+    turns: Any = connections.Turns()
+    for name in ("first", "second"):
+        turns.add(One(name))
+    while later:
+        later.pop(0)()
+    assert parsed == ["aborted", "second"]
+
+
+def test_clients_that_reset_what_is_refused_hold_up_nobody(front_of_limits: Serving) -> None:
+    for _ in range(100):
+        with connected(front_of_limits, HEALTH + b"X: y\r\n" * 2000) as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    assert front_of_limits.http.get("/health").status_code == 200
+    assert [record.exc_info for record in front_of_limits.logged] == []
+
+
+def test_parsing_takes_a_bounded_time_in_each_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many connections have something to parse; headers come first."""
+    now, parsed, later = [0.0], list[str](), list[Callable[[], None]]()
+    monkeypatch.setattr(connections.time, "perf_counter", lambda: now[0])
+
+    class Busy:
+        def __init__(self, name: str, phase: connections.Phase) -> None:
+            self.name, self.phase, self.queued = name, phase, False
+            self.loop = type("Loop", (), {"call_soon": staticmethod(later.append)})
+
+        def parse(self) -> None:
+            now[0] += 0.0005
+            parsed.append(self.name)
+            turns.add(self)
+
+    turns: Any = connections.Turns()
+    for i in range(100):
+        turns.add(Busy(f"body {i}", connections.Phase.BODY))
+    for i in range(100):
+        turns.add(Busy(f"head {i}", connections.Phase.HEADERS))
+    for at in range(50):
+        assert len(later) == at + 1, "one round asks for the next"
+        begun = now[0]
+        later[at]()
+        assert now[0] - begun <= 0.0045
+    assert set(parsed) == {f"{kind} {i}" for kind in ("body", "head") for i in range(100)}, "everybody has a turn"
+
+
 # ------------------------------------------------------------ bodies
 
 
@@ -144,6 +325,7 @@ def test_bodies_that_trickle_do_not_move_the_deadline(spare: LLM) -> None:
 def test_bodies_over_all_are_bounded_and_small_ones_pass(spare: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is refused is the body that would be too much; when another ends there is room again."""
     monkeypatch.setattr(bodies, "SMALL", 1000)
+    monkeypatch.setattr(connections, "HIGH_WATER_LIMIT", 1000)
     large = {"prompt": "x " * 2400}
     with serving(spare, max_body=5000, max_bodies=6000) as s:
         refused: list[str] = []
@@ -252,19 +434,51 @@ def test_a_slow_reader_gets_all(spare: LLM) -> None:
         assert s.http.get("/health").status_code == 200
 
 
-def test_what_nobody_takes_is_bounded(spare: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a limit of time too: the request ends, its events go, and a late reader is told why."""
-    monkeypatch.setattr(service, "MOST_UNREAD", 50)
+def test_a_stream_that_is_not_read_pauses_and_goes_on(spare: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What nobody takes was bounded in events of any size, 8,192 of them, and then ended. It is bounded in bytes, the
+    request leaves its place to others meanwhile, and whoever reads at last gets the same text."""
+    monkeypatch.setattr(service, "LEAST_UNREAD", 4096)
+    asked = {"prompt": "x = 1\n", "seed": 5, "temperature": 0.8, "max_tokens": 1000, "ignore_eos": True}
+    with serving(spare, listener=narrow(), write_timeout=0, max_unread=1) as s:
+        expected = s.complete(**asked)["choices"][0]["text"]
+        said = post(asked | {"stream": True, "logprobs": 20})
+        with connected(s, said, 4096) as one, connected(s, said, 4096) as two:
+            until(lambda: len(s.service.tickets) == 2, "they are taken")
+            tickets = list(s.service.tickets)
+            until(lambda: all(ticket.desk.paused for ticket in tickets), "they pause", patience=20)
+            until(lambda: not s.service.llm.engine.busy, "nothing is done for them", patience=5)
+            assert all(ticket.request.produced < 1000 and ticket.desk.unread < 500_000 for ticket in tickets)
+            assert s.complete()["choices"], "their places are free"
+            for connection in (one, two):
+                text = "".join(choice["text"] for choice in choices(rest_until(connection, b"[DONE]")))
+                assert text == expected
+        assert not s.logged
+
+
+def choices(stream: bytes) -> Iterator[dict[str, Any]]:
+    """The choices of the lines of a stream, whose chunks of HTTP end where they do."""
+    for line in stream.splitlines():
+        if line.startswith(b"data: {"):
+            yield from json.loads(line[6:])["choices"]
+
+
+def test_written_answers_that_are_not_taken_are_bounded_in_all(spare: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of whole answers the largest that waits for its client ends; those that are read are whole."""
+    monkeypatch.setattr(connections, "LARGE_WRITE", 1000)
+    said = b"GET /docs HTTP/1.1\r\nHost: localhost\r\n\r\n"
     with serving(spare, listener=narrow(), write_timeout=0) as s:
-        with connected(s, post(STREAM | {"logprobs": 20}), room=4096) as connection:
-            ticket = until_ticket(s)
-            until(lambda: ticket.desk.inbox.qsize() >= 50, "nobody takes its events", patience=20)
-            s.rest()
-            assert s.service.llm.engine.requests == {} and ticket.request.produced < 1900
-            assert ticket.desk.inbox.qsize() < 50
-            answer = rest_until(connection, b"[DONE]")
-        assert b"has not read the last 50 events" in answer
-        assert s.complete()["choices"] and not s.logged
+        size = len(s.http.get("/docs").content)
+    with serving(spare, listener=narrow(), write_timeout=0, max_unread=int(2.5 * size)) as s, ExitStack() as stack:
+        for _ in range(6):
+            stack.enter_context(connected(s, said, 4096))
+        until(lambda: held_by(s) > 0, "answers are written")
+        assert len(s.http.get("/docs").content) == size
+        until(lambda: 0 < held_by(s) <= 2.5 * size, "the others ended", patience=5)
+
+
+def held_by(s: Serving) -> int:
+    """Bytes that connections of a server have to send."""
+    return sum(c.transport.get_write_buffer_size() for c in list(s.server.server_state.connections))
 
 
 def until_ticket(s: Serving) -> Ticket:
@@ -283,9 +497,9 @@ def rest_until(connection: socket.socket, end: bytes) -> bytes:
 
 def test_what_comes_at_once_is_not_what_nobody_takes(spare: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Events that gather while the event loop is busy with something else are read as soon as it is not."""
-    monkeypatch.setattr(service, "MOST_UNREAD", 50)
-    with serving(spare) as s, connected(s, post(STREAM | {"max_tokens": 1000})) as connection:
+    monkeypatch.setattr(service, "LEAST_UNREAD", 4096)
+    with serving(spare, max_unread=1) as s, connected(s, post(STREAM | {"max_tokens": 1000})) as connection:
         ticket = until_ticket(s)
-        s.service._post(lambda: until(lambda: ticket.request.produced > 500, "many wait"))
+        s.service._post(lambda: until(lambda: ticket.request.produced > 500 or ticket.desk.paused, "many wait"))
         answer = rest_until(connection, b"[DONE]")
         assert answer.count(b'"text"') == 1000 and b"error" not in answer

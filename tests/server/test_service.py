@@ -128,6 +128,38 @@ def test_the_deadline_ends_the_events_and_not_whoever_takes_them(waits: bool) ->
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("draft", ["off", "suffix"])
+def test_a_group_that_is_not_read_pauses_and_goes_on_with_the_same_tokens(llm: LLM, draft: str) -> None:
+    async def body(llm: LLM, service: Service) -> None:
+        orders = [order(seed, 40, draft) for seed in (1, 2)]
+        expected = await soon(result(service.submit(orders)))
+        service.unread_each = 2000
+        group = service.submit(orders)
+        await until(lambda: group.desk.paused and not llm.engine.busy)
+        assert group.desk.unread > 4000 and llm.engine.scheduler.running == []
+        assert await soon(result(service.submit([order(3)]))), "others have its places"
+        assert await soon(result(group)) == expected
+        late = service.submit(orders)
+        await until(lambda: late.desk.paused)
+        service.cancel(late)
+
+    play(llm, body)
+
+
+def test_a_group_that_stays_unread_ends(llm: LLM) -> None:
+    """It would keep its place in the queue as long as it liked."""
+
+    async def body(llm: LLM, service: Service) -> None:
+        service.unread_each, service.write_timeout = 2000, 0.05
+        group = service.submit([order(1, 40), order(2, 40)])
+        await until(lambda: group.desk.paused and not service.tickets)
+        with pytest.raises(RequestError, match=r"has not read its answer for 0\.05 s"):
+            await soon(result(group))
+        assert group.desk.unread == 0
+
+    play(llm, body)
+
+
 def test_cancelled_before_it_is_taken(llm: LLM) -> None:
     async def body(llm: LLM, service: Service) -> None:
         for seed in range(50):
