@@ -33,6 +33,19 @@ def form(kind: str, value: Any) -> Made:
     return posted(COMPLETIONS, {"prompt": "x", "max_tokens": 32, "response_format": {"type": kind, kind: named}})
 
 
+def grown(kind: str, value: Any) -> Made:
+    """A long and unlikely completion in the form of a grammar whose matching takes more and more."""
+    more = {"temperature": 100, "top_k": 0, "top_p": 1, "min_p": 0, "max_tokens": 400, "n": 4}
+    return posted(COMPLETIONS, {"prompt": "x", **more, "response_format": {"type": kind, kind: value}})
+
+
+def terminals(count: int) -> str:
+    """A grammar whose terminals all begin alike, so that each token may belong to any of them."""
+    names = [f"T{i}" for i in range(count)]
+    rules = [f"T{i}: /(.|\\n)*{chr(97 + i % 26)}.{{{i % 40}}}/" for i in range(count)]
+    return "\n".join([f"start: ({' | '.join(names)})+", *rules])
+
+
 def messages(scale: float) -> Made:
     return posted(CHAT, {"messages": [{"role": "user"}] * many(490_000, scale), "max_tokens": 1})
 
@@ -120,6 +133,9 @@ REQUESTS: dict[str, Callable[[float], Made]] = {
     "schema with a multipleOf": lambda s: form("json_schema", {"type": "integer", "multipleOf": 123456789}),
     "nested schema": schema_of_schemas,
     "large regex": lambda s: form("regex", f"(a{{{many(1000, s)}}}){{{many(1000, s)}}}"),
+    "a lexer that grows": lambda s: grown("regex", r"(.|\n)*[aeiou](.|\n){30}x"),
+    "an ambiguous grammar": lambda s: grown("grammar", 'start: s\ns: s s | s s s | "a" | /[a-z ]/ | /[a-z]+/'),
+    "a grammar of many terminals": lambda s: grown("grammar", terminals(300)),
     "long choice": lambda s: form("choice", [f"{i:07}" for i in range(many(700_000, s))]),
     "template arguments": lambda s: posted(
         CHAT, {"messages": HELLO, "max_tokens": 1, "chat_template_kwargs": {"x": [[0] * 9] * many(300_000, s)}}

@@ -177,7 +177,7 @@ def _one_shape(value: Any) -> Any:
         if name in given and isinstance(kind, str) and kind != name:
             raise _odd(f"type {kind[:20]!r} has no {name}: give type {name!r}, or leave {name} out")
     inner = given.get("json_schema")
-    if isinstance(inner, dict) and not inner.keys() <= set(NAMED_SCHEMA):
+    if isinstance(inner, dict) and "schema" not in inner and not inner.keys() <= set(NAMED_SCHEMA):
         raise _odd('json_schema must be {"name": ..., "schema": ...}: put the schema into its schema')
     return given
 

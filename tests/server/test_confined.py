@@ -123,6 +123,21 @@ def test_the_engines_thread_never_compiles(server: Serving, monkeypatch: pytest.
     assert len(names) == count and "forerun-engine" not in names
 
 
+EXPLODING = r"(.|\n)*[aeiou](.|\n){30}x"  # the number of lexer states doubles with each character
+
+
+def test_what_others_do_with_a_grammar_changes_nothing(server: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One request filled the lexer that all with that grammar shared: their answers ended with the first token."""
+    monkeypatch.setattr(compiler, "STATES", 3000)
+    form = {"response_format": {"type": "regex", "regex": EXPLODING}}
+    asked = {"prompt": "x", "max_tokens": 20, "seed": 5, "temperature": 100, "top_k": 0, "top_p": 1, "min_p": 0} | form
+    before = server.answer(COMPLETIONS, asked)["choices"][0]
+    for seed in range(3):
+        server.answer(COMPLETIONS, asked | {"max_tokens": 100, "seed": seed})
+    assert server.answer(COMPLETIONS, asked)["choices"][0] == before
+    assert before["finish_reason"] == "length"
+
+
 def children(pid: int) -> list[int]:
     return [int(child) for file in Path(f"/proc/{pid}/task").glob("*/children") for child in file.read_text().split()]
 
