@@ -253,7 +253,7 @@ class Drafting:
         tokens = grammar.forced(limit) if limit else []
         if tokens and not self.target.cache.pages.grow(request.slot, len(request.tokens) + len(tokens)):
             tokens = []
-        return Draft.chain(request.tokens[-1], tokens, SOURCE)
+        return grammar.prune(Draft.chain(request.tokens[-1], tokens, SOURCE))  # which asks for all that `masks` needs
 
     def _limit(self, work: Work) -> int:
         """The most a request can use of a draft. The pass that ends a prompt drafts nothing, so that the first token

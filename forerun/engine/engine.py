@@ -206,10 +206,20 @@ class Engine:
             matcher.begin()
         ready = []
         for work in works:
-            with blaming(work.request):
-                if not work.draws or not work.request.state.grammar or work.request.state.grammar.ready():
+            request = work.request
+            with blaming(request):
+                if not work.draws or not request.state.grammar or request.state.grammar.ready():
                     ready.append(work)
-        return ready
+                    self._end_by_grammar(request)
+        return [work for work in ready if not work.request.finish_reason]
+
+    def _end_by_grammar(self, request: Request) -> None:
+        """End a request whose grammar allows nothing more, where that was not known when its last token came."""
+        if request.produced and request.state.grammar and (reason := request.state.grammar.ending):
+            request.finish_reason = reason
+            self._close(request)
+            rest = request.text.take(finished=True) if request.text else ""
+            self._aborted.append(Event(request.id, [], [], [rest], finish_reason=reason))
 
     def step_or_raise(self) -> list[Event]:
         """`step` for whoever asked for every request: what fails for one of them is raised."""
@@ -244,6 +254,8 @@ class Engine:
                 self._commit(work, range(work.count))
                 self._seal(work.request)
                 events += self._ended_by_reading(work.request)
+        if self.grammars.threads is not None:
+            self.grammars.threads.begin_step()  # whether a request ends may depend on what its grammar allows next
         first, seconds = 0, (drafted - start, verified - drafted)
         for work, draft, verdict in zip(drawing, trees, verdicts, strict=True):
             if verdict:

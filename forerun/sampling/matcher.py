@@ -61,7 +61,7 @@ class Matcher:
 
     After a complete text the tokens of `end_ids` are allowed and nothing else where nothing can follow; before that
     none of the model's own end-of-text tokens. The llguidance matcher has read the committed tokens and, while
-    looking ahead, those of `ahead`; `rows` keeps the sets found since the last commit.
+    looking ahead, those of `ahead`; `rows` keeps the sets found behind the committed tokens, by what follows them.
 
     llguidance bounds how many states its lexer may have and how much work one mask may take. Where a matcher meets a
     bound, a new one reads the tokens again and tries once more: so whether a request can go on depends on its text
@@ -93,6 +93,7 @@ class Matcher:
         self._running: Future[object] | None = None  # looks ahead in a thread, since `_begun`
         self._begun = 0.0
         self._only_known = False  # whether sets are only to be looked up
+        self._why = ""  # which bound was met last
 
     def ready(self) -> bool:
         """Return True if the set of tokens behind the committed ones is known, after a wait that all requests of a step
@@ -116,7 +117,8 @@ class Matcher:
         A node that cannot be accepted, or with nothing to follow, gets a set that is not empty and means nothing.
         Raises RequestError where a bound of llguidance forbids to go on behind a node.
         """
-        rows = self._in_time(lambda: [0 if path is None else self._allowed(path) for path in self._paths(draft)])
+        look = lambda: [0 if path is None else self._allowed(path) for path in self._paths(draft)]  # noqa: E731
+        rows = self._in_time(look, PATIENCE)
         return [(row or self.ends or 1).to_bytes(self.width, "little") for row in rows]
 
     def prune(self, draft: Draft) -> Draft:
@@ -158,6 +160,8 @@ class Matcher:
         """Commit one token. Raises RequestError where a bound of llguidance forbids it."""
         if self.broken:
             return
+        if self._running is not None:  # nobody else may use the core meanwhile
+            self._in_time(self._root, PATIENCE)
         if self.ends >> token & 1:  # the request ends with it: only whether it may has still to be known
             self.broken = not self._root() >> token & 1
             return
@@ -168,7 +172,7 @@ class Matcher:
         elif not (self._move(()) and self.core.consume_token(token)) and not self._renew([*self.tokens, token]):
             raise self._too_complex()
         self.tokens.append(token)
-        self.rows.clear()
+        self.rows = {path[1:]: row for path, row in self.rows.items() if path[:1] == (token,)}
 
     @property
     def accepting(self) -> bool:
@@ -185,11 +189,14 @@ class Matcher:
         """Why the request ends here, where no end token says so.
 
         "stop": the text is complete and cannot go on, and the request has no end token. "abort": no token can go on
-        and the text is not complete: the vocabulary cannot spell it.
+        and the text is not complete: the vocabulary cannot spell it. None as well while that is not known (`ready`).
         """
         if self.broken:
             return "abort"
-        if self.ends or not self.stopped:
+        try:
+            if self.ends or not self.stopped:
+                return None
+        except NotReadyError:
             return None
         return "stop" if self.accepting else "abort"
 
@@ -232,6 +239,7 @@ class Matcher:
     def _tried(self, path: tuple[int, ...]) -> int | None:
         row = bits(self.core) if self._move(path) else 0
         if self.core.is_error():
+            self._why = self.core.get_error()
             return None
         return row & self.texts | (self.ends if row >> self.last & 1 else 0)
 
@@ -255,9 +263,10 @@ class Matcher:
         self.core, self.ahead = self.compiled.renew(), []
         return bool(self.core.consume_tokens(tokens))
 
-    def _in_time(self, look: Callable[[], T]) -> T:
+    def _in_time(self, look: Callable[[], T], seconds: float = 0.0) -> T:
         """What `look` gives at once, or in a thread, where time is bounded. Raises NotReadyError if the wait of this
-        step is over before, and RequestError after PATIENCE seconds; nothing else may be asked meanwhile."""
+        step and `seconds` are over before, and RequestError after PATIENCE seconds; nothing else may be asked
+        meanwhile."""
         if self.threads is None:
             return look()
         if self._running is None:
@@ -269,9 +278,9 @@ class Matcher:
             finally:
                 self._only_known = False
         assert self._running is not None
-        wait([self._running], max(self.threads.until - time.perf_counter(), 0))
+        wait([self._running], max(self.threads.until - time.perf_counter(), seconds))
         if not self._running.done():
-            if time.perf_counter() - self._begun > PATIENCE:
+            if time.perf_counter() - self._begun >= PATIENCE:
                 raise self._too_slow()
             raise NotReadyError
         running, self._running = self._running, None
@@ -289,7 +298,7 @@ class Matcher:
         )
 
     def _too_complex(self) -> RequestError:
-        why = short(self.core.get_error().partition("<state>")[0]) or "it has too many states"
+        why = short((self.core.get_error() or self._why).partition("<state>")[0])
         return RequestError(
             f"this {self.compiled.kind} grammar is too complex to match after {len(self.tokens)} tokens ({why}): give"
             " one with fewer ambiguities and shorter repetitions"

@@ -157,7 +157,6 @@ BAD_MESSAGES: list[Any] = [
     [{"role": "user", "content": "hi " * 5000}],
     [{"role": "assistant", "tool_calls": "x"}],
     [{"role": "assistant", "tool_calls": [{}]}],
-    [{"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f"}}]}],
     [{"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": {}}}]}],
     [{"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "{"}}]}],
     [{"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f\n\ng", "arguments": "{"}}]}],

@@ -62,7 +62,7 @@ def test_a_preparation_that_fails_concerns_its_own_request(
 
     with serving(spare) as s:
         with monkeypatch.context() as patch:
-            patch.setattr(spare.engine.grammars, "compiled", fail)
+            patch.setattr(spare.engine.grammars, "compiled_each", fail)
             answer = s.http.post("/v1/completions", json=ASKED | {"response_format": {"type": "regex", "regex": "zq+"}})
             assert answer.status_code == (503 if error.errno == errno.EMFILE else 500)
             assert s.complete()["choices"] and s.service.failures == 0
@@ -79,7 +79,7 @@ def test_what_the_engine_does_while_it_rests_ends_no_request(spare: LLM, monkeyp
 
     monkeypatch.setattr("forerun.server.service.REST", 0.01)
     with serving(spare) as s, monkeypatch.context() as patch:
-        patch.setattr(spare.engine.grammars, "prepare", fail)
+        patch.setattr(type(spare.learned), "keep", lambda self: fail())
         until(lambda: tried, "the engine rests")
         with held(s.service):
             pass

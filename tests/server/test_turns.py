@@ -66,9 +66,12 @@ def test_whoever_leaves_before_its_turn_is_not_worked_for(
 ) -> None:
     parsed: list[bytes] = []
     asked: list[asyncio.Event] = []
+    serves: list[bool] = []
     parse = bounds.parse
 
     async def wait(_: Kitchen) -> None:
+        if not serves:  # it asks itself for some pages as it starts
+            return
         asked.append(asyncio.Event())
         if len(asked) == turn:
             await asked[-1].wait()
@@ -76,9 +79,10 @@ def test_whoever_leaves_before_its_turn_is_not_worked_for(
     async def let_go() -> None:
         asked[-1].set()
 
-    monkeypatch.setattr(bounds, "parse", lambda body: (parsed.append(body), parse(body))[1])
     monkeypatch.setattr(Kitchen, "turn", wait)
     with serving(spare) as s:
+        monkeypatch.setattr(bounds, "parse", lambda body: (parsed.append(body), parse(body))[1])
+        serves.append(True)
         with connected(s, post(ASKED)):
             until(lambda: len(asked) == turn, "it waits for its turn")
         until(lambda: not s.server.server_state.connections, "it has gone")
