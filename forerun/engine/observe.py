@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -66,8 +66,7 @@ def round_of(
         float(draft.probs[parent, token]) if draft.probs is not None and drawn else None
         for token, parent, drawn in list(zip(draft.tokens, draft.parents, draft.laws, strict=True))[1:]
     ]
-    seen = replace(draft, probs=None)
-    return Round(request.stats.steps, seen, verdict, chances, noises, request.allowed, rate, *seconds, drafted)
+    return Round(request.stats.steps, draft, verdict, chances, noises, request.allowed, rate, *seconds, drafted)
 
 
 def prompt_logprobs_of(logits: Tensor, tokens: Sequence[int], top: int) -> list[TokenLogprobs]:

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -171,6 +172,8 @@ class Service:
                 del self._running[event.request_id]
             if event.error:
                 log.error("a request failed; the others go on", exc_info=event.error)
+            if event.round is not None:  # distributions [N, V] of events that nobody has read would take gigabytes
+                event.round.draft = replace(event.round.draft, probs=None)
         self._post(partial(self._deliver, found))
 
     def _obey(self, wait: bool) -> bool:
