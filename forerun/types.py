@@ -173,8 +173,8 @@ class Round:
 
     `chances[i]` is the probability the target gave the token of node i + 1 (its own law, before any sampling parameter)
     and `noises[i]` the noise of that token under the coupled rules; the last entry of both is the bonus token's.
-    `drafted[i]` is the probability its drafter gave that token, None where it was not drawn; the server keeps
-    that alone of `draft.probs`, which are as large as the vocabulary. `depth` is how deep it was allowed to be, `rate` the
+    `drafted[i]` is the probability its drafter gave that token, None where it was not drawn; the server keeps that
+    alone of `draft.probs`, which are as large as the vocabulary. `depth` is how deep it was allowed to be, `rate` the
     acceptance the depth policy expected. Seconds are those of the whole step.
     """
 
