@@ -109,7 +109,7 @@ class Matcher:
     def begin(self) -> None:
         """Begin with what `ready` waits for."""
         if self.threads is not None and self._running is None and not self.broken and () not in self.rows:
-            self._start(self._root)
+            self._running = self._started(self._root)
 
     def masks(self, draft: Draft) -> list[bytes]:
         """For each node the tokens allowed after it: ceil(V / 8) bytes, the lowest token in the lowest bit.
@@ -117,7 +117,10 @@ class Matcher:
         A node that cannot be accepted, or with nothing to follow, gets a set that is not empty and means nothing.
         Raises RequestError where a bound of llguidance forbids to go on behind a node.
         """
-        look = lambda: [0 if path is None else self._allowed(path) for path in self._paths(draft)]  # noqa: E731
+
+        def look() -> list[int]:
+            return [0 if path is None else self._allowed(path) for path in self._paths(draft)]
+
         rows = self._in_time(look, PATIENCE)
         return [(row or self.ends or 1).to_bytes(self.width, "little") for row in rows]
 
@@ -274,10 +277,10 @@ class Matcher:
             try:
                 return look()
             except NotReadyError:
-                self._start(look)
+                pass
             finally:
                 self._only_known = False
-        assert self._running is not None
+            self._running = self._started(look)
         wait([self._running], max(self.threads.until - time.perf_counter(), seconds))
         if not self._running.done():
             if time.perf_counter() - self._begun >= PATIENCE:
@@ -285,11 +288,12 @@ class Matcher:
             raise NotReadyError
         running, self._running = self._running, None
         running.result()
-        return look()
+        return self._in_time(look, seconds)  # what ran may have been another question
 
-    def _start(self, look: Callable[[], object]) -> None:
+    def _started(self, look: Callable[[], object]) -> Future[object]:
         assert self.threads is not None
-        self._running, self._begun = self.threads.pool.submit(look), time.perf_counter()
+        self._begun = time.perf_counter()
+        return self.threads.pool.submit(look)
 
     def _too_slow(self) -> RequestError:
         return RequestError(

@@ -537,6 +537,23 @@ def test_a_mask_that_takes_too_long_ends_its_request(slow: Matcher, monkeypatch:
         slow.ready()
 
 
+def test_threads_find_what_is_found_without_them(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
+    """Whether a set is only to be looked up is settled before a thread begins to look for it."""
+    mine = GrammarCompiler(tokenizer, VOCAB, [END])
+    mine.confine()
+    for name, grammar in GRAMMARS.items():
+        threaded, plain, dice = opened(mine, grammar), opened(compiler, grammar), random.Random(name)
+        for _ in range(12):
+            draft = Draft.chain(0, [dice.randrange(VOCAB) for _ in range(3)], "toy")
+            assert threaded.masks(draft) == plain.masks(draft)
+            allowed = sorted(bits(plain.masks(Draft.root(0))[0]) - {END})
+            if not allowed or plain.stopped:
+                break
+            token = dice.choice(allowed)
+            threaded.advance(token)
+            plain.advance(token)
+
+
 # Large vocabularies.
 
 
