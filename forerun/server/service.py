@@ -170,7 +170,9 @@ class Service:
         for _, event in found:
             if event.finish_reason is not None:
                 del self._running[event.request_id]
-            if event.error:
+            if isinstance(event.error, RequestError):  # what its client asked for, and is told
+                log.info("a request ended: %s", event.error)
+            elif event.error:
                 log.error("a request failed; the others go on", exc_info=event.error)
             if event.round is not None:  # distributions [N, V] of events that nobody has read would take gigabytes
                 event.round.draft = replace(event.round.draft, probs=None)
