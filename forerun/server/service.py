@@ -20,7 +20,7 @@ from typing import Any
 
 from forerun.errors import BusyError, ForerunError, LostError, RequestError
 from forerun.llm import LLM
-from forerun.machine import give_back
+from forerun.machine import give_back, share_arenas
 from forerun.server.tickets import Desk, Group, Order, Ticket
 from forerun.types import Event
 
@@ -57,6 +57,7 @@ class Service:
     def start(self) -> None:
         """Begin to work, for the event loop that calls this. From now on texts are strangers'."""
         self._loop = asyncio.get_running_loop()
+        share_arenas()
         with suppress(ImportError):  # what may need a file is loaded before a request wants it
             import llguidance  # noqa: F401
         self.llm.engine.grammars.confine()
