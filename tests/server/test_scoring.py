@@ -11,6 +11,7 @@ pytest.importorskip("fastapi")
 
 from forerun.llm import LLM
 from forerun.sampling.params import SamplingParams
+from tests import tiny
 from tests.server.serving import Front
 
 PROMPTS = ["def add(a, b):", "x = 1", "wörd ☃ wörd", "a"]
@@ -24,18 +25,24 @@ def server(front: Front) -> Front:
     return front
 
 
-def expected(llm: LLM, prompt: str, top: int) -> list[Any]:
+@pytest.fixture(scope="module")
+def apart() -> LLM:
+    """The same model, which no server's thread works with."""
+    return LLM(tiny.spoken(), context=2048, kv_tokens=8192, max_rows=8)
+
+
+def expected(apart: LLM, prompt: str, top: int) -> list[Any]:
     """What the library says of each token of a prompt."""
-    found = llm.generate(prompt, SamplingParams(max_tokens=0, prompt_logprobs=top))[0].prompt_logprobs
+    found = apart.generate(prompt, SamplingParams(max_tokens=0, prompt_logprobs=top))[0].prompt_logprobs
     assert found is not None
     return found
 
 
-def scores(llm: LLM, prompt: str, top: int, logprobs: dict[str, Any], text: str) -> None:
+def scores(apart: LLM, prompt: str, top: int, logprobs: dict[str, Any], text: str) -> None:
     """Compare the logprobs of an echo with what the library says, and its offsets with the text."""
-    tokens, entries = llm.tokens(prompt), expected(llm, prompt, top)
-    assert llm.tokenizer is not None
-    assert logprobs["tokens"][: len(tokens)] == [llm.tokenizer.spell(token) for token in tokens]
+    tokens, entries = apart.tokens(prompt), expected(apart, prompt, top)
+    assert apart.tokenizer is not None
+    assert logprobs["tokens"][: len(tokens)] == [apart.tokenizer.spell(token) for token in tokens]
     assert logprobs["token_logprobs"][0] is None and logprobs["top_logprobs"][0] is None
     for i, entry in list(enumerate(entries))[1:]:
         assert logprobs["token_logprobs"][i] == pytest.approx(entry.logprob, abs=1e-3)
@@ -50,13 +57,13 @@ def scores(llm: LLM, prompt: str, top: int, logprobs: dict[str, Any], text: str)
 @pytest.mark.parametrize("prompt", PROMPTS)
 @pytest.mark.parametrize("max_tokens", [0, 0.0, 6])
 def test_an_echo_has_the_log_probabilities_of_its_prompt(
-    server: Front, llm: LLM, prompt: str, max_tokens: float
+    server: Front, apart: LLM, prompt: str, max_tokens: float
 ) -> None:
     asked = {"prompt": prompt, "echo": True, "logprobs": 2, "seed": 3, "ignore_eos": True}
     answer = server.complete(**asked, max_tokens=max_tokens)
     (choice,) = answer["choices"]
-    scores(llm, prompt, 2, choice["logprobs"], choice["text"])
-    count = len(llm.tokens(prompt))
+    scores(apart, prompt, 2, choice["logprobs"], choice["text"])
+    count = len(apart.tokens(prompt))
     assert answer["usage"] == answer["usage"] | {"prompt_tokens": count, "completion_tokens": int(max_tokens)}
     assert len(choice["logprobs"]["tokens"]) == count + max_tokens and choice["finish_reason"] == "length"
     assert choice["text"].startswith(prompt)
@@ -86,15 +93,15 @@ def test_a_streamed_echo_is_the_whole_one(server: Front, max_tokens: int) -> Non
         assert index > 1 or len(parts) > 4
 
 
-def test_an_evaluation_harness_sums_what_it_asked_for(server: Front, llm: LLM) -> None:
+def test_an_evaluation_harness_sums_what_it_asked_for(server: Front, apart: LLM) -> None:
     """As lm-evaluation-harness does: a context and its continuation as token ids, one token more than is needed."""
-    context, continuation = llm.tokens("def add(a, b):"), llm.tokens("\n    return a + b")
+    context, continuation = apart.tokens("def add(a, b):"), apart.tokens("\n    return a + b")
     tokens = context + continuation
     asked = {"temperature": 0, "max_tokens": 1, "logprobs": 1, "echo": True, "seed": 1234}
     for choice in server.complete(prompt=[tokens, tokens], **asked)["choices"]:
         logprobs = choice["logprobs"]["token_logprobs"][len(context) : -1]
         assert len(logprobs) == len(continuation)
-        wanted = llm.generate(tokens, SamplingParams(max_tokens=0, prompt_logprobs=1))[0].prompt_logprobs
+        wanted = apart.generate(tokens, SamplingParams(max_tokens=0, prompt_logprobs=1))[0].prompt_logprobs
         assert wanted is not None
         total = sum(entry.logprob for entry in wanted[len(context) :] if entry)
         assert sum(logprobs) == pytest.approx(total, abs=1e-2)
@@ -114,16 +121,16 @@ def test_an_echo_alone_needs_no_log_probabilities(server: Front) -> None:
     assert choice == {"index": 0, "text": "x = 1", "finish_reason": "length", "logprobs": None}
 
 
-def test_vllms_prompt_logprobs(server: Front, llm: LLM) -> None:
+def test_vllms_prompt_logprobs(server: Front, apart: LLM) -> None:
     (choice,) = server.complete(prompt="def add(a, b):", max_tokens=2, prompt_logprobs=2)["choices"]
     first, *rest = choice["prompt_logprobs"]
-    entries, tokens = expected(llm, "def add(a, b):", 2), llm.tokens("def add(a, b):")
+    entries, tokens = expected(apart, "def add(a, b):", 2), apart.tokens("def add(a, b):")
     assert first is None and len(rest) == len(tokens) - 1 and choice["logprobs"] is None
     for said, entry in zip(rest, entries[1:], strict=True):
         own = said[str(entry.token_id)]
         assert own["logprob"] == pytest.approx(entry.logprob, abs=1e-3) and own["rank"] == entry.rank
         assert set(said) == {str(entry.token_id), *map(str, entry.top)}
-        assert llm.tokenizer is not None and own["decoded_token"] == llm.tokenizer.spell(entry.token_id)
+        assert apart.tokenizer is not None and own["decoded_token"] == apart.tokenizer.spell(entry.token_id)
     answer = server.answer(CHAT, {"messages": HI, "max_tokens": 2, "prompt_logprobs": 0})
     assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
     assert all(len(entry) == 1 for entry in answer["prompt_logprobs"][1:])
