@@ -44,7 +44,11 @@ def fitted(orders: Sequence[Order], room: int, weight: Weight) -> Sequence[Order
         each = weight(orders, [1] * count) - empty
         most = (MOST - empty) // each
         if most >= FEWEST:
-            return [replace(order, params=replace(order.params, max_tokens=most)) for order in orders]
+            limits = [min(order.params.max_tokens, most) for order in orders]
+            return [
+                replace(order, params=replace(order.params, max_tokens=limit))
+                for order, limit in zip(orders, limits, strict=True)
+            ]
     check(size, "ask for fewer completions (n), tokens (max_tokens) or log-probabilities (logprobs), or leave echo out")
     return orders
 
