@@ -325,6 +325,7 @@ class Stream:
                 if job.inbox:
                     yield job.inbox.popleft()
                 else:
+                    job.check()  # the engine may have started over and dropped it
                     llm._resume(job)  # it is paused before the first step, and when another loop over it was left
                     llm._step()
             self._ended = True
