@@ -54,7 +54,6 @@ class Door:
         self.again: Counter[str] = Counter()
         self._reading = 0  # requests whose bodies are on their way
         self._limit = plan.settings.max_queue + sum(m.replicas.max * m.engine.max_rows for m in plan.models)
-        self._beginning = asyncio.Lock()
         self._parsing = CapacityLimiter(1)
         self._said: dict[tuple[str, str], str] = {}  # lists by page and model: one that sleeps is not woken for them
         self._names = {model.name.removesuffix(":latest"): model.name for model in plan.models}
@@ -69,11 +68,6 @@ class Door:
 
     def stop(self) -> None:
         """Nothing is left to end."""
-
-    async def turn(self) -> None:
-        """Wait for a turn, so that however many come at once, /health does not wait for all of them."""
-        async with self._beginning:
-            await asyncio.sleep(0)
 
     # ------------------------------------------------------------ as an application
 
@@ -233,5 +227,5 @@ def make_door(plan: Plan, crew: Crew) -> Starlette:
     settings, door = plan.settings, Door(plan, crew)
     app = Starlette(routes=[Mount("/", door)])
     app.state.service = door
-    guard(app, settings, Callers.of(settings), door.turn)
+    guard(app, settings, Callers.of(settings))
     return app

@@ -223,8 +223,9 @@ class Auto:
         row = (learned.of_read(2 * read) - learned.of_read(read)) / read  # it computes, where others wait for weights
         return learned.of_pass(read - place.prompts) + (tokens - read) * row
 
-    def room(self) -> int | None:
-        return self.learned.within(self.slo) if self.slo else None
+    def room(self, decoding: int, stretch: float) -> int:
+        bound = stretch * self.learned.of_pass(decoding) * self.learned.pace
+        return self.learned.within(min(self.slo or math.inf, bound))
 
     def cost(self, tokens: float) -> float:
         return self.learned.pace * self.learned.of_pass(tokens)

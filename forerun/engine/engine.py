@@ -8,6 +8,7 @@ the only mutation. Invariant between steps: the KV cache of a running slot holds
 from __future__ import annotations
 
 import itertools
+import math
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -57,6 +58,7 @@ class Engine:
     ) -> None:
         """`proposers` by the name requests choose them with; without a tokenizer there is no text, only token ids.
         `clock` counts what is to be saved: seconds, or whatever else depths cost."""
+        self.stretch = math.inf  # how many times as long a pass may take that reads prompts beside running requests
         self.target, self.proposers, self.rule, self.chunk = target, Proposers(proposers), RULES[rule], chunk
         self.tokenizer = tokenizer
         self.scheduler = self._scheduler()
@@ -190,10 +192,13 @@ class Engine:
         """One pass of the target, and what came of it. A request that fails by itself ends with an event that says why;
         what is raised concerns all of them."""
         events, self._aborted = self._aborted, []
-        works = self._matched(_sound(self.scheduler.plan(self.policy.room())))
+        works = self._matched(_sound(self.scheduler.plan(self._room)))
         if works:
             events += self._pass(works)
         return events + [self._failed(request) for request in list(self.scheduler.running) if request.error]
+
+    def _room(self, decoding: int) -> int:
+        return self.policy.room(decoding, self.stretch)
 
     def _matched(self, works: list[Work]) -> list[Work]:
         """The works without those whose grammar has not found yet what it allows next: they wait, the others go on."""

@@ -67,9 +67,9 @@ class DepthPolicy(Protocol):
     def cost(self, tokens: float) -> float:
         """Seconds that it expects of a pass over so many tokens."""
 
-    def room(self) -> int | None:
-        """How many tokens a pass may have while it reads prompts beside requests that are being answered; None is no
-        bound."""
+    def room(self, decoding: int, stretch: float) -> int:
+        """How many tokens a pass may have that reads prompts beside `decoding` requests that are being answered: it is
+        to take no longer than `--slo-ms`, nor than `stretch` times a pass of those alone."""
 
     def costs(self) -> tuple[dict[int, float], dict[str, dict[int, float]]]:
         """Seconds measured so far: of a pass by its tokens, and of drafting by proposer and depth.

@@ -8,7 +8,7 @@ an empty pool is refused on arrival.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from forerun.cache.kv import KVCache
@@ -47,16 +47,16 @@ class Scheduler:
         self.running: list[Request] = []  # in order of admission
         self.slots = list(range(slots - 1, -1, -1))
 
-    def plan(self, room: int | None = None) -> list[Work]:
-        """The work of the next pass: decoding requests first, then prompts as far as the budget goes; beside requests
-        that decode, for no more than `room` tokens in all, if there is such a bound, but always for some."""
+    def plan(self, room: Callable[[int], int]) -> list[Work]:
+        """The work of the next pass: decoding requests first, then prompts as far as the budget goes; beside so many
+        requests that decode, for no more than `room` of them tokens in all, but always for some."""
         if not self._reserve():
             self._admit()
         pending = [(r, len(r.tokens) - self.cache.length[r.slot]) for r in self.running]
         works, budget, decoding = [], self.budget, sum(count == 1 for _, count in pending)
         scores = self.scores
-        if decoding and room is not None:
-            budget = min(budget, max(room, decoding + LEAST))
+        if 0 < decoding < len(pending):
+            budget = min(budget, max(room(decoding), decoding + LEAST))
         for request, count in sorted(pending, key=lambda pair: pair[1] > 1):
             start, take = self.cache.length[request.slot], min(count, self.chunk, budget)
             if request.unscored(start, take):

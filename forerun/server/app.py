@@ -8,11 +8,12 @@ import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from importlib.resources import files
+from mimetypes import guess_type
 from pathlib import Path
 from typing import Any
 
+from anyio import to_thread
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import FileResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -49,6 +50,7 @@ from forerun.types import RETRIEVAL
 from forerun.verify import RULES
 
 POLICY = "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'"
+STRETCH = 2.0  # times as long a pass may take in which prompts are read beside requests that are being answered
 PAGES = Path(str(files("forerun.server") / "playground"))
 FAILURES = {
     400: "Bad request",
@@ -67,6 +69,7 @@ def make_app(llm: LLM, settings: Settings, callers: Callers | None = None) -> Fa
     """The server's application around a loaded model. `app.state.service` is its service; `callers`, unless somebody
     else knows them, are those of the settings."""
     name = served_name(llm, settings)
+    llm.engine.stretch = STRETCH
     service = Service(llm, settings.max_queue, settings.max_unread, settings.write_timeout)
     metrics = Metrics(service, settings.metrics_compat)
     service.watchers = (metrics, Journal(name))
@@ -109,7 +112,7 @@ def make_app(llm: LLM, settings: Settings, callers: Callers | None = None) -> Fa
         mount(app, indices)
     add_page(app, name, bool(callers))
     app.add_middleware(HeadsAsPages)
-    guard(app, settings, callers, kitchen.turn)
+    guard(app, settings, callers)
     return app
 
 
@@ -133,6 +136,7 @@ async def ask_first(app: FastAPI) -> None:
     would fail.
     """
 
+    await to_thread.run_sync(lambda: None)  # its modules are loaded when the first thread is needed
     headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
     for method, path, body in (
         ("GET", "/", b""),
@@ -297,20 +301,18 @@ def _in_ms(costs: dict[int, float]) -> dict[str, float]:
 
 
 def _playground(app: FastAPI) -> None:
+    pages = {path.name: path.read_bytes() for path in PAGES.iterdir() if path.is_file()}  # a request opens no file
+
     @app.get("/", include_in_schema=False)
-    async def index() -> FileResponse:
-        return _page("index.html")
+    async def index() -> Response:
+        return await page("index.html")
 
     @app.get("/playground/{name}", include_in_schema=False)
-    async def page(name: str) -> FileResponse:
-        return _page(name)
-
-
-def _page(name: str) -> FileResponse:
-    path = PAGES / name
-    if path.parent != PAGES or not path.is_file():
-        raise ApiError(404, "there is no such page")
-    return FileResponse(path, headers={"Content-Security-Policy": POLICY, "X-Content-Type-Options": "nosniff"})
+    async def page(name: str) -> Response:
+        if name not in pages:
+            raise ApiError(404, "there is no such page")
+        headers = {"Content-Security-Policy": POLICY, "X-Content-Type-Options": "nosniff"}
+        return Response(pages[name], media_type=guess_type(name)[0], headers=headers)
 
 
 def describe(llm: LLM, settings: Settings) -> dict[str, Any]:

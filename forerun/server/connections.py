@@ -15,6 +15,7 @@ import re
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, ClassVar
 
 import httptools
@@ -33,6 +34,9 @@ SLICE = 16 << 10  # bytes of a body that are parsed in one turn
 READ_AHEAD = 64 << 10  # bytes that are kept before they are parsed; then reading pauses
 TURN_SECONDS = (0.002, 0.001)  # for headers and for bodies, of all connections, in one round of the event loop
 BLANK_LINES = (b"\n\r\n", b"\n\n")  # the parser refuses the second
+FIRST = b"GET /health "  # goes before all other requests
+INVALID = "this is no HTTP/1.1 request"
+FULL = "this server has as many connections as it takes (--max-connections)"
 UPGRADE = re.compile(rb"\r\n(upgrade[ \t]*:)", re.IGNORECASE)  # the parser would leave out the request's body
 LINGER_SECONDS, LINGER_BYTES = 1.0, 1 << 20  # in which a client that was refused may read why: a reset would lose it
 LARGE_WRITE = 64 << 10  # bytes; what streams write is less, and is not added up
@@ -45,6 +49,40 @@ class Phase(enum.Enum):
     BODY = enum.auto()
     NOTHING = enum.auto()  # a whole request is there, and not answered yet
     END = enum.auto()  # it was refused, and what it still sends is thrown away
+
+
+def headers_length(received: bytearray, searched: int = 0) -> int:
+    """Bytes up to the end of a request's headers, of which the first `searched` do not hold it; 0 if it is not there.
+
+    Takes away the empty lines before a request, since some clients end a body with one. Raises ApiError for headers
+    that no request may have.
+    """
+    if received.startswith((b"\r", b"\n")):
+        received[:] = received.lstrip(b"\r\n")
+    ends = [(received.find(blank, max(0, searched - 3), MAX_HEADER_BYTES), len(blank)) for blank in BLANK_LINES]
+    found = min((at + size for at, size in ends if at >= 0), default=0)
+    length = found or len(received)
+    if length > MAX_HEADER_BYTES or received.count(b"\n", 0, length) > MAX_HEADERS + 2:
+        most = f"{MAX_HEADERS} headers of {MAX_HEADER_BYTES} bytes together"
+        raise ApiError(431, f"a request has at most {most}: send fewer or shorter ones")
+    if not found and received and received[0] < ord("A"):
+        raise ApiError(400, INVALID)
+    return found
+
+
+@lru_cache(64)
+def refusal(status: int, message: str) -> bytes:
+    """The answer to a request that never reaches the application; the connection ends with it."""
+    body = json.dumps(errors.body(ApiError(status, message))[1]).encode()
+    headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
+    headers |= {"retry-after": "1"} if status == 503 else {}
+    lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+    return STATUS_LINE[status] + lines.encode() + b"\r\n" + body
+
+
+def late(seconds: float) -> str:
+    """What is said to a client whose headers did not come in time."""
+    return f"the headers did not come within {seconds:g} s (--header-timeout)"
 
 
 class Clock:
@@ -73,7 +111,8 @@ class Clock:
 class Turns:
     """Lets connections parse what has come, one piece each in turn, for a bounded time in each round of the event loop.
 
-    Headers come before bodies, so that a request such as /health does not wait for the bodies of others.
+    Headers come before bodies, and one request begins in a round: however many come at once, /health and the tokens of
+    others never wait for all of them.
     """
 
     def __init__(self) -> None:
@@ -85,7 +124,8 @@ class Turns:
         if connection.queued:
             return
         connection.queued = True
-        self._queues[connection.phase is not Phase.HEADERS].append(connection)
+        queue = self._queues[connection.phase is not Phase.HEADERS]
+        (queue.appendleft if connection.first else queue.append)(connection)
         if not self._scheduled:
             self._scheduled = True
             connection.loop.call_soon(self._round)
@@ -93,10 +133,11 @@ class Turns:
     def _round(self) -> None:
         self._scheduled = False
         for queue, seconds in zip(self._queues, TURN_SECONDS, strict=True):
-            end = time.perf_counter() + seconds
-            while queue and time.perf_counter() < end:
+            end, begun = time.perf_counter() + seconds, False
+            while queue and time.perf_counter() < end and (queue[0].first or not begun):
                 connection = queue.popleft()
                 connection.queued = False
+                counts = connection.phase is Phase.HEADERS and not connection.first
                 try:
                     connection.parse()
                 except OSError:  # the client has gone
@@ -104,6 +145,7 @@ class Turns:
                 except Exception:  # one connection's fault must not keep the others from their turns
                     log.exception("a connection failed")
                     connection.transport.abort()
+                begun = begun or (counts and connection.phase is not Phase.HEADERS)
         for queue in self._queues:
             if queue and not self._scheduled:
                 self._scheduled = True
@@ -161,12 +203,13 @@ class Connection(HttpToolsProtocol):
     turns: ClassVar[Turns]
     unread: ClassVar[Unread]
 
-    def __init__(self, *args: Any, **options: Any) -> None:
+    def __init__(self, *args: Any, received: bytes = b"", **options: Any) -> None:
+        """`received` is what the client has sent already."""
         super().__init__(*args, **options)
         self.request_clock, self.reader_clock = Clock(), Clock()
         self.phase = Phase.HEADERS
         self.queued = False  # for its turn to parse
-        self._received = bytearray()  # and not parsed yet
+        self._received = bytearray(received)  # and not parsed yet
         self._searched = 0  # bytes of it that do not hold the end of the headers
         self._stopped = False  # reading
         self._left: int | None = None  # bytes of the body that are to come; None where chunks say so
@@ -178,6 +221,11 @@ class Connection(HttpToolsProtocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     @property
+    def first(self) -> bool:
+        """Whether the request that comes goes before all others."""
+        return self.phase is Phase.HEADERS and self._received.startswith(FIRST)
+
+    @property
     def incomplete(self) -> bool:
         """Whether it waits for the client: for a request, or the rest of one."""
         return self.phase is not Phase.NOTHING and not self.transport.is_closing()
@@ -187,13 +235,14 @@ class Connection(HttpToolsProtocol):
         super().connection_made(transport)
         self.flow = ReadControl(self)
         transport.set_write_buffer_limits(0)  # writing pauses as soon as the client does not keep up
-        if len(self.connections) > self.settings.max_connections:
+        if len(self.connections) > self.settings.max_connections and not self.first:
             oldest = next(iter(self.waiting), None)
             if oldest is None:
-                self._refuse(503, "this server has as many connections as it takes (--max-connections)")
+                self._refuse(503, FULL)
                 return
             oldest.drop()
         self._wait()
+        self.go_on()
 
     def drop(self) -> None:
         """Make room for another one."""
@@ -257,21 +306,15 @@ class Connection(HttpToolsProtocol):
 
     def _parse_headers(self) -> None:
         """Give the parser the headers of one request, if they are whole and within the limits."""
-        if self._received.startswith((b"\r", b"\n")):  # some clients end a body with an empty line
-            self._received = self._received.lstrip(b"\r\n")
-        begin = max(0, self._searched - 3)
-        ends = [(self._received.find(blank, begin, MAX_HEADER_BYTES), len(blank)) for blank in BLANK_LINES]
-        found = min((at + size for at, size in ends if at >= 0), default=0)
-        length = found or len(self._received)
-        if length > MAX_HEADER_BYTES or self._received.count(b"\n", 0, length) > MAX_HEADERS + 2:
-            most = f"{MAX_HEADERS} headers of {MAX_HEADER_BYTES} bytes together"
-            self._refuse(431, f"a request has at most {most}: send fewer or shorter ones")
-        elif found:
+        try:
+            length = headers_length(self._received, self._searched)
+        except ApiError as error:
+            self._refuse(error.status, str(error))
+            return
+        if length:
             self._feed(UPGRADE.sub(rb"\r\nx-\1", self._take(length)))
-        elif self._received and self._received[0] < ord("A"):
-            self._refuse(400, INVALID)
         else:
-            self._searched = length
+            self._searched = len(self._received)
 
     def _parse_body(self) -> None:
         piece = self._take(SLICE if self._left is None else min(self._left, HIGH_WATER_LIMIT))
@@ -356,7 +399,7 @@ class Connection(HttpToolsProtocol):
 
     def _no_request(self) -> None:
         if self.phase is Phase.HEADERS and self._received:
-            self._refuse(408, f"the headers did not come within {self.settings.header_timeout:g} s (--header-timeout)")
+            self._refuse(408, late(self.settings.header_timeout))
         else:
             self.transport.close()
 
@@ -395,11 +438,7 @@ class Connection(HttpToolsProtocol):
             if self.cycle.response_started:
                 self.transport.abort()
                 return
-        body = json.dumps(errors.body(ApiError(status, message))[1]).encode()
-        headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
-        headers |= {"retry-after": "1"} if status == 503 else {}
-        lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
-        self.transport.write(STATUS_LINE[status] + lines.encode() + b"\r\n" + body)
+        self.transport.write(refusal(status, message))
         if self.phase is Phase.HEADERS and not self._received:  # nothing was sent that a reset could be the answer to
             self.transport.close()
             return
@@ -414,9 +453,6 @@ class Connection(HttpToolsProtocol):
             self._stopped = False
             self.transport.resume_reading()
         self.request_clock.start(LINGER_SECONDS, self.transport.abort)
-
-
-INVALID = "this is no HTTP/1.1 request"
 
 
 def connections(limits: Settings) -> type[Connection]:

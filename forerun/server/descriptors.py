@@ -14,8 +14,8 @@ from forerun.server.settings import Settings
 
 log = logging.getLogger("forerun.server")
 SPARE = 64  # descriptors for files, pipes of worker processes and everything else that opens one while requests run
-MOST_ACCEPTED = 64  # connections that are accepted in one round of the event loop
-ROUNDS = 4  # of the event loop, in which accepted connections may exist before those that are too many are closed
+MOST_ARRIVALS = 1024  # connections that have not sent a request yet
+SURPLUS = 16  # connections over --max-connections, until those that are too many are closed
 OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 
 
@@ -27,9 +27,9 @@ def raise_limit() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def accepted_at_once() -> int:
-    """Connections to accept in one round of the event loop: fewer where there are few descriptors."""
-    return max(4, min(MOST_ACCEPTED, _limit() // 32))
+def most_arrivals() -> int:
+    """Connections that may wait without a request, besides --max-connections: fewer where there are few descriptors."""
+    return max(4, min(MOST_ARRIVALS, _limit() // 8))
 
 
 def within_limit(settings: Settings, each: int = 1) -> Settings:
@@ -38,7 +38,7 @@ def within_limit(settings: Settings, each: int = 1) -> Settings:
     Logs one line where that is fewer than were asked for.
     """
     used = sum(1 for _ in Path("/proc/self/fd").iterdir()) if os.path.isdir("/proc/self/fd") else SPARE
-    most = max(1, (_limit() - used - SPARE - ROUNDS * accepted_at_once()) // each)
+    most = max(1, (_limit() - used - SPARE - SURPLUS - most_arrivals()) // each)
     if most >= settings.max_connections:
         return settings
     log.warning(

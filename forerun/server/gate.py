@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import secrets
 import socket
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Collection
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers, MutableHeaders
@@ -25,7 +25,6 @@ from forerun.server.listen import is_address, is_loopback
 from forerun.server.settings import Settings
 from forerun.server.tenants import CALLER, Callers
 
-Turn = Callable[[], Awaitable[None]]
 FORM = "application/x-www-form-urlencoded"
 PAGES = {"origin", "sec-fetch-site", "sec-fetch-mode"}  # headers that browsers send, and nobody else
 ANY = "*"
@@ -33,9 +32,9 @@ PORTS = {"http": ":80", "https": ":443"}  # what a browser leaves out
 SHOWN = 100  # characters of what a client sent, in an error message
 
 
-def guard(app: Starlette, settings: Settings, callers: Callers, turn: Turn) -> None:
+def guard(app: Starlette, settings: Settings, callers: Callers) -> None:
     """Put the gate of these settings in front of an application."""
-    app.add_middleware(Gate, callers=callers, hosts=Hosts(settings), bodies=Bodies(settings), turn=turn)
+    app.add_middleware(Gate, callers=callers, hosts=Hosts(settings), bodies=Bodies(settings))
     if settings.allowed_origins:  # outside the gate: a preflight carries no key, and a page may read why it is refused
         app.add_middleware(
             CORSMiddleware,
@@ -52,16 +51,13 @@ class Gate:
     OPEN = ("/health", "/", "/docs")  # the pages hold no secret; the playground asks for the key
     OPEN_BELOW = "/playground/"
 
-    def __init__(self, app: ASGIApp, callers: Callers, hosts: Hosts, bodies: Bodies, turn: Turn) -> None:
-        """`turn` waits until a request may begin."""
-        self.app, self.callers, self.hosts, self.bodies, self.turn = app, callers, hosts, bodies, turn
+    def __init__(self, app: ASGIApp, callers: Callers, hosts: Hosts, bodies: Bodies) -> None:
+        self.app, self.callers, self.hosts, self.bodies = app, callers, hosts, bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        if scope["path"] != "/health":
-            await self.turn()
         headers = Headers(scope=scope)
         request_id = "".join(c for c in headers.get("x-request-id", "")[:128] if c.isalnum() or c in "-_.")
         request_id = request_id or secrets.token_hex(8)

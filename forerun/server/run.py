@@ -22,8 +22,9 @@ from forerun.llm import LLM
 from forerun.probe import probe
 from forerun.sandbox import stop_all
 from forerun.server.app import describe, make_app
+from forerun.server.arrivals import Arrivals
 from forerun.server.connections import connections
-from forerun.server.descriptors import accepted_at_once, is_out_of_descriptors, raise_limit, within_limit
+from forerun.server.descriptors import is_out_of_descriptors, most_arrivals, raise_limit, within_limit
 from forerun.server.listen import is_loopback
 from forerun.server.logs import LimitedHandler, settle, shortened
 from forerun.server.settings import Settings
@@ -106,29 +107,38 @@ class Server(uvicorn.Server):
     """uvicorn, but the first signal lets running requests end while new ones are told 503."""
 
     def __init__(self, app: Starlette, settings: Settings) -> None:
+        self.connection = connections(settings)
         super().__init__(
             uvicorn.Config(
                 app,
-                http=connections(settings),
-                loop="asyncio",  # uvloop accepts one connection in a round: /health would wait behind hundreds
+                loop="asyncio",
                 ws="none",
                 log_config=None,
                 access_log=False,
-                backlog=accepted_at_once(),
                 timeout_graceful_shutdown=2,
                 server_header=False,
             )
         )
         self.service: Drainable = app.state.service
-        self.bound = settings.shutdown_timeout
+        self.settings = settings
+        self.arrivals: list[Arrivals] = []
         self._drain: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to accept connections: few in each round of the event loop, while many may wait for that."""
+        """Start the application, and accept connections from then on."""
         asyncio.get_running_loop().set_exception_handler(_unhandled)
-        await super().startup(sockets)
+        await super().startup([])
+        make = partial(self.connection, self.config, self.server_state, self.lifespan.state)
+        most = min(most_arrivals(), self.settings.max_connections)
         for listener in sockets or ():
             listener.listen(BACKLOG)
+            self.arrivals.append(Arrivals(listener, make, self.settings.header_timeout, most))
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept nothing more, and end the application."""
+        for arrivals in self.arrivals:
+            arrivals.close()
+        await super().shutdown(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The first signal begins to drain, the second ends at once. Neither ends the process by itself."""
@@ -136,7 +146,7 @@ class Server(uvicorn.Server):
             self.should_exit = self.force_exit = True
             stop_all()
             return
-        log.info("%s: running requests may end within %g s", signal.Signals(sig).name, self.bound)
+        log.info("%s: running requests may end within %g s", signal.Signals(sig).name, self.settings.shutdown_timeout)
         self.service.draining = True
 
     async def on_tick(self, counter: int) -> bool:
@@ -147,7 +157,7 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter)
 
     async def _drained(self) -> None:
-        end = time.monotonic() + self.bound
+        end = time.monotonic() + self.settings.shutdown_timeout
         while self.service.tickets and time.monotonic() < end:
             await asyncio.sleep(0.05)
         self.service.end_all()

@@ -253,7 +253,7 @@ def test_one_connection_that_fails_keeps_no_other_from_its_turn() -> None:
 
     class One:
         def __init__(self, name: str) -> None:
-            self.name, self.phase, self.queued = name, connections.Phase.HEADERS, False
+            self.name, self.phase, self.queued, self.first = name, connections.Phase.HEADERS, False, False
             self.loop = type("Loop", (), {"call_soon": staticmethod(later.append)})
             self.transport = type("Transport", (), {"abort": lambda _: parsed.append("aborted")})()
 
@@ -285,7 +285,7 @@ def test_parsing_takes_a_bounded_time_in_each_round(monkeypatch: pytest.MonkeyPa
 
     class Busy:
         def __init__(self, name: str, phase: connections.Phase) -> None:
-            self.name, self.phase, self.queued = name, phase, False
+            self.name, self.phase, self.queued, self.first = name, phase, False, False
             self.loop = type("Loop", (), {"call_soon": staticmethod(later.append)})
 
         def parse(self) -> None:
@@ -304,6 +304,30 @@ def test_parsing_takes_a_bounded_time_in_each_round(monkeypatch: pytest.MonkeyPa
         later[at]()
         assert now[0] - begun <= 0.0045
     assert set(parsed) == {f"{kind} {i}" for kind in ("body", "head") for i in range(100)}, "everybody has a turn"
+
+
+def test_one_request_begins_in_a_round_and_health_before_it() -> None:
+    begun, later = list[str](), list[Callable[[], None]]()
+
+    class Whole:
+        def __init__(self, name: str) -> None:
+            self.name, self.phase, self.queued = name, connections.Phase.HEADERS, False
+            self.first = name.startswith("health")
+            self.loop = type("Loop", (), {"call_soon": staticmethod(later.append)})
+
+        def parse(self) -> None:
+            self.phase = connections.Phase.NOTHING
+            begun.append(self.name)
+
+    turns: Any = connections.Turns()
+    for name in ("a", "b", "c", "health 1", "health 2"):
+        turns.add(Whole(name))
+    rounds = []
+    while later:
+        begun.clear()
+        later.pop(0)()
+        rounds.append(list(begun))
+    assert rounds == [["health 2", "health 1", "a"], ["b"], ["c"]]
 
 
 # ------------------------------------------------------------ bodies
@@ -370,12 +394,13 @@ def test_a_connection_that_is_answered_is_left_alone_though_it_is_to_close_then(
 
 
 def test_connections_that_wait_for_their_client_make_room(spare: LLM) -> None:
-    """Whoever holds all of them with nothing, or with half a request, shuts nobody out."""
+    """Whoever holds all of them with half a request shuts nobody out."""
+    unfinished = post(ASKED, 999)
     with (
         serving(spare, max_connections=3) as s,
-        connected(s) as a,
-        connected(s, HEAD) as b,
-        connected(s, post(ASKED, 999)) as c,
+        connected(s, unfinished) as a,
+        connected(s, unfinished) as b,
+        connected(s, unfinished) as c,
     ):
         until(lambda: len(s.server.server_state.connections) == 3, "they are there")
         assert s.complete()["choices"]
@@ -386,15 +411,37 @@ def test_connections_that_wait_for_their_client_make_room(spare: LLM) -> None:
         assert len(s.server.server_state.connections) <= 3 and b.fileno() > 0 and c.fileno() > 0
 
 
+def gone(connection: socket.socket) -> bool:
+    """Whether the server has ended a connection without a word."""
+    connection.setblocking(False)
+    try:
+        return connection.recv(1) == b""
+    except ConnectionResetError:
+        return True
+    except BlockingIOError:
+        return False
+
+
+@pytest.mark.parametrize("said", [b"", HEAD], ids=["nothing", "half of its headers"])
+def test_connections_without_a_request_make_room_for_those_that_come_later(spare: LLM, said: bytes) -> None:
+    with serving(spare, max_connections=3) as s, ExitStack() as stack:
+        silent = [stack.enter_context(connected(s, said)) for _ in range(5)]
+        for longest in silent[:2]:
+            until(lambda longest=longest: gone(longest), "those that have waited longest made room")
+        assert s.complete()["choices"]
+        assert len(s.server.arrivals[0]._waiting) <= 3
+
+
 def test_where_all_are_answered_one_more_is_told_so(spare: LLM) -> None:
     with serving(spare, max_connections=2) as s:
         with held(s.service), connected(s, post(ASKED)) as a, connected(s, post(ASKED)) as b:
             until(lambda: len(s.service.tickets) == 2, "two are in work")
-            with connected(s) as more:
+            with connected(s, post(ASKED)) as more:
                 answer = rest(more)
                 assert (
                     message(answer).startswith("503 ") and b"retry-after" in answer and b"--max-connections" in answer
                 )
+            assert s.http.get("/health").status_code == 200, "who watches the server is not shut out"
             assert {a.fileno(), b.fileno()} and len(s.service.tickets) == 2
         assert s.complete()["choices"]
 

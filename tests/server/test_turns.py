@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -15,19 +14,10 @@ from tests.server.serving import PATIENCE, Serving, serving, until
 from tests.server.test_connections import ASKED, connected, post
 
 
-def kitchen_of(s: Serving) -> Kitchen:
-    kitchen: Kitchen = s.server.config.app.state.kitchen  # type: ignore[union-attr]
-    return kitchen
-
-
 def do(s: Serving, work: Any) -> None:
     """Something on the server's event loop."""
     assert s.service._loop is not None
     asyncio.run_coroutine_threadsafe(work, s.service._loop).result(PATIENCE)
-
-
-async def released(kitchen: Kitchen) -> None:
-    kitchen.beginning.release()
 
 
 def test_one_goes_on_in_a_round() -> None:
@@ -50,20 +40,7 @@ def test_one_goes_on_in_a_round() -> None:
     assert len(passed) == 20 == len(set(passed))
 
 
-def test_health_takes_no_turn(spare: LLM) -> None:
-    with serving(spare) as s, ThreadPoolExecutor(1) as pool:
-        do(s, kitchen_of(s).beginning.acquire())
-        other = pool.submit(s.http.get, "/version")
-        until(lambda: kitchen_of(s).beginning._waiters, "it waits for its turn")
-        assert s.http.get("/health").status_code == 200 and not other.done()
-        do(s, released(kitchen_of(s)))
-        assert other.result(PATIENCE).status_code == 200
-
-
-@pytest.mark.parametrize("turn", [1, 2], ids=["before its body is taken", "behind it"])
-def test_whoever_leaves_before_its_turn_is_not_worked_for(
-    turn: int, spare: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_whoever_leaves_before_its_turn_is_not_worked_for(spare: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     parsed: list[bytes] = []
     asked: list[asyncio.Event] = []
     serves: list[bool] = []
@@ -73,7 +50,7 @@ def test_whoever_leaves_before_its_turn_is_not_worked_for(
         if not serves:  # it asks itself for some pages as it starts
             return
         asked.append(asyncio.Event())
-        if len(asked) == turn:
+        if len(asked) == 1:
             await asked[-1].wait()
 
     async def let_go() -> None:
@@ -84,7 +61,7 @@ def test_whoever_leaves_before_its_turn_is_not_worked_for(
         monkeypatch.setattr(bounds, "parse", lambda body: (parsed.append(body), parse(body))[1])
         serves.append(True)
         with connected(s, post(ASKED)):
-            until(lambda: len(asked) == turn, "it waits for its turn")
+            until(lambda: len(asked) == 1, "it waits for its turn")
         until(lambda: not s.server.server_state.connections, "it has gone")
         do(s, let_go())
         until(lambda: not s.server.server_state.tasks, "its request has ended")
