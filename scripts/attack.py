@@ -2,15 +2,18 @@
 """Attack a server of this machine with all that strangers may send, while innocent clients stream from it.
 
     python scripts/attack.py                               # starts a server with the default model, 60 s
+    python scripts/attack.py --each --seconds 9            # one kind of attack after the other, 9 s each
     python scripts/attack.py --model DIR --only "long prompt" --only "hung body" --seconds 30
     python scripts/attack.py --url http://127.0.0.1:8000 --pid PID
 
-The innocents ask for the same text again and again: alone, beside honest clients (as many as there will be attackers,
-with ordinary questions), and under the attack. Printed are how long they waited between tokens, at worst and in the
-median, how long /health took at worst, the memory of the server (beside it the KV cache, which takes what --kv-tokens
-allows page by page as prompts come, from whomever), and how it ended. Exit code 1 where a promise of
-docs/security.md is broken: another text, an answer of 500, a median twice as long as beside honest clients, /health
-over 100 ms, memory that does not come back to within 100 MiB, or a server that SIGTERM does not end in its time.
+The innocents ask for the same text again and again: alone, beside honest clients with ordinary questions, and under the
+attack. There are as many honest clients as attackers where there is one kind of attack, and as many as a server works
+for at once (16) where all kinds come together, for then they take all of its places, too. Printed are how long the
+innocents waited between tokens, at worst and in the median, how long /health took at worst, the memory of the server
+(beside it the KV cache, which takes what --kv-tokens allows page by page as prompts come, from whomever), and how it
+ended. Exit code 1 where a promise of docs/security.md is broken: another text, an answer of 500, a median twice as long
+as beside honest clients, /health over 100 ms, memory that does not come back to within 100 MiB, or a server that
+SIGTERM does not end in its time.
 """
 
 from __future__ import annotations
@@ -43,6 +46,7 @@ from attack_corpus import BEHAVIOURS, CHAT, COMPLETIONS, NAMES, REQUESTS, Wire, 
 SHUTDOWN, GRACE = 5.0, 10.0  # seconds that the server gives running requests, and that its own end may take
 REST = 2.0  # seconds before the first request: a server that has had one has done what it puts off
 LOGGED = 2000  # lines of its log, of all phases
+PLACES = 16  # requests that a server works for at once (--max-rows)
 ROOM = 100  # MiB that it may have more at the end than at the beginning
 PROMPT = "def walk(path):\n    for name in os.listdir(path):\n"
 ASKED = {"prompt": PROMPT, "max_tokens": 64, "seed": 7, "temperature": 0.8, "ignore_eos": True, "stream": True}
@@ -174,7 +178,8 @@ def others(work: Any, host: str, port: int, options: argparse.Namespace, pipe: C
 
     async def all_of_them() -> None:
         wire, over = Wire(host, port, options.patience), within(options.seconds / 3)
-        await asyncio.gather(*(work(wire, i, options, over, said) for i in range(options.attackers)))
+        count = options.honest if work is honest else options.attackers
+        await asyncio.gather(*(work(wire, i, options, over, said) for i in range(count)))
 
     pipe.send("begun")
     asyncio.run(all_of_them())
@@ -297,31 +302,54 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     """Attack; returns the figures, with what is `failed`."""
     server = Server(options)
     try:
-        innocents = Innocents(server.host, server.port, options.innocents)
-        time.sleep(REST)
-        innocents.watch(within(options.seconds / 30))  # first calls
-        alone = innocents.watch(within(options.seconds / 3))
-        with beside(honest, server, options) as (served, done):
-            crowded = innocents.watch(done)
-        before = server.peak = server.memory()
-        with beside(attacker, server, options) as (heard, done):
-            attacked = innocents.watch(done if options.once else within(options.seconds / 3))
-        after, kv = server.rested(before + ROOM), server.memory("RssShmem")
-        alive = innocents.watch(within(options.seconds / 30))
-        ended = server.end(options)
-        server.watched = False
-        phases = {"alone": alone, "beside honest clients": crowded, "under attack": attacked, "afterwards": alive}
-        report: dict[str, Any] = {name: waits.report() for name, waits in phases.items()}
-        report["memory_mib"] = {"before": before, "most": server.peak, "after": after, "kv": kv}
-        report |= {"shutdown_seconds": ended, "attacks": dict(sorted(heard.items())), "honest": dict(served)}
-        report["tracebacks"] = server.logged().count("Traceback")
-        report["log_lines"] = server.logged().count("\n")
-        return report | {"failed": failures(report, phases, server)}
+        Innocents(server.host, server.port, options.innocents).watch(within(REST))  # first calls
+        if not options.each:
+            return strike_all(server, options, last=True)
+        failed = []
+        for name in options.only:
+            only = argparse.Namespace(**vars(options) | {"only": [name]})
+            report = strike_all(server, only, last=name == options.only[-1])
+            print(f"{name:<32}{row(report)}", file=sys.stderr, flush=True)
+            failed += [f"{name}: {what}" for what in report["failed"]]
+        return report | {"failed": failed}
     finally:
         server.stop()
 
 
-def failures(report: dict[str, Any], phases: dict[str, Waits], server: Server) -> list[str]:
+def row(report: dict[str, Any]) -> str:
+    """One kind of attack in a line."""
+    slow, usual, memory = report["under attack"], report["beside honest clients"], report["memory_mib"]
+    ratio = slow["median_ms"] / usual["median_ms"] if usual["median_ms"] and slow["median_ms"] else 0.0
+    return (
+        f"tokens {slow['median_ms']} ms, {ratio:.2f} times as slow; /health {slow['worst_health_ms']} ms;"
+        f" memory {memory['before']} to {memory['after']} MiB"
+    )
+
+
+def strike_all(server: Server, options: argparse.Namespace, last: bool) -> dict[str, Any]:
+    """Attack with all of `options.only` together; the server ends if that was the last."""
+    innocents = Innocents(server.host, server.port, options.innocents)
+    time.sleep(REST)
+    alone = innocents.watch(within(options.seconds / 3))
+    with beside(honest, server, options) as (served, done):
+        crowded = innocents.watch(done)
+    before = server.peak = server.memory()
+    with beside(attacker, server, options) as (heard, done):
+        attacked = innocents.watch(done if options.once else within(options.seconds / 3))
+    after, kv = server.rested(before + ROOM), server.memory("RssShmem")
+    alive = innocents.watch(within(options.seconds / 30))
+    ended = server.end(options) if last else None
+    server.watched = not last
+    phases = {"alone": alone, "beside honest clients": crowded, "under attack": attacked, "afterwards": alive}
+    report: dict[str, Any] = {name: waits.report() for name, waits in phases.items()}
+    report["memory_mib"] = {"before": before, "most": server.peak, "after": after, "kv": kv}
+    report |= {"shutdown_seconds": ended, "attacks": dict(sorted(heard.items())), "honest": dict(served)}
+    report["tracebacks"] = server.logged().count("Traceback")
+    report["log_lines"] = server.logged().count("\n")
+    return report | {"failed": failures(report, phases, server, last)}
+
+
+def failures(report: dict[str, Any], phases: dict[str, Waits], server: Server, last: bool) -> list[str]:
     """Which promises are broken."""
     failed, texts = [], set().union(*(waits.texts for waits in phases.values()))
     if len(texts) != 1:
@@ -345,7 +373,7 @@ def failures(report: dict[str, Any], phases: dict[str, Waits], server: Server) -
         failed.append(f"memory is {memory['after']} MiB and was {memory['before']}")
     if report["log_lines"] > LOGGED:
         failed.append(f"the log has {report['log_lines']} lines")
-    if server.process is not None and (report["shutdown_seconds"] or 1e9) > SHUTDOWN + GRACE:
+    if last and server.process is not None and (report["shutdown_seconds"] or 1e9) > SHUTDOWN + GRACE:
         failed.append(f"SIGTERM did not end it within {SHUTDOWN + GRACE:g} s")
     return failed
 
@@ -372,12 +400,16 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=60.0, help="of the three phases together (default: 60)")
     parser.add_argument("--innocents", type=int, default=2, help="clients that are watched (default: 2)")
     parser.add_argument("--attackers", type=int, default=4, help="attacks at the same time (default: 4)")
+    parser.add_argument("--honest", type=int, default=0, help="honest clients (default: see above)")
     parser.add_argument("--patience", type=float, default=15.0, help="seconds an attack may hang on (default: 15)")
     parser.add_argument("--scale", type=float, default=1.0, help="size of what is large (default: 1)")
     parser.add_argument("--once", action="store_true", help="each attack once, however long it takes")
+    parser.add_argument("--each", action="store_true", help="one kind after the other, each for --seconds")
     parser.add_argument("--only", action="append", choices=NAMES, metavar="NAME", help=f"of: {', '.join(NAMES)}")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(given)
+    one_kind = options.each or len(options.only or NAMES) == 1
+    options.honest = options.honest or (options.attackers if one_kind else PLACES)
     options.only = options.only or list(NAMES)
     return options
 

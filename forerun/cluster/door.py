@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from anyio import CapacityLimiter, to_thread
+from anyio import to_thread
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.datastructures import MutableHeaders
@@ -32,6 +32,7 @@ from forerun.server import bounds, errors
 from forerun.server.errors import ApiError
 from forerun.server.gate import guard
 from forerun.server.journal import REQUEST_ID
+from forerun.server.lanes import Lane
 from forerun.server.ollama import ACTIONS
 from forerun.server.service import UnavailableError
 from forerun.server.tenants import CALLER, Callers, tenant_of
@@ -54,7 +55,7 @@ class Door:
         self.again: Counter[str] = Counter()
         self._reading = 0  # requests whose bodies are on their way
         self._limit = plan.settings.max_queue + sum(m.replicas.max * m.engine.max_rows for m in plan.models)
-        self._parsing = CapacityLimiter(1)
+        self._parsing = Lane(1)
         self._said: dict[tuple[str, str], str] = {}  # lists by page and model: one that sleeps is not woken for them
         self._names = {model.name.removesuffix(":latest"): model.name for model in plan.models}
         self._pages: Mapping[str, Page] = {"/health": self._health, "/ready": self._ready, "/metrics": self._metrics}

@@ -21,7 +21,6 @@ from forerun.server.connections import (
     FULL,
     LINGER_BYTES,
     LINGER_SECONDS,
-    MAX_HEADER_BYTES,
     Clock,
     headers_length,
     late,
@@ -31,7 +30,8 @@ from forerun.server.descriptors import is_out_of_descriptors
 from forerun.server.errors import ApiError
 
 log = logging.getLogger("forerun.server")
-TURN_SECONDS = 0.002  # for accepting and for reading each, in one round of the event loop
+PIECE = 4 << 10  # bytes that are read at once: of what is refused, no more is looked at
+TURN_SECONDS = 0.004  # for accepting and for reading each, in one round of the event loop
 BEGUN = 8  # requests that are handed on in one round, of which all but the last go before others
 LEAST_SECONDS = 0.01  # between two looks at whose time is over
 RETRY_SECONDS = 0.1  # after which accepting is tried again where no descriptor was left
@@ -126,7 +126,7 @@ class Arrivals:
             if arrival.sock.fileno() < 0:  # closed meanwhile
                 continue
             try:
-                data = arrival.sock.recv(MAX_HEADER_BYTES + 1 - len(arrival.received))
+                data = arrival.sock.recv(PIECE)
             except (BlockingIOError, InterruptedError):
                 continue
             except OSError:
@@ -207,8 +207,13 @@ class Arrivals:
     def _begin(self) -> None:
         """Make a connection of one that has a request, in each round of the event loop."""
         self._begins = False
-        for _ in range(min(BEGUN, len(self._whole))):
+        begun, end = 0, time.perf_counter() + TURN_SECONDS
+        while self._whole and begun < BEGUN and time.perf_counter() < end:
             arrival = self._whole.popleft()
+            if _has_gone(arrival.sock):
+                arrival.sock.close()
+                continue
+            begun += 1
             task = self._loop.create_task(self._connect(arrival))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
@@ -221,3 +226,13 @@ class Arrivals:
             await self._loop.connect_accepted_socket(lambda: self.make(received=bytes(arrival.received)), arrival.sock)
         except OSError:  # the client has gone
             arrival.sock.close()
+
+
+def _has_gone(sock: socket.socket) -> bool:
+    """Whether the client has closed a connection."""
+    try:
+        return not sock.recv(1, socket.MSG_PEEK)
+    except (BlockingIOError, InterruptedError):
+        return False
+    except OSError:
+        return True

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from anyio import CapacityLimiter, to_thread
 
 from forerun.server.errors import ApiError
+from forerun.server.lanes import Lane
 
 VALUES = 1 << 18  # of lists and objects together: token ids, mostly
 OBJECTS = 1 << 13  # lists and objects
@@ -38,11 +38,11 @@ def parse(body: bytes) -> Any:
     return value
 
 
-async def parse_aside(body: bytes, limiter: CapacityLimiter) -> Any:
+async def parse_aside(body: bytes, lane: Lane) -> Any:
     """The same, beside the event loop where it is large, one at a time: each holds the interpreter for up to 30 ms."""
     if len(body) < SMALL:
         return parse(body)
-    return await to_thread.run_sync(parse, body, limiter=limiter)
+    return await lane.do(parse, body)
 
 
 def _check_structure(body: bytes) -> None:

@@ -18,6 +18,7 @@ from forerun.llm import CHARACTERS
 from forerun.sandbox import WORKERS
 from forerun.server import bounds
 from forerun.server.errors import ApiError
+from forerun.server.lanes import Lane
 from forerun.server.service import Service
 from forerun.server.tickets import Group, Order
 from forerun.server.writing import LongResponse
@@ -39,8 +40,8 @@ class Kitchen:
     timeout: float
     max_prompt: int
     compiling: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(WORKERS))
-    parsing: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(1))
-    preparing: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(PREPARATIONS))
+    parsing: Lane = field(default_factory=lambda: Lane(1))
+    preparing: Lane = field(default_factory=lambda: Lane(PREPARATIONS))
     writing: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(PREPARATIONS))
     beginning: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -101,7 +102,7 @@ class Kitchen:
         """What `work` makes of something given, beside the event loop: of few requests at once, and only where there
         is a place for `count` of them. Raises BusyError, UnavailableError, RequestError."""
         with self.service.place(count):
-            return await to_thread.run_sync(partial(work, *given), limiter=self.preparing)
+            return await self.preparing.do(work, *given)
 
     async def submit(self, orders: Sequence[Order]) -> Group:
         """Hand the orders of one request to the engine, with their grammar compiled for each: its thread never does

@@ -31,6 +31,7 @@ from forerun.server.settings import Settings
 from forerun.server.tenants import Callers
 
 log = logging.getLogger("forerun.server")
+SWITCH_SECONDS = 0.001  # after which the engine's thread lets go of the interpreter where a client waits for it
 BACKLOG = 2048  # connections that wait to be accepted
 
 
@@ -64,6 +65,7 @@ def serve(
     listener.listen(BACKLOG)
     settings = within_limit(settings, descriptors)
     print(say(f"http://{f'[{host}]' if ':' in host else host}:{port}"), file=sys.stderr, flush=True)
+    sys.setswitchinterval(SWITCH_SECONDS)
     server = Server(app, settings)
     server.run(sockets=[listener])
     server.service.stop()  # a second signal leaves its thread running, under which Python may abort as it ends

@@ -357,3 +357,17 @@ def test_much_is_not_read_beside_prompts() -> None:
     assert policy.waits(Wish("model", 9, Acceptance(), 1, 100), place)
     assert not policy.waits(Wish("model", 9, Acceptance(), 1, 20), place)
     assert not policy.waits(Wish("suffix", 9, Acceptance(), 1, 100), place)
+
+
+def test_prompts_are_read_beside_requests_as_far_as_a_pass_is_stretched() -> None:
+    policy = Auto(slo=0.0)
+    assert policy.room(4, 2.0) > 1000, "nothing is known yet"
+    for _ in range(SETTLED):
+        policy.record_pass(4, 1.0)
+        for tokens in (8, 64, 512):
+            policy.record_read(tokens, 0.5 + tokens / 64)
+    assert policy.room(4, 2.0) == pytest.approx(96, abs=16)
+    assert policy.room(4, 4.0) == pytest.approx(224, abs=32)
+    assert policy.room(4, math.inf) > 1000
+    policy.slo = 1.6
+    assert policy.room(4, 4.0) == policy.room(4, math.inf) == pytest.approx(70, abs=8)

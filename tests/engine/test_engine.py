@@ -1,5 +1,6 @@
 """The engine's bookkeeping: aborts, ends, limits, statistics, refusals; nothing leaks and nothing hangs."""
 
+import math
 import random
 
 import pytest
@@ -163,10 +164,12 @@ def test_prompts_are_read_in_pieces_that_others_have_time_for() -> None:
     alone = build.engine("llama", ["off"], chunk=64, tokens=512)
     texts = [alone.add(tokens, build.params(1, 0.8, 40)) for tokens in ([5, 6], prompt)]
     build.finish(alone)
-    for slo, most in ((10.0, 65), (1.0, 26), (0.01, 17)):
+    for slo, stretch, most in ((10.0, math.inf, 65), (1.0, math.inf, 26), (0.01, math.inf, 17), (0.0, 2.0, 26)):
         engine = build.engine("llama", ["off"], chunk=64, tokens=512)
         engine.decide_by(Auto(slo=slo))
+        engine.stretch = stretch
         for _ in range(SETTLED):
+            engine.policy.record_pass(1, 0.5)
             engine.policy.record_read(10, 0.5)
             engine.policy.record_read(26, 1.0)
             engine.policy.record_read(64, 8.0)
