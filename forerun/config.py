@@ -29,7 +29,7 @@ class Config:
         model: a GGUF file, a Hugging Face directory, ollama:NAME, lmstudio:NAME, or a Hub id (ORG/REPO:QUANT for GGUF);
             None is the default model, SmolLM2-135M-Instruct.
         draft: off, ngram, suffix, recycle (or recycle:TABLE), retrieval:INDEX (or several, by commas), self:int4 (the
-            model itself, rounded), self:layers=N or self:window=N (with fewer layers or keys), model:, medusa:, hydra:,
+            model itself, rounded), self:layers=N or self:window=N (with fewer layers or keys), model:, medusa:,
             mlp:, eagle:, eagle3:, mtp: or block:DIR_OR_HUB_ID; a|b (or a+b) asks b where a has nothing, a?b whichever
             is measured to do better, a&b makes one tree of both, a>b has a draft for the draft model b, ahead(a) lets
             the draft model a draft on while the target verifies, parentheses nest: suffix|model:.. copies what repeats

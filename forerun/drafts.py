@@ -17,7 +17,7 @@ from forerun.errors import ConfigError, brief, nearest, shown
 
 COPYING = ("ngram", "suffix", "retrieval")  # drafts that copy
 SIMPLE = ("off", "auto", "ngram", "suffix", "recycle")  # which need nothing
-LOADED = ("model", "medusa", "hydra", "mlp", "eagle", "eagle3", "mtp", "block")  # drafts with weights
+LOADED = ("model", "medusa", "mlp", "eagle", "eagle3", "mtp", "block")  # drafts with weights
 ITSELF = re.compile(  # how a target drafts for itself
     r"int8|int4|layers=(?:auto|\d{1,6}(?:-\d{1,6})?(?:,\d{1,6}(?:-\d{1,6})?)*)|window=[1-9]\d{0,7}"
 )

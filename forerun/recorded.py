@@ -98,14 +98,13 @@ class Recorded:
         given: Sequence[int],
         follow: Recorded | None,
         stands: array[float] | None,
-        causal: bool = False,
     ) -> list[Said]:
         """Read what each start brings, and say all tokens behind it from one pass over the `slots` of its block, which
-        see one another (with `causal` those before them), in one call: slot `first` says the first of them. What
+        see one another, in one call: slot `first` says the first of them. What
         `follow` adds to logits for the token before comes before each draw. Otherwise as in `round`."""
         draws = Draws([start.link for start in starts])
         ordered = [starts[i] for i in draws.order]
-        blocks = Pass([slots(start) for start in ordered], cache, causal)
+        blocks = Pass([slots(start) for start in ordered], cache, False)
         size = blocks.tokens // draws.rows
         saying = ((level, row) for level in range(draws.levels) for row in range(draws.active[level]))
         blocks.want = array("q", [row * size + first + level for level, row in saying])

@@ -1,4 +1,4 @@
-"""Compare drafted logits with those of speculators' own code: DFlash, DSpark, DFlash2 and XPress, with what they have.
+"""Compare drafted logits with those of speculators' own code: DFlash and DSpark, with what they have.
 
 python scripts/published_blocks.py
 
@@ -18,12 +18,8 @@ from typing import Any
 import torch
 from speculators.models.dflash import DFlashSpeculatorConfig  # type: ignore[import-not-found]
 from speculators.models.dflash.core import DFlashDraftModel  # type: ignore[import-not-found]
-from speculators.models.dflash2 import DFlash2SpeculatorConfig  # type: ignore[import-not-found]
-from speculators.models.dflash2.core import DFlash2DraftModel  # type: ignore[import-not-found]
 from speculators.models.dspark import DSparkSpeculatorConfig  # type: ignore[import-not-found]
 from speculators.models.dspark.core import DSparkDraftModel  # type: ignore[import-not-found]
-from speculators.models.xpress import XPressSpeculatorConfig  # type: ignore[import-not-found]
-from speculators.models.xpress.core import XPressDraftModel  # type: ignore[import-not-found]
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config
 
@@ -40,7 +36,6 @@ STATES = [2, 0, 1]
 WINDOW = {
     "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 6, "use_sliding_window": True,
 }  # fmt: skip
-SECOND = {"conv_kernel_size": 3, "conv_group_size": 8, "selector_rank": 6, "selector_top_k": 9}
 CASES: list[tuple[str, type, type, dict[str, Any], dict[str, Any]]] = [
     ("DFlash", DFlashSpeculatorConfig, DFlashDraftModel, {}, {}),
     ("DFlash, some tokens", DFlashSpeculatorConfig, DFlashDraftModel, {"draft_vocab_size": 40}, {}),
@@ -53,13 +48,6 @@ CASES: list[tuple[str, type, type, dict[str, Any], dict[str, Any]]] = [
         )
         for kind in ("vanilla", "gated", "rnn")
         for first in (True, False)
-    ),
-    ("DFlash2", DFlash2SpeculatorConfig, DFlash2DraftModel, SECOND, {}),
-    ("DFlash2, window", DFlash2SpeculatorConfig, DFlash2DraftModel, SECOND, WINDOW),
-    ("XPress", XPressSpeculatorConfig, XPressDraftModel, {"xpress_rank": 6}, {}),
-    (
-        "XPress, from anchor", XPressSpeculatorConfig, XPressDraftModel,
-        {"xpress_rank": 6, "sample_from_anchor": True, "xpress_mlp_ratio": 3}, {},
     ),
 ]  # fmt: skip
 
@@ -98,12 +86,6 @@ def said(theirs: Any, states: Tensor, tokens: Tensor) -> Tensor:
     before = block if first else torch.cat((block[:1], block[:-1]))
     if getattr(theirs, "markov_head", None) is not None:
         logits = logits + theirs.markov_head.block_bias(prev_token_ids=before[None], hidden_states=hidden)
-    if hasattr(theirs, "candidate_selector"):
-        ids, scores = theirs.candidate_selector.select(logits, hidden, before[None])
-        logits = torch.full_like(logits, -torch.inf).scatter(-1, ids, scores)
-    if hasattr(theirs, "refiner_head"):
-        before = block if first else tokens[ANCHOR - 1 : ANCHOR + SIZE - 1]
-        logits = logits + theirs.refiner_head.block_bias(before[None], hidden_states=hidden)
     if theirs.d2t is None:
         return logits[0]
     full = torch.full((SIZE, VOCAB), -torch.inf)

@@ -1,9 +1,9 @@
-"""Compare drafted logits with those of the families' own code: Medusa, Hydra, MLP speculators of IBM and Arctic.
+"""Compare drafted logits with those of the families' own code: Medusa, MLP speculators of IBM and Arctic.
 
 python scripts/published_heads.py SOURCES
 
-SOURCES holds checkouts or unpacked wheels, whichever there are: Medusa (`pip download --no-deps medusa-llm`), Hydra
-(zankner/Hydra), fms-extras (foundation-model-stack/fms-extras, which needs ibm-fms beside it) and ArcticTraining
+SOURCES holds checkouts or unpacked wheels, whichever there are: Medusa (`pip download --no-deps medusa-llm`),
+fms-extras (foundation-model-stack/fms-extras, which needs ibm-fms beside it) and ArcticTraining
 (snowflakedb/ArcticTraining). Their modules are filled with random numbers, saved as they save them, read by forerun,
 and asked for the same states and tokens. Fails where logits differ by more than 1e-4. Their code is run: read it first.
 """
@@ -16,20 +16,18 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from forerun import LLM
 from forerun.draft.level_heads import LevelHeads
 from forerun.draft.registry import LEVELS, kind_of
 from forerun.draft.view import TargetView, view_of
-from forerun.models.rope import rope_tables
 
 HIDDEN, VOCAB, LEVELS_AHEAD, POSITIONS, MOST = 32, 64, 3, 6, 1e-4
 BASE = LlamaConfig(
@@ -71,38 +69,6 @@ def medusa(sources: Path, base: LlamaForCausalLM) -> Iterator[Case]:
         yield f"Medusa, {layers} layers", raw, heads.state_dict(), "medusa_lm_head.pt", say
 
 
-def hydra(sources: Path, base: LlamaForCausalLM) -> Iterator[Case]:
-    llama = ModuleType("modeling_llama_kv")
-    llama.LlamaModel = LlamaModel  # type: ignore[attr-defined]
-    folder = sources / "Hydra/hydra/model/hydra_heads"
-    plain = load("hydra_mlp", folder / "mlp_head.py").HydraMLP
-    prefixed = load("hydra_prefix", folder / "prefix_mlp_head.py", hydra__model__modeling_llama_kv=llama).HydraPrefixMLP
-    for arch, make in (("mlp", plain), ("prefix-mlp", prefixed)):
-        for grounded, layers in ((True, 3), (True, 1), (False, 2)):
-            heads = make(layers, LEVELS_AHEAD, grounded, base.model.embed_tokens, BASE)
-            kept = base.model.embed_tokens.weight.clone()
-            filled(heads)
-            base.model.embed_tokens.weight.data.copy_(kept)  # theirs is the target's
-            raw = {
-                "hydra_num_heads": LEVELS_AHEAD, "hydra_num_layers": layers, "hydra_head_arch": arch,
-                "grounded_heads": grounded, "hidden_state_offset": 0,
-            }  # fmt: skip
-
-            def say(states: Tensor, tokens: Tensor, heads: Any = heads) -> Any:
-                # the first of their tokens is that of the first state: ours begin behind it
-                ids = torch.cat((torch.zeros(1, dtype=torch.int64), tokens))
-                padded = torch.cat((states, torch.zeros(len(ids) - len(states), HIDDEN)))
-                return [said[0, : len(states)] for said in heads(padded[None], ids[None])[0]]
-
-            yield (
-                f"Hydra, {arch}, grounded {grounded}, {layers} layers",
-                raw,
-                heads.state_dict(),
-                "hydra_lm_head.pt",
-                say,
-            )
-
-
 def speculators(sources: Path) -> Iterator[Case]:
     sys.path.insert(0, str(sources / "ibm-fms"))
     from fms.utils import serialization  # type: ignore[import-not-found]
@@ -121,16 +87,13 @@ def speculators(sources: Path) -> Iterator[Case]:
         made.append((f"IBM, tied {tied}", raw, own, "speculator."))
         raw = raw | {"architectures": ["ArcticMLPSpeculatorPreTrainedModel"]}
         made.append((f"Arctic, tied {tied}", raw, mlp.MLPSpeculator(SimpleNamespace(**raw)), ""))
-    for method, tied, shared in (("sum_rnn", False, False), ("sum_rnn", True, False), ("sum_lstm", True, True),
-                                 ("sum_lstm", True, False)):  # fmt: skip
+    for tied in (False, True):
         raw = {
             **common, "architectures": ["ArcticLSTMSpeculatorPreTrainedModel"], "input_hidden_dim": HIDDEN,
-            "inner_dim": "24", "emb_dim": "24", "proj_dim": "24", "method": method, "tie_weights": tied,
-            "tie_lstm_embs": shared, "scale_input": True,
+            "inner_dim": "24", "emb_dim": "24", "proj_dim": "24", "method": "sum_rnn", "tie_weights": tied,
+            "tie_lstm_embs": False, "scale_input": True,
         }  # fmt: skip
-        made.append(
-            (f"Arctic, {method}, tied {tied}, {shared}", raw, lstm.ArcticLSTMSpeculator(SimpleNamespace(**raw)), "")
-        )
+        made.append((f"Arctic, sum_rnn, tied {tied}", raw, lstm.ArcticLSTMSpeculator(SimpleNamespace(**raw)), ""))
     for name, raw, own, prefix in made:
         tensors = {f"{prefix}{k}": tensor for k, tensor in filled(own).state_dict().items()}
 
@@ -142,15 +105,6 @@ def speculators(sources: Path) -> Iterator[Case]:
 
 def drafted(heads: LevelHeads, states: Tensor, tokens: Tensor) -> list[Tensor]:
     """What forerun's heads say: level i behind tokens i and on."""
-    if heads.prefix is not None:
-        c = heads.prefix.config
-        rotation = tuple(table[: len(states)] for table in rope_tables(c, c.ropes[0], 128, torch.float32))
-
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            q, k, v = (x.transpose(0, 1) for x in (q, k, v))
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(0, 1)
-
-        states = heads.prefix(states, rotation, attend)
     said, carried = [], heads.enter(states)
     for level in range(heads.levels):
         logits, carried = heads.step(level, carried, tokens[level : level + len(states)])
@@ -166,7 +120,7 @@ def compare(case: Case, target: TargetView) -> float:
         directory = Path(folder)
         (directory / "config.json").write_text(json.dumps(raw))
         torch.save(tensors, directory / file)
-        heads = LEVELS[kind_of(directory)](directory, target)
+        heads = LEVELS[kind_of(directory)](directory)
     heads.attach(target)
     states, tokens = torch.randn(POSITIONS, HIDDEN), torch.randint(VOCAB, (POSITIONS + LEVELS_AHEAD,))
     pairs = zip(say(states, tokens), drafted(heads, states, tokens), strict=True)
@@ -182,7 +136,6 @@ def main(sources: Path) -> int:
         base.save_pretrained(folder)
         target = view_of(LLM(folder, draft="off", kernels="torch", kv_tokens=256).decoder)
         cases = [*medusa(sources, base)] if (sources / "Medusa").is_dir() else []
-        cases += [*hydra(sources, base)] if (sources / "Hydra").is_dir() else []
         cases += [*speculators(sources)] if (sources / "fms-extras").is_dir() else []
         for case in cases:
             apart = compare(case, target)

@@ -5,7 +5,7 @@
     python scripts/round_cost.py --quantization int8 --depth 4
 
 `eagle3` is the head that comes with forerun; the others are untrained: `block` has two layers and a Markov head of
-rank 64, `medusa` one residual layer a head, and both say 8,192 tokens; `hydra` and `mlp` (levels tied) say all, as
+rank 64, `medusa` one residual layer a head, and both say 8,192 tokens; `mlp` (levels tied) says all, as
 published ones do. Rounds and passes take turns; medians, and the median of their quotients.
 """
 
@@ -25,7 +25,6 @@ from forerun.draft.block import Block
 from forerun.draft.block_head import BlockHead
 from forerun.draft.block_shapes import BlockConfig, MarkovShape
 from forerun.draft.bundled import BUNDLED
-from forerun.draft.hydra import HydraHeads
 from forerun.draft.level_dialects import MlpShape
 from forerun.draft.levels import Levels
 from forerun.draft.medusa import MedusaHeads
@@ -72,7 +71,7 @@ def untrained(llm: LLM, depth: int) -> Iterator[tuple[str, Proposer]]:
     medusa = MedusaHeads(depth, 1, c.hidden, c.vocab, said=SAID)
     medusa.token_map = torch.arange(SAID)
     mlp = MlpShape(levels=depth, hidden=c.hidden, inner=c.hidden, vocab=c.vocab, tied=True, scaled=True)
-    levels = {"medusa": medusa, "hydra": HydraHeads(depth, 1, c.hidden, c.vocab), "mlp": MlpSpeculator(mlp)}
+    levels = {"medusa": medusa, "mlp": MlpSpeculator(mlp)}
     yield from ((name, Levels(name, heads.requires_grad_(False), view)) for name, heads in levels.items())
 
 

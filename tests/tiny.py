@@ -24,7 +24,6 @@ from forerun.draft.block_head import BlockHead
 from forerun.draft.block_shapes import BlockConfig, MarkovShape
 from forerun.draft.eagle1 import FirstHead
 from forerun.draft.eagle3 import EagleConfig, EagleHead
-from forerun.draft.hydra import HydraHeads
 from forerun.draft.level_dialects import MlpShape
 from forerun.draft.medusa import MedusaHeads
 from forerun.draft.mlp import MlpSpeculator
@@ -181,14 +180,6 @@ def mlp(name: str, **changes: Any) -> MlpSpeculator:
     config = load_config(family(name))
     fields = dict(levels=3, hidden=config.hidden, inner=24, vocab=config.vocab, tied=True, scaled=True) | changes
     return _filled(MlpSpeculator(MlpShape(**fields))).requires_grad_(False)
-
-
-def hydra(name: str, prefix: bool = False, heads: int = 3, layers: int = 3, grounded: bool = True) -> HydraHeads:
-    """Hydra heads for `family(name)`, a Llama-like layer before them with `prefix`: what they say is anything."""
-    torch.manual_seed(9)
-    config, layer = load_config(family(name)), eagle_config(name).layer if prefix else None
-    made = HydraHeads(heads, layers, config.hidden, config.vocab, grounded=grounded, prefix=layer)
-    return _filled(made).requires_grad_(False)
 
 
 def eagle_config(name: str, layer: dict[str, Any] | None = None, **changes: Any) -> EagleConfig:

@@ -16,7 +16,7 @@ from forerun.errors import LoadError, shown
 from forerun.models.families import is_whole
 from forerun.models.names import LABEL, title
 
-LEVELS = ("medusa", "hydra", "mlp")  # drafts by heads, one a level
+LEVELS = ("medusa", "mlp")  # drafts by heads, one a level
 LARGEST = 1 << 31  # of any size in a configuration
 
 

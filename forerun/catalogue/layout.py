@@ -10,10 +10,10 @@ from collections.abc import Callable
 
 from forerun.catalogue.facts import Facts
 from forerun.draft.block_dialects import FLAGS, as_speculators, windows_of
-from forerun.draft.block_shapes import named, read_conv, read_law
+from forerun.draft.block_shapes import read_law
 from forerun.draft.fields import read_bool
 from forerun.draft.kinds import Json, inner
-from forerun.draft.level_dialects import read_hydra, read_medusa, read_mlp
+from forerun.draft.level_dialects import read_medusa, read_mlp
 from forerun.errors import LoadError, shown
 from forerun.models.families import FAMILIES, OWN_DRAFTER, is_whole
 from forerun.models.gguf.kinds import skim, why_not
@@ -63,13 +63,12 @@ def _eagle(facts: Facts) -> str:
 
 
 def _block(facts: Facts) -> str:
-    shapes = named({BEFORE.sub("", name): tuple(shape) for name, shape in facts.shapes.items()})
+    shapes = {BEFORE.sub("", name): tuple(shape) for name, shape in facts.shapes.items()}
     try:
         raw = as_speculators(facts.raw)
         layer = layer_of(raw)
         windows_of(raw | {"transformer_layer_config": layer})
         read_law(raw, shapes)
-        read_conv(raw, shapes, layer.get("hidden_size", shapes.get("norm.weight", (0,))[0]))
         for flag in FLAGS:
             read_bool(raw, flag, False)
     except LoadError as error:
@@ -99,10 +98,6 @@ def _medusa(facts: Facts) -> str:
         return _lacks(facts, "0.0.linear.weight")
     missing = _says(read_medusa, facts.raw) or _lacks(facts, "blocks.0.layers.0.weight", "lm_heads.0.weight")
     return missing or _levels(facts, "blocks", facts.raw["num_heads"])
-
-
-def _hydra(facts: Facts) -> str:
-    return _says(read_hydra, facts.raw)
 
 
 def _mlp(facts: Facts) -> str:
@@ -162,6 +157,6 @@ def _lacks(facts: Facts, *names: str) -> str:
 
 
 READERS: dict[str, Callable[[Facts], str]] = {
-    "eagle": _eagle, "eagle3": _eagle3, "block": _block, "mtp": _mtp, "medusa": _medusa, "hydra": _hydra, "mlp": _mlp,
+    "eagle": _eagle, "eagle3": _eagle3, "block": _block, "mtp": _mtp, "medusa": _medusa, "mlp": _mlp,
     "model": _model,
 }  # fmt: skip

@@ -171,10 +171,10 @@ class Block(FeatureProposer):
         said = g.said[level].expand(len(previous), -1)
         if law is not None:
             if not level:
-                last = torch.tensor(list(g.tree.row.tokens[-2:]), device=self.target.device)
-                g.carried[-1] = law.begin(g.block, last)
+                anchor = torch.tensor([g.tree.row.tokens[-1]], device=self.target.device)
+                g.carried[-1] = law.begin(g.block, anchor)
             state = torch.stack([g.carried[g.tree.draft.parents[node]] for node in g.tree.frontier])
-            said, state = law(Behind(level + self.config.first, g.block, said, previous, self.head.embed), state)
+            said, state = law(Behind(level + self.config.first, g.block, said, previous), state)
             g.carried |= zip(g.tree.frontier, state, strict=True)
         return self.head.follow(said)
 

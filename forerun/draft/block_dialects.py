@@ -3,14 +3,11 @@
 - speculators (`KINDS`): as it is.
 - DeepSpec (`Qwen3DSparkModel`): layers and all else at the top. A slot says the token behind its own position, also
   where there is no Markov head and the drafter is called DFlash.
-- SpecForge's Domino (`DominoDraftModel`, or the projector of that name): as its DSpark; a slot says the token behind
-  its own position where `shift_label` is true.
 - z-lab (`DFlashDraftModel`) and SpecForge (`DSparkDraftModel`): layers at the top, all else in `dflash_config`. A slot
   says the token at its own position unless the file says otherwise.
 
-DFlash2 of z-lab is told by its class, or by the selector in `dflash_config`. In layers with a window z-lab's slots see
-all of their block, and those of the others only what comes before them, unless `sliding_window_non_causal` says so.
-`causal` is said of all layers.
+In layers with a window z-lab's slots see all of their block, and those of the others only what comes before them,
+unless `sliding_window_non_causal` says so.
 
 But for speculators, numbers of hidden states are those of layers whose outputs are read; -1 is the embedding. A drafter
 that is read the wrong way drafts, and is never right. No torch here: what a drafter is for is asked of files that are
@@ -19,27 +16,24 @@ not loaded.
 
 from __future__ import annotations
 
-from forerun.draft.block_shapes import DFLASH2, DOMINO, XPRESS
 from forerun.draft.fields import read_ids
 from forerun.errors import LoadError, shown
 from forerun.models.families import Json, is_whole
 
-KINDS = ("dspark", "dflash", DFLASH2, XPRESS)  # as speculators calls them
-DFLASH2_CLASS = "DFlash2DraftModel"
+KINDS = ("dspark", "dflash")  # as speculators calls them
 DEEPSPEC, DEEPSPEC_GEMMA = "Qwen3DSparkModel", "Gemma4DSparkModel"
 NON_CAUSAL = "sliding_window_non_causal"
 SLIDING, WINDOW = "sliding_attention", 4096  # and the window that transformers takes for a Qwen3 that does not say
-CLASSES = (DEEPSPEC, DEEPSPEC_GEMMA, DFLASH2_CLASS, "DSparkDraftModel", "DFlashDraftModel", "DominoDraftModel")
+CLASSES = (DEEPSPEC, DEEPSPEC_GEMMA, "DSparkDraftModel", "DFlashDraftModel")
 ANCHOR = ("sample_from_anchor", "query_zero_predicts_next")  # a slot says the token behind its own position
 OWN = (
     "block_size", "mask_token_id", "markov_rank", "markov_head_type", "enable_confidence_head",
     "confidence_head_with_markov", "draft_vocab_size", "causal", NON_CAUSAL,
-    "emb_dim", "gru_hidden_dim", "pure_draft_prefix_len", "conv_kernel_size", "conv_group_size",
-    "selector_rank", "selector_top_k",
 )  # fmt: skip
-FLAGS = ("sample_from_anchor", "causal", NON_CAUSAL, "enable_confidence_head", "confidence_head_with_markov")
-UNKNOWN = ("attention_value_scale", "attention_sink_bias")  # would change what layers compute, and are not read
-SCALES = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping")  # of DFlash2, the same
+FLAGS = ("sample_from_anchor", NON_CAUSAL, "enable_confidence_head", "confidence_head_with_markov")
+UNKNOWN = ("attention_value_scale", "attention_sink_bias", "selector_rank")  # would change what is computed
+NOT_READ = "which forerun does not read: use a DFlash or DSpark drafter"
+SCALES = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping")  # the same, unless they are 1
 
 
 def arch_of(raw: Json) -> str:
@@ -61,6 +55,7 @@ def as_speculators(raw: Json) -> Json:
     if "speculators_model_type" in raw:
         if raw["speculators_model_type"] not in KINDS:
             raise LoadError(f"config.json does not describe one, {' or '.join(KINDS)}")
+        _check_causal(raw)
         return raw
     own = raw.get("dflash_config") or {}
     if not isinstance(own, dict):
@@ -70,10 +65,7 @@ def as_speculators(raw: Json) -> Json:
     said |= {"speculators_model_type": _kind(raw, own), "transformer_layer_config": raw}
     _check(raw, own)
     deepspec = arch_of(raw) == DEEPSPEC
-    names = ("shift_label",) if said["speculators_model_type"] == DOMINO else ANCHOR
-    anchor = [place[name] for name in names for place in (own, raw) if place.get(name) is not None]
-    if names != ANCHOR and anchor not in ([True], [False], [True, True], [False, False]):
-        raise LoadError("shift_label in config.json is not true or false: which slot says which token is not known")
+    anchor = [place[name] for name in ANCHOR for place in (own, raw) if place.get(name) is not None]
     said["sample_from_anchor"] = anchor[0] if anchor else deepspec
     if both.get("target_layer_ids") is not None:
         said["aux_hidden_state_layer_ids"] = [i + 1 for i in read_ids(both, "target_layer_ids")]
@@ -85,14 +77,11 @@ def as_speculators(raw: Json) -> Json:
 
 
 def _kind(raw: Json, own: Json) -> str:
-    """What speculators would call it, or Domino, which that does not have. Raises LoadError."""
-    projector = own.get("projector_type", raw.get("projector_type"))
-    if projector not in (None, DOMINO, *KINDS) or projector == XPRESS:
-        raise LoadError(f"it is a descendant of DFlash ({shown(projector)}), which is not supported")
-    if projector == DFLASH2 or DFLASH2_CLASS in arch_of(raw) or "selector_rank" in own:
-        return DFLASH2
-    if projector == DOMINO or arch_of(raw) == "DominoDraftModel":
-        return DOMINO
+    """What speculators would call it. Raises LoadError."""
+    projector, arch = own.get("projector_type", raw.get("projector_type")), arch_of(raw)
+    other = projector if projector not in (None, *KINDS) else arch
+    if other != arch or (arch.endswith("DraftModel") and arch not in CLASSES):
+        raise LoadError(f"it is a descendant of DFlash ({shown(other)}), {NOT_READ}")
     return "dspark" if own.get("markov_rank", raw.get("markov_rank")) else "dflash"
 
 
@@ -102,10 +91,17 @@ def _check(raw: Json, own: Json) -> None:
         raise LoadError("its layers are Gemma 4's, which are not supported in drafters")
     if arch_of(raw).startswith("DFlashLaguna"):
         raise LoadError("its layers are Laguna's, which are not supported in drafters")
+    _check_causal(raw | own)
     odd = [name for name in UNKNOWN if raw.get(name) is not None or own.get(name) is not None]
     odd += [name for name in SCALES if own.get(name) not in (None, 1)]
     if odd:
         raise LoadError(f"{odd[0]} in config.json changes what it computes in a way that is not supported")
+
+
+def _check_causal(raw: Json) -> None:
+    """Raise LoadError where slots see those before them alone in all layers."""
+    if raw.get("causal") not in (None, False):
+        raise LoadError(f"its blocks are causal (causal in config.json), {NOT_READ}")
 
 
 def windows_of(raw: Json) -> list[int | None]:

@@ -16,7 +16,7 @@ import torch
 
 from forerun.draft.block_dialects import NON_CAUSAL, as_speculators, windows_of
 from forerun.draft.block_head import BlockHead, check_fit
-from forerun.draft.block_shapes import DFLASH2, BlockConfig, MarkovShape, named, read_conv, read_law
+from forerun.draft.block_shapes import BlockConfig, read_law
 from forerun.draft.borrowed import EMBEDDING, HEAD, borrow, check_fused, check_map
 from forerun.draft.fields import read_bool, read_ids, read_whole
 from forerun.draft.stored import (
@@ -41,11 +41,8 @@ TRUST = "confidence_head.proj.weight"
 
 
 def save_block(head: BlockHead, directory: Path, target: str | None = None, dtype: torch.dtype = torch.float32) -> None:
-    """Write a head; `target` is the name or path of its target. Raises OSError, and ValueError for what is read and not
-    written: causal blocks, convolutions, laws that are no Markov head."""
+    """Write a head; `target` is the name or path of its target. Raises OSError."""
     c = head.config
-    if c.causal or c.conv or not isinstance(c.law, MarkovShape | None):
-        raise ValueError("such block drafters are read, and not written")
     described = describe_speculator("dspark", "DSparkSpeculator", c.layer, c.depth, target)
     own = {
         "draft_vocab_size": c.draft_vocab,
@@ -65,7 +62,7 @@ def save_block(head: BlockHead, directory: Path, target: str | None = None, dtyp
 
 def load_block(directory: Path, target: TargetView) -> BlockHead:
     """Read a head for this target, in float32. Raises LoadError, also where it does not fit."""
-    raw, tensors = read_config(directory, KIND), named(read_tensors(directory, KIND))
+    raw, tensors = read_config(directory, KIND), read_tensors(directory, KIND)
     with reading(directory, KIND):
         borrow(tensors, target)
         config = _config(as_speculators(raw), tensors, target)
@@ -82,7 +79,6 @@ def _config(raw: Json, tensors: Tensors, target: TargetView) -> BlockConfig:
     if is_whole(made_for) and made_for != target.layers:
         raise LoadError(f"it was made for a target of {made_for} layers, this one has {target.layers}")
     layers, ids = _layers(raw, tensors, target.vocab), read_ids(raw, "aux_hidden_state_layer_ids")
-    causal = read_bool(raw, "causal", False)
     check_fused(KIND, target, ids, tensors)
     vocab = raw.get("draft_vocab_size")
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
@@ -93,21 +89,18 @@ def _config(raw: Json, tensors: Tensors, target: TargetView) -> BlockConfig:
         boundaries=ids,
         block=read_whole(raw, "block_size", 1, LARGEST_BLOCK),
         mask_token=read_whole(raw, "mask_token_id", 0, layers.vocab - 1),
-        causal=causal,
-        window_causal=any(layers.windows)
-        and (causal or not read_bool(raw, NON_CAUSAL, raw["speculators_model_type"] == DFLASH2)),
+        window_causal=any(layers.windows) and not read_bool(raw, NON_CAUSAL, False),
         sample_from_anchor=read_bool(raw, "sample_from_anchor", read_bool(raw, "query_zero_predicts_next", False)),
         draft_vocab=layers.vocab if vocab is None else read_whole(raw, "draft_vocab_size", 1, layers.vocab),
         own_embedding=EMBEDDING in tensors,
         own_head=HEAD in tensors,
         law=law,
-        conv=read_conv(raw, shapes, layers.hidden),
         confidence=read_bool(raw, "enable_confidence_head", TRUST in tensors),
         confidence_with_markov=read_bool(raw, "confidence_head_with_markov", trusts > layers.hidden),
     )
     if config.depth < 1:
         raise LoadError("block_size 1 leaves no slot that says a token, since the anchor's says none")
-    if config.confidence_with_markov and not isinstance(law, MarkovShape):
+    if config.confidence_with_markov and law is None:
         raise LoadError("confidence_head_with_markov in config.json is true, but there is no Markov head")
     if config.draft_vocab < layers.vocab and not config.own_head:
         raise LoadError(

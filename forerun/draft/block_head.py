@@ -13,63 +13,18 @@ Hd the head's, V the target's vocabulary, Vd the tokens the head says, S slots o
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from forerun.draft.block_laws import BlockLaw, GruLaw, Markov, Refiner, Selector
-from forerun.draft.block_shapes import BlockConfig, ConvShape, GruShape, MarkovShape, RefinerShape, SelectorShape
+from forerun.draft.block_laws import Markov
+from forerun.draft.block_shapes import BlockConfig
 from forerun.draft.borrowed import Head, check_boundaries, check_sizes
 from forerun.draft.layers import DecoderLayer
 from forerun.draft.view import TargetView
 from forerun.errors import LoadError
 from forerun.kernels import reference as kernels
-from forerun.models.config import ModelConfig
 from forerun.models.decoder import Attend
 from forerun.models.shortlist import spread
-
-
-class Convolved(nn.Module):
-    """Two short convolutions along a block, before a part of a layer and behind it.
-
-    A channel of a slot becomes a sum over the last few slots, itself included, with weights of its own; to these the
-    slot adds what a product makes of it, the same for a group of channels. Before a block there is nothing.
-    """
-
-    def __init__(self, shape: ConvShape, hidden: int, block: int) -> None:
-        super().__init__()
-        self.taps, self.block, self.groups = shape.taps, block, hidden // shape.group
-        self.base_kernel = nn.Parameter(torch.zeros(2, shape.taps, hidden))
-        self.kernel_projection = nn.Linear(hidden, 2 * shape.taps * self.groups, bias=False)
-
-    def around(self, part: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """What a part makes of slots [.., Hd], whole blocks one behind the other, between both. -> [.., Hd]"""
-        own = self.kernel_projection(x).view(-1, self.block, 2, self.taps, self.groups, 1)
-        return self._along(part(self._along(x, own, 0)), own, 1)
-
-    def _along(self, x: Tensor, own: Tensor, which: int) -> Tensor:
-        groups = x.reshape(-1, self.block, self.groups, x.shape[-1] // self.groups)
-        out = torch.zeros_like(groups)
-        for tap, base in enumerate(self.base_kernel[which].view(self.taps, *groups.shape[2:])):
-            before = F.pad(groups, (0, 0, 0, 0, tap, 0))[:, : self.block]  # each slot's, so many slots before
-            out = out + (base + own[:, :, which, tap]) * before
-        return out.view(x.shape)
-
-
-class ConvolvedLayer(DecoderLayer):
-    """DFlash2's layer. Tensors are called as in the speculators format."""
-
-    def __init__(self, c: ModelConfig, layer: int, shape: ConvShape, block: int) -> None:
-        super().__init__(c, layer)
-        self.attention_conv = Convolved(shape, c.hidden, block)
-        self.mlp_conv = Convolved(shape, c.hidden, block)
-
-    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        normed = self.input_layernorm(x)
-        x = x + self.attention_conv.around(lambda inner: self.self_attn(inner, rotation, attend), normed)
-        return x + self.mlp_conv.around(self.mlp, self.post_attention_layernorm(x))
 
 
 class _Confidence(nn.Module):
@@ -79,21 +34,13 @@ class _Confidence(nn.Module):
         super().__init__()
         width = config.layer.hidden
         if config.confidence_with_markov:
-            assert isinstance(config.law, MarkovShape)
+            assert config.law is not None
             width += config.law.rank
         self.proj = nn.Linear(width, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.proj(x)[..., 0]
         return out
-
-
-LAWS: dict[type, tuple[str, Callable[..., BlockLaw]]] = {  # by shape: how it is called in files, and what it is
-    MarkovShape: ("markov_head", Markov),
-    GruShape: ("domino_head", GruLaw),
-    SelectorShape: ("candidate_selector", Selector),
-    RefinerShape: ("refiner_head", Refiner),
-}
 
 
 class BlockHead(Head):
@@ -108,22 +55,17 @@ class BlockHead(Head):
         self.config = config
         self.fc = nn.Linear(len(config.boundaries) * config.target_hidden, c.hidden, bias=False)
         self.hidden_norm = nn.RMSNorm(c.hidden, c.norm_eps)
-        self.layers = nn.ModuleList(self._layer(i) for i in range(c.layers))
+        self.layers = nn.ModuleList(DecoderLayer(c, i) for i in range(c.layers))
         self.norm = nn.RMSNorm(c.hidden, c.norm_eps)
         if config.own_embedding:
             self.embed_tokens = nn.Embedding(c.vocab, c.hidden)
         if config.own_head:
             self.lm_head = nn.Linear(c.hidden, config.draft_vocab, bias=False)
         if config.law is not None:
-            name, law = LAWS[type(config.law)]
-            self.add_module(name, law(config.law, config))
+            self.markov_head = Markov(config.law, config)
         if config.confidence:
             self.confidence_head = _Confidence(config)
         self.list_tokens(config.draft_vocab, c.vocab)
-
-    def _layer(self, i: int) -> DecoderLayer:
-        c, conv = self.config.layer, self.config.conv
-        return ConvolvedLayer(c, i, conv, self.config.block) if conv else DecoderLayer(c, i)
 
     def attach(self, target: TargetView) -> None:
         """Let it borrow from this target. Raises LoadError if the head is not made for it."""
@@ -155,10 +97,9 @@ class BlockHead(Head):
         return out
 
     @property
-    def law(self) -> BlockLaw | None:
+    def law(self) -> Markov | None:
         """What makes the tokens of a draft agree, if anything does."""
-        shape = self.config.law
-        return getattr(self, LAWS[type(shape)][0]) if shape is not None else None
+        return self.markov_head if self.config.law is not None else None
 
     def behind(self, logits: Tensor, previous: Tensor) -> Tensor:
         """The logits of slots behind the tokens `previous`, by what training knows: no law, or a vanilla Markov head.

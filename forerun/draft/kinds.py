@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
-from forerun.draft.block_dialects import DEEPSPEC, DEEPSPEC_GEMMA, DFLASH2_CLASS, arch_of
+from forerun.draft.block_dialects import DEEPSPEC, DEEPSPEC_GEMMA, arch_of
 from forerun.draft.eagle_dialects import MASKS
 from forerun.draft.level_dialects import PLAIN, VARIANTS
 from forerun.errors import one_line
@@ -24,7 +24,6 @@ GEMMA_ASSISTANTS = ("gemma4_assistant", "gemma4_unified_assistant")
 DEEPSPEC_EAGLES = ("Qwen3Eagle3Model", "Gemma4Eagle3Model")
 SPECULATORS = {  # type to --draft
     "eagle3": "eagle3", "peagle": "eagle3", "mtp": "mtp", "dspark": "block", "dflash": "block",
-    "dflash2": "block", "xpress": "block",
 }  # fmt: skip
 
 
@@ -114,8 +113,7 @@ def _is_mlp(look: Look) -> bool:
 
 
 def _is_arctic(look: Look) -> bool:
-    said = look.raw.get("method") == "sum_lstm" or look.has("input_hidden_dim")
-    return look.arch in VARIANTS or (said and _is_mlp(look))
+    return look.arch in VARIANTS or (look.has("input_hidden_dim") and _is_mlp(look))
 
 
 def _is_peagle(look: Look) -> bool:
@@ -146,7 +144,7 @@ def _block(family: str, dialect: str) -> Kind:
 EAGLE3 = "EAGLE-3 head"
 TITLES = {
     "eagle3": EAGLE3, "peagle": "P-EAGLE head", "mtp": "multi-token module", "dspark": "DSpark drafter",
-    "dflash": "DFlash drafter", "dflash2": "DFlash2 drafter", "xpress": "XPress drafter",
+    "dflash": "DFlash drafter",
 }  # fmt: skip
 MEDUSA, OWN_MTP = "set of Medusa heads", "model with multi-token layers of its own"
 NOT_READ = "forerun does not read this kind of drafter"
@@ -162,19 +160,13 @@ TABLE: tuple[tuple[Callable[[Look], bool], Kind | Callable[[Look], Kind]], ...] 
         Kind("medusa", "vllm", MEDUSA, "medusa"),
     ),
     (lambda k: k.has("medusa_num_heads") or k.type == "medusa", Kind("medusa", "fasterdecoding", MEDUSA, "medusa")),
-    (lambda k: k.has("hydra_num_heads", "hydra_head_arch"), Kind("hydra", "", "set of Hydra heads", "hydra")),
-    (lambda k: DFLASH2_CLASS in k.arch or "selector_rank" in k.block, _block("dflash2", "z-lab")),
+    (lambda k: k.has("hydra_num_heads", "hydra_head_arch"), Kind("hydra", "", "set of Hydra heads", "", NOT_READ)),
     (lambda k: k.arch in DEEPSPECS and k.raw.get("markov_rank") in (0, None), _block("dflash", "deepspec")),
     (lambda k: k.arch in DEEPSPECS, _block("dspark", "deepspec")),
     (
         lambda k: k.arch == "DSparkDraftModel" or k.block.get("projector_type") == "dspark",
         _block("dspark", "specforge"),
     ),
-    (
-        lambda k: k.arch == "DominoDraftModel" or "domino" in [c.get("projector_type") for c in (k.raw, k.block)],
-        Kind("domino", "specforge", "Domino drafter", "block"),
-    ),
-    (lambda k: k.block.get("causal") is True, _block("dflash", "z-lab, causal")),
     (lambda k: k.arch.startswith("DFlash") or k.has("dflash_config"), _block("dflash", "z-lab")),
     (_is_peagle, Kind("peagle", "", "P-EAGLE head", "eagle3")),
     (
@@ -191,6 +183,7 @@ TABLE: tuple[tuple[Callable[[Look], bool], Kind | Callable[[Look], Kind]], ...] 
     (lambda k: k.arch.startswith("Eagle") or k.type == "eagle", Kind("eagle", "vllm", "EAGLE head", "eagle")),
     (lambda k: k.consists("fc.weight", "lm_head.weight", "norm.weight"), Kind("eagle3", "safeailab", EAGLE3, "eagle3")),
     (lambda k: _is_eagle1(k) or k.consists("fc.weight"), Kind("eagle", "safeailab", "EAGLE head", "eagle")),
+    (lambda k: k.arch.endswith("DraftModel"), Kind("unknown", "", "drafter", "", NOT_READ)),
     (
         lambda k: k.raw.get("spd_type") == "pard" or k.has("pard_token"),
         Kind("pard", "", "PARD model, drafting in one pass", "model"),
@@ -204,6 +197,6 @@ TABLE: tuple[tuple[Callable[[Look], bool], Kind | Callable[[Look], Kind]], ...] 
     (lambda k: True, Kind("lm", "", "language model", "model")),
 )
 WORDS = (  # of names and tags that say "drafter"
-    "eagle3", "eagle-3", "p-eagle", "peagle", "eagle", "dflash2", "dflash", "dspark", "domino", "xpress", "medusa",
-    "hydra", "mtp", "pard", "speculator", "speculators", "speculative-decoding", "draft", "draft-model", "drafter",
+    "eagle3", "eagle-3", "p-eagle", "peagle", "eagle", "dflash", "dspark", "medusa", "mtp", "pard",
+    "speculator", "speculators", "speculative-decoding", "draft", "draft-model", "drafter",
 )  # fmt: skip

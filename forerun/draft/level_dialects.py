@@ -1,4 +1,4 @@
-"""What the config.json of heads, one a level, says: Medusa's, Hydra's, and MLP speculators of IBM and Arctic.
+"""What the config.json of heads, one a level, says: Medusa's, and MLP speculators of IBM and Arctic.
 
 No torch here: what heads are for is asked of files that are not loaded.
 """
@@ -14,8 +14,7 @@ from forerun.models.families import Json
 MOST_LEVELS = 64
 PLAIN = ("MLPSpeculatorPreTrainedModel", "ArcticMLPSpeculatorPreTrainedModel")
 VARIANTS = ("ArcticLSTMSpeculatorPreTrainedModel", "MLPVariantSpeculatorPreTrainedModel")
-METHODS = ("sum_rnn", "sum_lstm")
-PREFIX = "prefix-mlp"
+METHOD = "sum_rnn"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,16 +41,6 @@ class MedusaShape:
 
 
 @dataclass(frozen=True, slots=True)
-class HydraShape:
-    """Of Hydra heads: residual layers of each, whether they read the tokens that were drafted before theirs, and
-    whether a decoder layer stands before them all."""
-
-    layers: int
-    grounded: bool
-    prefixed: bool
-
-
-@dataclass(frozen=True, slots=True)
 class MlpShape:
     """Of an MLP speculator.
 
@@ -61,8 +50,6 @@ class MlpShape:
         inner: the size of its own state.
         tied: levels share their weights.
         scaled: the target's state is normed once more.
-        lstm: it has a cell; it is tied then.
-        gate_embeddings: of its gates, 4, or 1 that all share.
     """
 
     levels: int
@@ -71,8 +58,6 @@ class MlpShape:
     vocab: int
     tied: bool = False
     scaled: bool = False
-    lstm: bool = False
-    gate_embeddings: int = 1
 
 
 def read_medusa(raw: Json) -> MedusaShape:
@@ -85,17 +70,6 @@ def read_medusa(raw: Json) -> MedusaShape:
     if not isinstance(scale, (int, float)) or not 0 < scale < 1e6:
         raise LoadError(f"logit_scale in config.json is {shown(scale)}, not a positive number")
     return MedusaShape(heads, layers, hidden, vocab, said, bias, shared, scale)
-
-
-def read_hydra(raw: Json) -> HydraShape:
-    """Hydra heads. Raises LoadError."""
-    kind = raw.get("hydra_head_arch", "mlp")
-    if kind not in ("mlp", PREFIX):
-        raise LoadError(f"its heads are of the kind {shown(kind)}: only mlp and {PREFIX} are supported")
-    if raw.get("hidden_state_offset", 0) != 0:
-        raise LoadError("its heads read an earlier state than the last (hidden_state_offset), which is not supported")
-    layers = read_whole(raw, "hydra_num_layers", 1, MOST_LEVELS, default=1)
-    return HydraShape(layers, read_bool(raw, "grounded_heads", False), kind == PREFIX)
 
 
 def read_mlp(raw: Json) -> MlpShape:
@@ -113,14 +87,9 @@ def read_mlp(raw: Json) -> MlpShape:
     sizes = {_size(raw, name) for name in ("inner_dim", "emb_dim", "proj_dim")}
     if len(sizes) > 1:
         raise LoadError(f"inner_dim, emb_dim and proj_dim are {sorted(sizes)}: only equal ones are supported")
-    method = raw.get("method", METHODS[0])
-    if method not in METHODS:
-        raise LoadError(f"its method is {shown(method)}: only {' and '.join(METHODS)} are supported")
-    lstm, hidden = method == METHODS[1], read_whole(raw, "input_hidden_dim")
-    if lstm and not tied:
-        raise LoadError("it has a cell, but tie_weights is false, which is not supported")
-    gates = 4 if lstm and not read_bool(raw, "tie_lstm_embs", False) else 1
-    return MlpShape(levels, hidden, sizes.pop(), vocab, tied, scaled, lstm, gates)
+    if raw.get("method", METHOD) != METHOD:
+        raise LoadError(f"its method is {shown(raw['method'])}: only {METHOD} is supported")
+    return MlpShape(levels, read_whole(raw, "input_hidden_dim"), sizes.pop(), vocab, tied, scaled)
 
 
 def _size(raw: Json, name: str) -> int:

@@ -2,38 +2,21 @@
 
 With g_t the state in which the target left token t, after its last norm, the target's own head says token t + 1. The
 head of level i (from 0) says token t + 2 + i, from what level i - 1 carries over and the token that was drafted there:
-Medusa's carry the state and look at no token, a multi-layer perceptron a state of its own, Hydra's all embeddings so
-far. Nothing of it outlives a round, so there is no cache, and a request needs no more than its last state.
+Medusa's carry the state and look at no token, a multi-layer perceptron a state of its own. Nothing of it
+outlives a round, so there is no cache, and a request needs no more than its last state.
 """
 
 from __future__ import annotations
 
 from torch import Tensor, nn
 
-from forerun.draft.layers import DecoderLayer
 from forerun.draft.operations import Operations
 from forerun.draft.view import TargetView
 from forerun.errors import LoadError
 from forerun.kernels.native import COp
-from forerun.models.config import ModelConfig
-from forerun.models.decoder import Attend
 from forerun.recorded import LOGITS
 
 STATE = LOGITS + 1  # the buffer of what is carried from level to level
-
-
-class Prefix(nn.Module):
-    """The decoder layer over the target's states, and the norm behind it."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.config, self.layer = config, DecoderLayer(config)
-        self.norm = nn.RMSNorm(config.hidden, config.norm_eps)
-
-    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        """[T, H] -> [T, H]"""
-        out: Tensor = self.norm(self.layer(x, rotation, attend))
-        return out
 
 
 class LevelHeads(nn.Module):
@@ -43,17 +26,14 @@ class LevelHeads(nn.Module):
         title: what messages call them, in the plural.
         levels: how many tokens ahead they say.
         hidden, vocab: of the target they are for. target: it, once they are attached.
-        prefix: what makes the states they begin with of the target's, where these are not the target's own.
     """
 
     title: str
     target: TargetView
-    prefix: Prefix | None
 
     def __init__(self, levels: int, hidden: int, vocab: int) -> None:
         super().__init__()
         self.levels, self.hidden, self.vocab = levels, hidden, vocab
-        self.prefix = None
 
     def attach(self, target: TargetView) -> None:
         """Let them borrow from this target. Raises LoadError if they are not made for it."""
@@ -85,5 +65,5 @@ class LevelHeads(nn.Module):
 
     def record(self, level: int, made: Operations) -> list[COp]:
         """What `step` does as operations, where its products are native: from STATE and the tokens before to LOGITS and
-        the next STATE, by way of X. None of them where there are none."""
-        return []
+        the next STATE, by way of X."""
+        raise NotImplementedError

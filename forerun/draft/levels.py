@@ -1,4 +1,4 @@
-"""Drafting with heads on the target's last state, one a level: Medusa, Hydra, MLP speculators.
+"""Drafting with heads on the target's last state, one a level: Medusa, MLP speculators.
 
 Chains are grown in one native call where they are drawn as the target draws, with no filter; what takes more (branches,
 laws to keep) is grown level by level.
@@ -14,9 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forerun.cache.attention import Attention, Segment
 from forerun.draft.base import Proposer, Reference, Row
-from forerun.draft.features import LayerProposer, as_tensor
+from forerun.draft.features import as_tensor
 from forerun.draft.layers import with_native_products
 from forerun.draft.level_heads import STATE, LevelHeads
 from forerun.draft.operations import Operations
@@ -40,7 +39,6 @@ class NativeLevels:
         widths = np.ones(STATE + 1, np.int32)
         widths[0], widths[LOGITS], widths[STATE] = inner, heads.vocab if ids is None else len(ids), carried
         programs = [heads.record(level, made) for level in range(heads.levels)]
-        self.drafts = all(programs)  # whether rounds can be done here
         self._made, self._begin = made, Recorded(config, [], widths)
         self._levels = [Recorded(config, ops, widths) for ops in programs]
 
@@ -68,8 +66,7 @@ class Grower:
         if target.form is not None:
             self.heads = with_native_products(self.heads, target.form)
             if width == 1:
-                native = NativeLevels(self.heads, target.config, target.form)
-                self.native = native if native.drafts else None
+                self.native = NativeLevels(self.heads, target.config, target.form)
 
     def grow(self, trees: Sequence[Tree], states: Tensor) -> None:
         """Grow each tree as deep as its row allows and there are levels; states [trees, H] stand before the roots."""
@@ -136,34 +133,3 @@ class Levels(Proposer):
             states = self.target.normalise(torch.stack([as_tensor(self._states[tree.row.slot][1]) for tree in active]))
             self.grower.grow(active, states.to(self.dtype))
         return [tree.finish(self.target.vocab) for tree in trees]
-
-
-class Prefixed(LayerProposer):
-    """The same from heads with a decoder layer before them, which reads the target's last states of the whole text.
-
-    What the layer keeps of a committed token depends on the states up to it, never on a draft: they are read once, and
-    kept in a cache of its own. What it made of the last one is what the heads begin with.
-    """
-
-    def __init__(self, name: str, heads: LevelHeads, target: TargetView, *, width: int = 1, **room: int) -> None:
-        """As `Levels`. Room for what the layer keeps: as in `FeatureProposer`."""
-        dtype, self.grower = next(heads.parameters()).dtype, Grower(name, heads, target, width)
-        assert self.grower.heads.prefix is not None
-        self._prefix = self.grower.heads.prefix
-        super().__init__(target, self._prefix.config, dtype, target.context, **room)
-        self.name, self.width, self.boundaries = name, width, (target.layers,)
-        self.stops = self.weighs = self.grower.native is not None
-        self.beside = BESIDE if self.stops else 0
-        self.reset()
-
-    def fuse(self, shown: Tensor) -> Tensor:
-        return self.target.normalise(shown).to(self.dtype)
-
-    def draft(self, trees: Sequence[Tree]) -> None:
-        self.catch_up([tree.row for tree in trees])
-        self.grower.grow(trees, torch.stack([self._last[tree.row.slot] for tree in trees]))
-
-    def run(self, segments: Sequence[Segment], states: Tensor) -> Sequence[Tensor]:
-        attention = Attention(segments, self.cache, self.layer)
-        made: Tensor = self._prefix(states, self.rotate(attention.positions), attention)
-        return torch.split(made, [len(s.tokens) for s in segments])

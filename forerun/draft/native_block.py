@@ -13,7 +13,7 @@ from forerun.cache.attention import Segment
 from forerun.cache.kv import KVCache
 from forerun.draft.block_head import BlockHead
 from forerun.draft.block_laws import Markov
-from forerun.draft.block_shapes import BlockConfig, MarkovShape
+from forerun.draft.block_shapes import BlockConfig
 from forerun.draft.layers import DecoderLayer
 from forerun.draft.operations import Operations, run
 from forerun.kernels import native
@@ -28,8 +28,7 @@ CONTEXT, FUSED, KNOWN, FEATURES = range(LOGITS + 1, LOGITS + 5)  # buffers; of F
 def computes(config: BlockConfig) -> bool:
     """Whether the native kernels have what its layers need; those of others are computed in torch. A pass has one
     answer for all layers to whether slots see later ones, and a window is counted from the last that a slot sees."""
-    by_window = any(config.layer.windows) and (config.causal or config.window_causal)
-    return not by_window and config.conv is None
+    return not (any(config.layer.windows) and config.window_causal)
 
 
 class NativeBlock:
@@ -47,7 +46,7 @@ class NativeBlock:
         self._made = made = Operations(wide, form, rotation)
         ids, self._vocab = head.tokens(), head.target.vocab
         self._ids = None if ids is None else ids.numpy()
-        rank, states = law.rank if isinstance(law, MarkovShape) else 1, [head.config.target_hidden]
+        rank, states = law.rank if law else 1, [head.config.target_hidden]
         others = c.hidden, c.hidden, rank, *states * len(head.config.boundaries)
         widths = made.widths(says.matrix.outputs if says else 1, *others)
         table, scale = head.table()
@@ -73,16 +72,16 @@ class NativeBlock:
 
     def slots(self, segments: Sequence[Segment], cache: KVCache) -> Tensor:
         """What the layers make of the slots of some blocks, before the last norm. -> float32 [T, Hd]"""
-        return run(self._slots, Pass(segments, cache, self._config.causal), cache, {}).clone()
+        return run(self._slots, Pass(segments, cache, False), cache, {}).clone()
 
     def round(self, starts: Sequence[Start], cache: KVCache, raw: bool, stands: array[float] | None) -> list[Said]:
         """Read the context that each start brings and draft behind it, in one call; see `Recorded.block`. `raw`: it is
         the target's states, which are yet to be fused."""
         assert self._whole is not None
         begin, given = (self._fuses, range(FEATURES, len(self._whole.widths))) if raw else (self._reads, [CONTEXT])
-        first, causal = self._config.first, self._config.causal
+        first = self._config.first
         return self._whole.block(
-            starts, self._block, cache, self._vocab, self._ids, first, begin, given, self._follow, stands, causal
+            starts, self._block, cache, self._vocab, self._ids, first, begin, given, self._follow, stands
         )
 
     def _block(self, start: Start) -> Segment:

@@ -50,14 +50,12 @@ class Operations:
         self._kept.append(packed)
         return COp(kind=native.LINEAR, input=source, output=to, norm=self._norm(norm), matrix=packed.matrix, **options)
 
-    def embedding(self, table: Tensor | Packed, to: int, scale: float = 1.0, column: int = 0) -> COp:
-        """Rows [.., width] of a table of tokens, into a buffer's columns from `column` on."""
+    def embedding(self, table: Tensor | Packed, to: int, scale: float = 1.0) -> COp:
+        """Rows [.., width] of a table of tokens, into a buffer."""
         if isinstance(table, Tensor):
             table = (table if table.dtype in (torch.float32, torch.bfloat16) else table.float()).contiguous()
         self._kept.append(table)
-        made = embed_op(table, to, scale)
-        made.column = column
-        return made
+        return embed_op(table, to, scale)
 
     def copy(
         self,

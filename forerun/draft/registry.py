@@ -16,10 +16,9 @@ from forerun.draft.compose import Either, composed
 from forerun.draft.corpus import Index
 from forerun.draft.eagle1 import load_first_head
 from forerun.draft.eagle3 import load_head
-from forerun.draft.hydra import load_hydra
 from forerun.draft.kinds import Look, recognise
 from forerun.draft.level_heads import LevelHeads
-from forerun.draft.levels import Levels, Prefixed
+from forerun.draft.levels import Levels
 from forerun.draft.medusa import load_heads
 from forerun.draft.mlp import load_mlp
 from forerun.draft.mtp import load_module
@@ -43,11 +42,7 @@ PAIRS: dict[str, Callable[[Path, TargetView], PairHead]] = {
     "eagle": load_first_head, "eagle3": load_head, "mtp": load_module,
 }  # fmt: skip
 
-LEVELS: dict[str, Callable[[Path, TargetView], LevelHeads]] = {
-    "medusa": lambda directory, target: load_heads(directory),
-    "mlp": lambda directory, target: load_mlp(directory),
-    "hydra": load_hydra,
-}
+LEVELS: dict[str, Callable[[Path], LevelHeads]] = {"medusa": load_heads, "mlp": load_mlp}
 
 
 def kind_of(directory: Path) -> str:
@@ -99,11 +94,8 @@ def make_proposers(
         if kind == "self":
             proposers[name] = load.itself(argument, width)
         if kind in LEVELS:
-            heads = LEVELS[kind](find_model(argument, pickled=True), target)
-            if heads.prefix is None:
-                proposers[name] = Levels(name, heads, target, width)
-            else:
-                proposers[name] = Prefixed(name, heads, target, **room, width=width)
+            heads = LEVELS[kind](find_model(argument, pickled=True))
+            proposers[name] = Levels(name, heads, target, width)
         if kind in PAIRS:
             head = PAIRS[kind](find_model(argument, pickled=True), target)
             pairs = Pairs if head.mask_token is None else ParallelPairs

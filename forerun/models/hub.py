@@ -16,7 +16,7 @@ from forerun.models.names import choose, first_part, is_gguf, listed, models_of,
 
 WANTED = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "tokenizer.model", "*.txt"]
 UNWANTED = ["original/*", "onnx/*"]
-PICKLED = ("pytorch_model*.bin", "medusa_lm_head.pt", "hydra_lm_head.pt")  # by torch.save, in drafters
+PICKLED = ("pytorch_model*.bin", "medusa_lm_head.pt")  # by torch.save, in drafters
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
 MAGIC = b"GGUF"
 

@@ -13,10 +13,9 @@ import torch
 from forerun.catalogue.facts import facts_at
 from forerun.catalogue.fit import checks, fits, sizes_of
 from forerun.draft.block_format import load_block, save_block
-from forerun.draft.block_shapes import ConvShape, GruShape, MarkovShape, RefinerShape, SelectorShape
+from forerun.draft.block_shapes import MarkovShape
 from forerun.draft.eagle1 import load_first_head
 from forerun.draft.eagle3 import load_head, save_head
-from forerun.draft.hydra import load_hydra
 from forerun.draft.medusa import load_heads, save_heads
 from forerun.draft.mlp import load_mlp
 from forerun.draft.mtp import load_module, save_module
@@ -24,13 +23,12 @@ from forerun.draft.view import TargetView, view_of
 from forerun.errors import LoadError
 from tests import tiny
 from tests.draft import published
-from tests.draft.heads import SURE, WINDOWS
+from tests.draft.heads import PLAIN, WINDOWS
 from tests.draft.published import Published
 from tests.draft.test_block import head_of
-from tests.draft.test_block_format import DOMINO, EXPRESS, SELECTOR, ZLAB, tensors_of, write
+from tests.draft.test_block_format import ZLAB, tensors_of, write
 from tests.draft.test_eagle1 import wrapped
 
-SECOND = ZLAB | {"dflash_config": SELECTOR}
 Save, Load = Callable[[Path], None], Callable[[Path, TargetView], object]
 
 
@@ -48,7 +46,7 @@ def block(path: Path, **changes: Any) -> None:
 
 
 def as_published(path: Path, raw: dict[str, Any], **meant: Any) -> None:
-    write(path, raw, tensors_of(head_of(**SURE, **meant)))
+    write(path, raw, tensors_of(head_of(**PLAIN, **meant)))
 
 
 def mtp(path: Path) -> None:
@@ -75,25 +73,14 @@ KINDS: dict[str, tuple[Save, Load]] = {
     "block": (block, load_block),
     "block with its own embedding": (lambda path: block(path, own_embedding=True), load_block),
     "block with a gated head": (lambda path: block(path, law=MarkovShape(5, "gated")), load_block),
-    "Domino": (lambda path: as_published(path, DOMINO, law=GruShape(7, 6, 1)), load_block),
-    "DFlash2": (
-        lambda path: as_published(
-            path, SECOND, law=SelectorShape(5, 7), conv=ConvShape(2, 16), sample_from_anchor=False
-        ),
-        load_block,
-    ),
-    "XPress": (
-        lambda path: as_published(path, EXPRESS, law=RefinerShape(5), sample_from_anchor=False),
-        load_block,
-    ),
+    "block of z-lab": (lambda path: as_published(path, ZLAB, sample_from_anchor=False), load_block),
     "block with a window": (lambda path: block(path, layer=WINDOWS), load_block),
     "mtp": (mtp, lambda path, target: load_module(path, target).attach(target)),
     "mlp": (lambda path: _write(published.ibm(), path), lambda path, target: load_mlp(path).attach(target)),
-    "mlp with a cell": (
-        lambda path: _write(published.arctic("sum_lstm"), path),
+    "mlp of Arctic": (
+        lambda path: _write(published.arctic(), path),
         lambda path, target: load_mlp(path).attach(target),
     ),
-    "hydra": (lambda path: _write(published.hydra(), path), load_hydra),
     "medusa of its authors": (
         lambda path: _write(published.medusa(), path),
         lambda path, target: load_heads(path).attach(target),
@@ -108,27 +95,24 @@ CHANGES: list[dict[str, Any]] = [
     {"eagle_aux_hidden_state_layer_ids": [1, 1, 2], "aux_hidden_state_layer_ids": [1, 1]},
     {"num_nextn_predict_layers": 2},
     {"block_size": 0},
-    {"n_predict": 65, "num_heads": 65, "hydra_num_layers": 65},
-    {"n_predict": 0, "num_heads": 4, "hydra_num_layers": "1"},
-    {"emb_dim": 99, "hydra_head_arch": "cross-attn"},
-    {"input_hidden_dim": 99, "hidden_state_offset": 2},
+    {"n_predict": 65, "num_heads": 65},
+    {"n_predict": 0, "num_heads": 4},
+    {"emb_dim": 99},
+    {"input_hidden_dim": 99},
     {"method": "gru", "architectures": ["Other"]},
-    {"tie_weights": "no", "grounded_heads": None},
+    {"tie_weights": "no"},
     {"markov_head_type": "lstm"},
     {"markov_rank": "5"},
     {"markov_rank": 6},
-    {"dflash_config": {"shift_label": "yes", "sample_from_anchor": "no"}},
-    {"dflash_config": {"pure_draft_prefix_len": -1}},
-    {"dflash_config": {"emb_dim": 5}},
-    {"xpress_rank": 4},
+    {"method": "sum_lstm"},
+    {"dflash_config": {"sample_from_anchor": "no"}},
+    {"dflash_config": {"projector_type": "domino"}},
+    {"dflash_config": {"causal": True}},
     {"model": {"truncated_vocab_size": 40}},
     {"model": {"vocab_size": 65}},
     {"model": {"num_hidden_layers": 2}},
     {"block_size": 5},
     {"dflash_config": {"selector_rank": 4}},
-    {"dflash_config": {"selector_top_k": 65}},
-    {"dflash_config": {"conv_kernel_size": 3}},
-    {"dflash_config": {"conv_group_size": 8}},
     {"dflash_config": {"output_multiplier": 2.0}},
     {"dflash_config": {"mask_token_id": 99}},
     {"mask_token_id": 999},

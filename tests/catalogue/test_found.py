@@ -39,7 +39,7 @@ def test_what_is_found_and_why(hub: FakeHub) -> None:
     assert verifier.draft == "eagle3:them/Big-8B-speculator.eagle3" and verifier.domains == ("code",)
     assert linked.reasons[1] == "its card says that its base model is the target" and linked.domains == ("law",)
     assert named.reasons[1] == "its name says eagle3 and the target" and named.draft == "eagle3:us/big-8b-eagle3"
-    assert block.draft == "" and "shift_label" in block.as_dict()["reason"]
+    assert block.draft == "" and "descendant of DFlash" in block.as_dict()["reason"]
     assert "model.safetensors" not in hub.sent, "only configurations are read"
 
 

@@ -18,10 +18,10 @@ from safetensors.torch import save_file
 from forerun.draft.base import Proposer
 from forerun.draft.block import Block
 from forerun.draft.block_format import load_block, save_block
-from forerun.draft.block_shapes import ConvShape, GruShape, MarkovShape, RefinerShape, SelectorShape
+from forerun.draft.block_shapes import MarkovShape
 from forerun.draft.eagle1 import load_first_head
 from forerun.draft.eagle3 import load_head, save_head
-from forerun.draft.levels import Levels, Prefixed
+from forerun.draft.levels import Levels
 from forerun.draft.mtp import load_module, save_module
 from forerun.draft.pairs import Pairs, ParallelPairs
 from forerun.draft.registry import LEVELS
@@ -78,14 +78,13 @@ def parallel(family: str, windows: tuple[int, ...] = (), **changes: Any) -> Any:
 def levels(family: str, made: Callable[[], Published]) -> Any:
     """Heads out of a published directory, which know what they were published as."""
     publication, directory = made(), tiny.new_directory("heads-") / "heads"
-    heads = LEVELS[publication.draft](publication.write(directory), target(family))
+    heads = LEVELS[publication.draft](publication.write(directory))
     heads.published = publication
     return heads
 
 
 def on_last_states(head: Any, view: TargetView, width: int, **room: int) -> Proposer:
-    name = head.published.draft
-    return Levels(name, head, view, width) if head.prefix is None else Prefixed(name, head, view, **room, width=width)
+    return Levels(head.published.draft, head, view, width)
 
 
 def save_tensors(
@@ -123,12 +122,13 @@ KINDS = {
     "block": Kind("block", lambda family, **changes: tiny.block(tiny.block_config(family, **changes)), Block, BlockTwin,
                   lambda head, directory: save_block(head, directory, None, torch.float32), load_block),
     **{
-        name: Kind(name.removesuffix("++"), levels, on_last_states, PublishedTwin,
-                   lambda head, directory: head.published.write(directory), LEVELS[name.removesuffix("++")], 1e-4)
-        for name in ("mlp", "hydra", "hydra++", "medusa")
+        name: Kind(name, levels, on_last_states, PublishedTwin,
+                   lambda head, directory: head.published.write(directory),
+                   lambda directory, view, name=name: LEVELS[name](directory), 1e-4)
+        for name in ("mlp", "medusa")
     },
 }  # fmt: skip
-CACHED = [name for name in KINDS if name not in ("mlp", "hydra", "medusa")]  # with keys and values of their own
+CACHED = [name for name in KINDS if name not in ("mlp", "medusa")]  # with keys and values of their own
 WINDOWS = {
     "num_hidden_layers": 3, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     "use_sliding_window": True, "sliding_window": 5,
@@ -185,43 +185,19 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
         "llama, other rope": {"layer": {"model_type": "llama", "rope_theta": 500.0}},
         "a block longer than what is attended together": {"block": 20},
         "long, some tokens": {"block": 7, **SOME},
-        "causal": {"causal": True},
         "windows": {"layer": WINDOWS},
         "windows, causal inside": {"layer": WINDOWS, "window_causal": True},
-        "windows, all causal": {"layer": WINDOWS, "window_causal": True, "causal": True},
         "a gated Markov head": {"law": MarkovShape(5, "gated")},
         "a gated one, which says some tokens": {"law": MarkovShape(5, "gated"), **SOME, **FILL_IN},
         "a recurrent Markov head": {"law": MarkovShape(5, "rnn")},
         "a recurrent one, filling in": {"law": MarkovShape(5, "rnn"), **FILL_IN},
-        "Domino": {"law": GruShape(7, 6, 1), **SURE},
-        "Domino, filling in": {"law": GruShape(7, 6, 1), **FILL_IN, **SURE},
-        "Domino, which corrects all, with an embedding of its own": {
-            "law": GruShape(7, 6, 0), "own_embedding": True, "own_head": True, **SURE,
-        },
-        "DFlash2": {"law": SelectorShape(5, 7), "conv": ConvShape(2, 16), **FILL_IN, **SURE},
-        "DFlash2, wider": {
-            "law": SelectorShape(5, 4), "conv": ConvShape(3, 4), "layer": WINDOWS, "block": 5, **SURE,
-        },
-        "XPress": {"law": RefinerShape(5), **FILL_IN, **SURE},
-        "XPress, from the anchor, which says some tokens": {"law": RefinerShape(5, 3), **SOME, **SURE},
     },
     "mlp": {
         "IBM's": {"made": published.ibm},
         "IBM's, tied": {"made": lambda: published.ibm(tied=True, scaled=True)},
         "IBM's, of one level": {"made": lambda: published.ibm(levels=1, prefix="")},
-        "Arctic's, recurrent": {"made": lambda: published.arctic("sum_rnn")},
-        "Arctic's, not tied": {"made": lambda: published.arctic("sum_rnn", tied=False)},
-        "Arctic's, with a cell": {"made": lambda: published.arctic("sum_lstm")},
-        "Arctic's, gates apart": {"made": lambda: published.arctic("sum_lstm", shared=False)},
-    },
-    "hydra": {
-        "grounded": {"made": published.hydra},
-        "of one layer": {"made": lambda: published.hydra(layers=1, file="model.safetensors")},
-        "not grounded": {"made": lambda: published.hydra(grounded=False)},
-    },
-    "hydra++": {
-        "grounded": {"made": lambda: published.hydra("prefix-mlp")},
-        "not grounded": {"made": lambda: published.hydra("prefix-mlp", grounded=False)},
+        "Arctic's, recurrent": {"made": published.arctic},
+        "Arctic's, not tied": {"made": lambda: published.arctic(tied=False)},
     },
     "medusa": {
         "its authors'": {"made": published.medusa},

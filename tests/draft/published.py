@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import LlamaConfig, LlamaModel
 
 from tests import tiny
-from tests.draft.twins import last_states, target
+from tests.draft.twins import last_states
 
 HIDDEN, VOCAB = 32, tiny.VOCAB
 Tensors = dict[str, Tensor]
@@ -105,106 +104,24 @@ def ibm(tied: bool = False, scaled: bool = False, prefix: str = "speculator.", l
     return Published("mlp", raw, {f"{prefix}{name}": tensor for name, tensor in own.items()}, naive)
 
 
-def arctic(method: str, tied: bool = True, shared: bool = True, inner: int = 24) -> Published:
+def arctic(tied: bool = True, inner: int = 24) -> Published:
     """Arctic's, as ArcticTraining saves them: pickled, with sizes as texts, and shared tensors written again."""
     n = 3
     raw = {
         "architectures": ["ArcticLSTMSpeculatorPreTrainedModel"], "base_model_name_or_path": "some/target",
         "input_hidden_dim": HIDDEN, "inner_dim": str(inner), "proj_dim": str(inner), "emb_dim": str(inner),
         "model_type": "mlp_speculator", "n_candidates": n, "n_predict": n, "scale_input": True, "tie_weights": tied,
-        "tie_lstm_embs": shared, "top_k_tokens_per_head": [1] * n, "torch_dtype": "bfloat16", "vocab_size": VOCAB,
-        "method": method,
+        "tie_lstm_embs": False, "top_k_tokens_per_head": [1] * n, "torch_dtype": "bfloat16", "vocab_size": VOCAB,
+        "method": "sum_rnn",
     }  # fmt: skip
-    own: Tensors = {f"head.{i}.weight": random(VOCAB, inner, seed=0 if tied else i) for i in range(n)}
-    if method == "sum_rnn":
-        plain = ibm(tied, scaled=True, prefix="")
-        for name, tensor in plain.tensors.items():
-            part, level, kind = name.split(".")
-            if not tied or int(level) <= (part == "proj"):
-                own[f"{part}.{level}.0.{kind}"] = tensor
-        own |= {name: tensor for name, tensor in plain.tensors.items() if name.startswith("head.")}
-        own = {
-            name: tensor for name, tensor in own.items() if not name.startswith("head.") or len(name.split(".")) == 3
-        }
-        return Published("mlp", raw, own, plain.naive, "pytorch_model.bin")
-    for i, gate in enumerate(("forget", "input", "output", "cell")):
-        own[f"{gate}_emb.0.weight"] = random(VOCAB, inner, seed=0 if shared else i)
-        for step, size in enumerate((HIDDEN, inner)):
-            own[f"{gate}_proj.{step}.weight"] = random(inner, size, seed=50 + i)
-    for i, norm in enumerate(("cell_ln", "state_ln")):
-        own[f"{norm}.0.weight"], own[f"{norm}.0.bias"] = 1 + random(inner, seed=60 + i), random(inner, seed=70 + i)
-
-    def naive(states: Tensor, tokens: Sequence[int]) -> Tensor:
-        weight = 0.5 ** (0.5 / n)
-        share = math.sqrt((1 - weight**2) * (inner / 2)) / weight
-        s, cell = rms(states[-1]) / math.sqrt(2), torch.zeros(inner).double()
-        for i, token in enumerate(tokens):
-            forget, enter, leave, new = (
-                own[f"{gate}_proj.{min(i, 1)}.weight"] @ s + share * own[f"{gate}_emb.0.weight"][token]
-                for gate in ("forget", "input", "output", "cell")
-            )
-            new = gelu(rms(new) * own["cell_ln.0.weight"] + own["cell_ln.0.bias"])
-            cell = cell / (1 + (-forget).exp()) + new / (1 + (-enter).exp())
-            out = gelu(rms(cell) * own["state_ln.0.weight"] + own["state_ln.0.bias"])
-            s = out / (1 + (-leave).exp())
-        return own[f"head.{len(tokens) - 1}.weight"] @ s
-
-    return Published("mlp", raw, own, naive, "pytorch_model.bin")
-
-
-# ---------------------------------------------------------------- Hydra
-
-
-def hydra(arch: str = "mlp", grounded: bool = True, layers: int = 3, file: str = "hydra_lm_head.pt") -> Published:
-    """Hydra's heads, with the target's embedding and a dropout in every second place of `prefix-mlp`."""
-    heads, dropout = 3, arch == "prefix-mlp"
-    raw = {
-        "base_model_name_or_path": "lmsys/vicuna-7b-v1.3", "grounded_heads": grounded, "hidden_state_offset": 0,
-        "hydra_head_arch": arch, "hydra_num_heads": 4, "hydra_num_layers": layers, "transformers_version": "4.36.2",
-    }  # fmt: skip
-    own: Tensors = {"input_embed_fn.weight": target().embed(torch.arange(VOCAB)).double()}
-    for i in range(heads):
-        for j in range(layers):
-            wide, place = grounded and j == 0, 2 * j + 1 if dropout else j
-            size, seed = HIDDEN * (i + 2) if wide else HIDDEN, 10 * i + (j == 0 and grounded)
-            for part in ("linear", "res_connection") if wide else ("linear",):
-                name = f"hydra_mlp.{i}.{place}.{part}"
-                own[f"{name}.weight"] = random(HIDDEN, size, seed=seed + len(part)) * 0.5
-                own[f"{name}.bias"] = random(HIDDEN, seed=seed + len(part))
-        name = f"hydra_lm_head.{i}.1" if dropout else f"hydra_lm_head.{i}"
-        own[f"{name}.weight"], own[f"{name}.bias"] = random(VOCAB, HIDDEN, seed=100 + i), random(VOCAB, seed=100 + i)
-    before = _llama_layer() if dropout else None
-    if before is not None:
-        state = before.state_dict()
-        own |= {f"prefix_embeding_layer.{name}": tensor.double() for name, tensor in state.items()}
-        own["prefix_embeding_layer.layers.0.self_attn.rotary_emb.inv_freq"] = random(4)
-
-    def naive(states: Tensor, tokens: Sequence[int]) -> Tensor:
-        with torch.inference_mode():
-            made = states if before is None else before(inputs_embeds=states[None]).last_hidden_state[0]
-        i, x = len(tokens) - 1, made[-1]
-        if grounded:
-            x = torch.cat([x, *(own["input_embed_fn.weight"][token] for token in tokens)])
-        for j in range(layers):
-            name = f"hydra_mlp.{i}.{2 * j + 1 if dropout else j}"
-            y = own[f"{name}.linear.weight"] @ x + own[f"{name}.linear.bias"]
-            if grounded and j == 0:
-                x = own[f"{name}.res_connection.weight"] @ x + own[f"{name}.res_connection.bias"]
-            x = x + y / (1 + (-y).exp())
-        name = f"hydra_lm_head.{i}.1" if dropout else f"hydra_lm_head.{i}"
-        return own[f"{name}.weight"] @ x + own[f"{name}.bias"]
-
-    return Published("hydra", raw, own, naive, file)
-
-
-def _llama_layer() -> LlamaModel:
-    """One layer of the target's shape, as transformers computes it."""
-    config = LlamaConfig.from_pretrained(tiny.family("llama"), num_hidden_layers=1, attn_implementation="eager")
-    model = LlamaModel(config).eval()
-    with torch.no_grad():
-        for i, value in enumerate(model.parameters()):
-            value.copy_(random(*value.shape, seed=i) + (value.ndim == 1))
-    return model.double()
+    plain, own = ibm(tied, scaled=True, prefix=""), {}
+    for name, tensor in plain.tensors.items():
+        part, level, kind = name.split(".")
+        if part == "head":
+            own[name] = tensor
+        elif not tied or int(level) <= (part == "proj"):
+            own[f"{part}.{level}.0.{kind}"] = tensor
+    return Published("mlp", raw, own, plain.naive, "pytorch_model.bin")
 
 
 # ---------------------------------------------------------------- Medusa

@@ -29,7 +29,7 @@ from forerun.verify import Noise
 from tests import tiny
 from tests.draft import watching
 from tests.draft.block_twin import BlockTwin
-from tests.draft.heads import PLAIN, ROOM, SHAPES
+from tests.draft.heads import PLAIN, ROOM
 from tests.draft.twins import states_of, target
 from tests.draft.watching import Watch, run, same_as_twin, show
 from tests.engine import build
@@ -99,19 +99,6 @@ def test_a_fault_would_be_seen(fault: str, watch: Watch, monkeypatch: pytest.Mon
         expected.load_state_dict(head.state_dict())
     with pytest.raises(AssertionError):
         same_as_twin(watch, "block", expected)
-
-
-def test_passes_over_guesses_end_at_what_xpress_drafts() -> None:
-    """As its authors have it: guess all tokens, correct all behind the guess, and again."""
-    head, tokens = head_of(**SHAPES["block"]["XPress"]), (5, 6, 7, 8, 9)
-    drafter, twin = Block(head.double(), target(), **ROOM), BlockTwin(head)
-    show(drafter, 0, tokens)
-    drafted = drafter.propose([Row(0, tokens, SamplingParams(), Noise(3, 4), 3)])[0].tokens[1:]
-    guess, seen = [0, 0, 0], []
-    for _ in range(4):
-        guess = [int(twin.logits(tokens, tuple(guess[:k])).argmax()) for k in range(3)]
-        seen.append(guess)
-    assert seen[-1] == seen[-2] == drafted and seen[0] != drafted
 
 
 # ---------------------------------------------------------------- alignment

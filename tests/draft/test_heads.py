@@ -168,9 +168,8 @@ class Rows:
 
 
 ROUNDS: dict[str, Any] = {"eagle3": NativeLayer, "eagle": NativeLayer, "mtp": NativeLayer, "block": NativeBlock}
-RECURRENT = ("Arctic's, with a cell", "Arctic's, gates apart")  # no native program keeps what a cell does
 IN_ONE_CALL = [
-    *((kind, shape, "llama") for kind, shape in ALL if kind != "p-eagle" and shape not in RECURRENT),
+    *((kind, shape, "llama") for kind, shape in ALL if kind != "p-eagle"),
     ("mtp", None, "gemma2"), ("eagle", None, "gemma2"), ("block", None, "gemma2"),
 ]  # fmt: skip
 
@@ -222,8 +221,7 @@ def test_a_round_in_one_call_is_the_chain_level_by_level(
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize(("kind", "shape"), [
     ("eagle3", "plain"), ("eagle3", "reduced vocabulary"), ("eagle3", "joined pairs"), ("eagle", "as published"),
-    ("mtp", "all tokens"), ("block", "long, some tokens"), ("mlp", "IBM's"), ("hydra", "grounded"),
-    ("hydra++", "grounded"), ("medusa", "vLLM's, some tokens"),
+    ("mtp", "all tokens"), ("block", "long, some tokens"), ("mlp", "IBM's"), ("medusa", "vLLM's, some tokens"),
 ])  # fmt: skip
 def test_chains_end_where_they_are_not_sure_any_more(kind: str, shape: str, temperature: float) -> None:
     """Behind the token with which the product of what its sixteenths stand for falls below the row's floor: one row
@@ -277,7 +275,7 @@ def test_a_head_comes_back_as_it_was_saved(kind: str, shape: str | None, tmp_pat
 @pytest.mark.parametrize("kernels", ["torch", pytest.param("native", marks=compiled)])
 @pytest.mark.parametrize(("kind", "shape"), [
     *((kind, None) for kind in KINDS), ("eagle3", "reduced vocabulary"), ("eagle", "a head of its own"),
-    ("mtp", "some tokens"), ("mlp", "Arctic's, with a cell"), ("medusa", "vLLM's, some tokens"),
+    ("mtp", "some tokens"), ("mlp", "Arctic's, recurrent"), ("medusa", "vLLM's, some tokens"),
 ])  # fmt: skip
 def test_a_user_s_directory(kind: str, shape: str | None, kernels: str, tmp_path: Path) -> None:
     """Beside plain decoding, in chains and trees."""

@@ -11,11 +11,11 @@ import torch
 from forerun.draft.ahead import Ahead
 from forerun.draft.base import Proposer, Row
 from forerun.draft.block import Block
-from forerun.draft.block_shapes import ConvShape, GruShape, MarkovShape, RefinerShape, SelectorShape
+from forerun.draft.block_shapes import MarkovShape
 from forerun.draft.cascade import Cascade
 from forerun.draft.compose import Either
 from forerun.draft.level_heads import LevelHeads
-from forerun.draft.levels import Levels, Prefixed
+from forerun.draft.levels import Levels
 from forerun.draft.model import DraftModel, Pard
 from forerun.draft.ngram import NGram
 from forerun.draft.pair_head import PairHead
@@ -39,32 +39,18 @@ WINDOWS = {
     "layer_types": ["sliding_attention", "full_attention"], "use_sliding_window": True, "sliding_window": 5,
 }  # fmt: skip
 PROPOSERS = (
-    "ngram", "suffix", "recycle", "model", "listed", "tree", "medusa", "mlp", "hydra", "prefixed", "eagle", "eagle1",
-    "parallel", "pard", "mtp", "block", "both", "cascade", "ahead",
+    "ngram", "suffix", "recycle", "model", "listed", "tree", "medusa", "mlp", "eagle", "eagle1", "parallel",
+    "pard", "mtp", "block", "both", "cascade", "ahead",
 )  # fmt: skip
 
 
 BLOCKS: dict[str, dict[str, Any]] = {  # kinds of block drafters beside the one above
-    "causal": {"causal": True},
     "windows": {"layer": WINDOWS},
     "gated": {"law": MarkovShape(5, "gated")},
     "rnn": {"law": MarkovShape(5, "rnn"), "sample_from_anchor": False},
-    "domino": {"law": GruShape(7, 6, 1), "confidence": False, "confidence_with_markov": False},
-    "dflash2": {
-        "law": SelectorShape(5, 7),
-        "conv": ConvShape(2, 16),
-        "confidence": False,
-        "confidence_with_markov": False,
-    },
-    "xpress": {
-        "law": RefinerShape(5),
-        "sample_from_anchor": False,
-        "confidence": False,
-        "confidence_with_markov": False,
-    },
     "windows, causal": {"layer": WINDOWS, "window_causal": True},
 }
-HEADS = ("medusa", "mlp", "hydra", "prefixed", "eagle", "eagle1", "parallel", "mtp", "block")
+HEADS = ("medusa", "mlp", "eagle", "eagle1", "parallel", "mtp", "block")
 
 
 class Foreseeing(Ahead):
@@ -102,7 +88,7 @@ def engine(
     pard and heads, where the rule takes trees.
     """
     paths = tiny.family(family), tiny.drafter(family)
-    native, wide, celled = paths[0].is_file(), rule not in ("token", "block"), width > 1
+    native, wide = paths[0].is_file(), rule not in ("token", "block")
     width, room = width if wide else 1, {"tokens": tokens, "page": page, "slots": slots}
 
     def decoder(path: Path, listed: Sequence[int] | None = None) -> Any:
@@ -134,9 +120,7 @@ def engine(
         "tree": lambda: model(width=3 if wide else 1),
         "pard": lambda: Pard(runner(decoder(paths[1])), 3, tiny.VOCAB, width=width),
         "medusa": lambda: levels("medusa", tiny.medusa(family)),
-        "mlp": lambda: levels("mlp", tiny.mlp(family, lstm=celled)),  # without a cell it drafts in one call
-        "hydra": lambda: levels("hydra", tiny.hydra(family)),
-        "prefixed": lambda: Prefixed("hydra", tiny.hydra(family, prefix=True), view, **room, width=width),
+        "mlp": lambda: levels("mlp", tiny.mlp(family)),
         "eagle": lambda: pairs("eagle3", tiny.eagle(tiny.eagle_config(family))),
         "eagle1": lambda: pairs("eagle", tiny.eagle1(family)),
         "parallel": lambda: pairs("eagle3", tiny.parallel(family), ParallelPairs),
@@ -192,7 +176,7 @@ def check_idle(engine: Engine) -> None:
     parts = [part for p in engine.proposers.values() for part in (p.parts if isinstance(p, Either) else (p,))]
     caches = [engine.target.cache, *(p.runner.cache for p in parts if isinstance(p, DraftModel))]
     caches += [p.inner.runner.cache for p in parts if isinstance(p, Ahead)]
-    caches += [p.cache for p in parts if isinstance(p, (Pairs, Block, Prefixed))]
+    caches += [p.cache for p in parts if isinstance(p, (Pairs, Block))]
     for cache in caches:
         cache.pages.check()
         assert cache.pages.available == cache.pages.count

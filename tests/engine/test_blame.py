@@ -33,8 +33,6 @@ VICTIM = 2  # the request that fails
 FEATURED = (
     "medusa",
     "mlp",
-    "hydra",
-    "prefixed",
     "eagle",
     "eagle1",
     "parallel",

@@ -228,7 +228,6 @@ DRAFTERS = {  # fields of config.json, and the name of a tensor
     "MLP": ({"model_type": "mlp_speculator", "n_predict": 3}, "speculator.emb.0.weight"),
     "Medusa": ({"model_type": "medusa", "num_heads": 3}, "blocks.0.layers.0.weight"),
     "Medusa's authors": ({"medusa_num_heads": 3}, "0.0.linear.weight"),
-    "Hydra": ({"hydra_num_heads": 3}, "hydra_lm_head.0.weight"),
     "speculators": ({"speculators_model_type": "eagle3"}, "layers.0.mlp.up_proj.weight"),
 }
 

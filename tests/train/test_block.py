@@ -79,7 +79,7 @@ def proposed(head: BlockHead, target: Target, batch: Batch, row: int, root: int)
 @pytest.mark.parametrize(
     "changes",
     [
-        {"sample_from_anchor": True}, {"sample_from_anchor": False}, {"causal": True}, {"window": 3},
+        {"sample_from_anchor": True}, {"sample_from_anchor": False}, {"window": 3},
         {"window": 3, "window_causal": True},
     ],
 )  # fmt: skip

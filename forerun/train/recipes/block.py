@@ -190,7 +190,7 @@ def blocks(head: BlockHead, batch: Batch, anchors: Tensor) -> Tensor:
     """What the head makes of the slots that say something behind each anchor, of many anchors at once.
 
     Each anchor has a block of its own, whose slots see context before the anchor and one another, as they do while
-    drafting: windows and causal blocks included. Context is never changed by what is drafted, so all blocks of a text
+    drafting: windows included. Context is never changed by what is drafted, so all blocks of a text
     share it.
 
     Args:
