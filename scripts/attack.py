@@ -6,14 +6,13 @@
     python scripts/attack.py --model DIR --only "long prompt" --only "hung body" --seconds 30
     python scripts/attack.py --url http://127.0.0.1:8000 --pid PID
 
-The innocents ask for the same text again and again: alone, beside honest clients with ordinary questions, and under the
-attack. There are as many honest clients as attackers where there is one kind of attack, and as many as a server works
-for at once (16) where all kinds come together, for then they take all of its places, too. Printed are how long the
-innocents waited between tokens, at worst and in the median, how long /health took at worst, the memory of the server
-(beside it the KV cache, which takes what --kv-tokens allows page by page as prompts come, from whomever), and how it
-ended. Exit code 1 where a promise of docs/security.md is broken: another text, an answer of 500, a median twice as long
-as beside honest clients, /health over 100 ms, memory that does not come back to within 100 MiB, or a server that
-SIGTERM does not end in its time.
+The innocents ask for the same text again and again: alone, beside honest clients with ordinary questions (as many as
+there will be attackers, unless --honest says otherwise), and under the attack. Printed are how long the innocents
+waited between tokens, at worst and in the median, how long /health took at worst, the memory of the server (beside it
+the KV cache, which takes what --kv-tokens allows page by page as prompts come, from whomever), and how it ended. Exit
+code 1 where a promise of docs/security.md is broken: another text, an answer of 500, a median twice as long as beside
+honest clients, /health over 100 ms, memory that does not come back to within 100 MiB, or a server that SIGTERM does not
+end in its time.
 """
 
 from __future__ import annotations
@@ -46,7 +45,6 @@ from attack_corpus import BEHAVIOURS, CHAT, COMPLETIONS, NAMES, REQUESTS, Wire, 
 SHUTDOWN, GRACE = 5.0, 10.0  # seconds that the server gives running requests, and that its own end may take
 REST = 2.0  # seconds before the first request: a server that has had one has done what it puts off
 LOGGED = 2000  # lines of its log, of all phases
-PLACES = 16  # requests that a server works for at once (--max-rows)
 ROOM = 100  # MiB that it may have more at the end than at the beginning
 PROMPT = "def walk(path):\n    for name in os.listdir(path):\n"
 ASKED = {"prompt": PROMPT, "max_tokens": 64, "seed": 7, "temperature": 0.8, "ignore_eos": True, "stream": True}
@@ -302,22 +300,23 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     """Attack; returns the figures, with what is `failed`."""
     server = Server(options)
     try:
-        Innocents(server.host, server.port, options.innocents).watch(within(REST))  # first calls
+        time.sleep(REST)
+        Innocents(server.host, server.port, options.innocents).watch(within(options.seconds / 30))  # first calls
         if not options.each:
-            return strike_all(server, options, last=True)
-        failed = []
+            return measure(server, options, last=True)
+        kinds: dict[str, Any] = {}
         for name in options.only:
             only = argparse.Namespace(**vars(options) | {"only": [name]})
-            report = strike_all(server, only, last=name == options.only[-1])
-            print(f"{name:<32}{row(report)}", file=sys.stderr, flush=True)
-            failed += [f"{name}: {what}" for what in report["failed"]]
-        return report | {"failed": failed}
+            kinds[name] = measure(server, only, last=name == options.only[-1])
+            print(f"{name:<32}{row(kinds[name])}", file=sys.stderr, flush=True)
+        failed = [f"{name}: {what}" for name, report in kinds.items() for what in report["failed"]]
+        return {"kinds": kinds, "failed": failed}
     finally:
         server.stop()
 
 
 def row(report: dict[str, Any]) -> str:
-    """One kind of attack in a line."""
+    """Sum up one kind of attack in a line."""
     slow, usual, memory = report["under attack"], report["beside honest clients"], report["memory_mib"]
     ratio = slow["median_ms"] / usual["median_ms"] if usual["median_ms"] and slow["median_ms"] else 0.0
     return (
@@ -326,10 +325,9 @@ def row(report: dict[str, Any]) -> str:
     )
 
 
-def strike_all(server: Server, options: argparse.Namespace, last: bool) -> dict[str, Any]:
-    """Attack with all of `options.only` together; the server ends if that was the last."""
+def measure(server: Server, options: argparse.Namespace, last: bool) -> dict[str, Any]:
+    """Run the phases with the attacks of `options.only` together, and end the server after the `last` run."""
     innocents = Innocents(server.host, server.port, options.innocents)
-    time.sleep(REST)
     alone = innocents.watch(within(options.seconds / 3))
     with beside(honest, server, options) as (served, done):
         crowded = innocents.watch(done)
@@ -381,6 +379,8 @@ def failures(report: dict[str, Any], phases: dict[str, Waits], server: Server, l
 def lines(report: dict[str, Any]) -> Iterator[str]:
     """The figures for people."""
     for name, value in report.items():
+        if name == "kinds":  # a line of each was printed when it ended
+            continue
         if name in ("attacks", "failed"):
             yield f"{name}:"
             yield from (
@@ -400,7 +400,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=60.0, help="of the three phases together (default: 60)")
     parser.add_argument("--innocents", type=int, default=2, help="clients that are watched (default: 2)")
     parser.add_argument("--attackers", type=int, default=4, help="attacks at the same time (default: 4)")
-    parser.add_argument("--honest", type=int, default=0, help="honest clients (default: see above)")
+    parser.add_argument("--honest", type=int, help="honest clients (default: as many as attackers)")
     parser.add_argument("--patience", type=float, default=15.0, help="seconds an attack may hang on (default: 15)")
     parser.add_argument("--scale", type=float, default=1.0, help="size of what is large (default: 1)")
     parser.add_argument("--once", action="store_true", help="each attack once, however long it takes")
@@ -408,8 +408,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--only", action="append", choices=NAMES, metavar="NAME", help=f"of: {', '.join(NAMES)}")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(given)
-    one_kind = options.each or len(options.only or NAMES) == 1
-    options.honest = options.honest or (options.attackers if one_kind else PLACES)
+    options.honest = options.honest or options.attackers
     options.only = options.only or list(NAMES)
     return options
 

@@ -2,8 +2,8 @@
 
 With g_t the state in which the target left token t, after its last norm, the target's own head says token t + 1. The
 head of level i (from 0) says token t + 2 + i, from what level i - 1 carries over and the token that was drafted there:
-Medusa's carry the state and look at no token, a multi-layer perceptron a state of its own. Nothing of it
-outlives a round, so there is no cache, and a request needs no more than its last state.
+Medusa's carry the state and look at no token, a multi-layer perceptron a state of its own. Nothing of it outlives a
+round, so there is no cache, and a request needs no more than its last state.
 """
 
 from __future__ import annotations
@@ -25,24 +25,22 @@ class LevelHeads(nn.Module):
     Attributes:
         title: what messages call them, in the plural.
         levels: how many tokens ahead they say.
-        hidden, vocab: of the target they are for. target: it, once they are attached.
+        hidden, vocab: sizes of the target that they are for.
     """
 
     title: str
-    target: TargetView
 
     def __init__(self, levels: int, hidden: int, vocab: int) -> None:
         super().__init__()
         self.levels, self.hidden, self.vocab = levels, hidden, vocab
 
     def attach(self, target: TargetView) -> None:
-        """Let them borrow from this target. Raises LoadError if they are not made for it."""
+        """Check that they are for this target. Raises LoadError if they are not."""
         if (self.hidden, self.vocab) != (target.hidden, target.vocab):
             raise LoadError(
                 f"these {self.title} are for a target with states of {self.hidden} and {self.vocab} tokens, this one"
                 f" has {target.hidden} and {target.vocab}: use some that were trained for it"
             )
-        self.target = target
 
     def tokens(self) -> Tensor | None:
         """The target's token ids they say, in the order of their logits, [Vd] int64; None: all of them."""

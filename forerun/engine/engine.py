@@ -58,7 +58,7 @@ class Engine:
     ) -> None:
         """`proposers` by the name requests choose them with; without a tokenizer there is no text, only token ids.
         `clock` counts what is to be saved: seconds, or whatever else depths cost."""
-        self.stretch = math.inf  # how many times as long a pass may take that reads prompts beside running requests
+        self.stretch = math.inf  # prompts may make a pass this many times as long as the decoding requests alone
         self.target, self.proposers, self.rule, self.chunk = target, Proposers(proposers), RULES[rule], chunk
         self.tokenizer = tokenizer
         self.scheduler = self._scheduler()

@@ -68,8 +68,8 @@ class DepthPolicy(Protocol):
         """Seconds that it expects of a pass over so many tokens."""
 
     def room(self, decoding: int, stretch: float) -> int:
-        """How many tokens a pass may have that reads prompts beside `decoding` requests that are being answered: it is
-        to take no longer than `--slo-ms`, nor than `stretch` times a pass of those alone."""
+        """Return the most tokens of a pass that reads prompts beside `decoding` requests, so that it takes no longer
+        than `--slo-ms` and than `stretch` times a pass of the decoding requests alone."""
 
     def costs(self) -> tuple[dict[int, float], dict[str, dict[int, float]]]:
         """Seconds measured so far: of a pass by its tokens, and of drafting by proposer and depth.

@@ -48,8 +48,11 @@ class Scheduler:
         self.slots = list(range(slots - 1, -1, -1))
 
     def plan(self, room: Callable[[int], int]) -> list[Work]:
-        """The work of the next pass: decoding requests first, then prompts as far as the budget goes; beside so many
-        requests that decode, for no more than `room` of them tokens in all, but always for some."""
+        """Choose the work of the next pass: decoding requests first, then prompts as far as the budget goes.
+
+        `room` returns the most tokens of a pass in which prompts are read beside so many decoding requests; at least
+        `LEAST` tokens of prompts are read all the same.
+        """
         if not self._reserve():
             self._admit()
         pending = [(r, len(r.tokens) - self.cache.length[r.slot]) for r in self.running]

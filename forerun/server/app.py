@@ -50,7 +50,7 @@ from forerun.types import RETRIEVAL
 from forerun.verify import RULES
 
 POLICY = "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'"
-STRETCH = 2.0  # times as long a pass may take in which prompts are read beside requests that are being answered
+STRETCH = 2.0  # prompts may make a pass this many times as long as the decoding requests alone
 PAGES = Path(str(files("forerun.server") / "playground"))
 FAILURES = {
     400: "Bad request",
@@ -136,7 +136,7 @@ async def ask_first(app: FastAPI) -> None:
     would fail.
     """
 
-    await to_thread.run_sync(lambda: None)  # its modules are loaded when the first thread is needed
+    await to_thread.run_sync(lambda: None)  # anyio imports its backend with the first thread
     headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
     for method, path, body in (
         ("GET", "/", b""),

@@ -1,8 +1,8 @@
-"""New connections, until the headers of their first request are there.
+"""Accept connections and read the headers of their first requests, on plain sockets.
 
-A connection of asyncio and uvicorn takes 100 microseconds to make, and a request some hundred more: hundreds that come
-at once would hold up whoever comes behind them. Here a connection takes a few, and one that says nothing, half a
-request or one that is too long never gets any further.
+A connection of asyncio and uvicorn takes 100 microseconds to make, and a request several hundred more, so that hundreds
+at once would delay all clients behind them. A plain socket takes about 20. A connection that sends nothing, half a
+request or headers that are too long never becomes more than that.
 """
 
 from __future__ import annotations
@@ -30,37 +30,50 @@ from forerun.server.descriptors import is_out_of_descriptors
 from forerun.server.errors import ApiError
 
 log = logging.getLogger("forerun.server")
-PIECE = 4 << 10  # bytes that are read at once: of what is refused, no more is looked at
-TURN_SECONDS = 0.004  # for accepting and for reading each, in one round of the event loop
-BEGUN = 8  # requests that are handed on in one round, of which all but the last go before others
-LEAST_SECONDS = 0.01  # between two looks at whose time is over
-RETRY_SECONDS = 0.1  # after which accepting is tried again where no descriptor was left
+PIECE = 4 << 10  # bytes that are read and checked at once
+TURN_SECONDS = 0.004  # for accepting, and again for reading, in one round of the event loop
+BEGUN = 8  # requests that are handed on in one round of the event loop; one of them may be other than /health
+LEAST_SECONDS = 0.01  # between two checks for connections that have timed out
+RETRY_SECONDS = 0.1  # until the next accept when there was no file descriptor left
 
 
 @dataclass(eq=False, slots=True)
 class Arrival:
-    """A connection without a request. `end` is when its time is over, and `refused` how many bytes came behind the
-    answer that it has got already, if it has."""
+    """A connection without a request.
+
+    Attributes:
+        end: when it times out, in the time of `time.monotonic`.
+        received: what has been read of its headers.
+        refused: bytes that came after it was refused; None if it was not.
+    """
 
     sock: socket.socket
     end: float
     received: bytearray = field(default_factory=bytearray)
     refused: int | None = None
 
+    @property
+    def first(self) -> bool:
+        """Whether its request goes before others."""
+        return self.received.startswith(FIRST)
+
 
 class Arrivals:
-    """Accepts connections and reads the headers of their first requests."""
+    """The connections of one listening socket that have not sent a whole request yet."""
 
     def __init__(
         self, listener: socket.socket, make: Callable[..., asyncio.Protocol], seconds: float, most: int
     ) -> None:
-        """`make` makes the protocol of a connection that has sent its argument `received`. At most `most` may have sent
-        no request yet, for so many `seconds` (0: any time); the one that has waited longest makes room."""
+        """Begin to accept.
+
+        `make` makes a connection's protocol; its argument `received` is what was read already. Up to `most` connections
+        may wait for a request, each for `seconds` (0: without end); above that the oldest one is closed.
+        """
         self.listener, self.make, self.seconds, self.most = listener, make, seconds, most
         self._loop = asyncio.get_running_loop()
-        self._waiting: dict[Arrival, None] = {}  # the longest first
-        self._refused: dict[Arrival, None] = {}  # answered, and what they still send is thrown away
-        self._whole: deque[Arrival] = deque()  # with headers to the end
+        self._waiting: dict[Arrival, None] = {}  # the oldest first
+        self._refused: dict[Arrival, None] = {}  # answered; what they still send is discarded
+        self._whole: deque[Arrival] = deque()  # whose headers are complete
         self._selector = selectors.DefaultSelector()
         self._readable: deque[Arrival] = deque()
         self._clock, self._begins = Clock(), False
@@ -70,7 +83,7 @@ class Arrivals:
         self._loop.add_reader(self._selector.fileno(), self._read)
 
     def close(self) -> None:
-        """Accept nothing more; who has sent no request yet is closed."""
+        """Stop accepting, and close the connections that have not been handed on."""
         self._clock.stop()
         self._loop.remove_reader(self.listener)
         self._loop.remove_reader(self._selector.fileno())
@@ -81,7 +94,7 @@ class Arrivals:
     # ------------------------------------------------------------ accepting
 
     def _accept(self) -> None:
-        """Take connections for a moment."""
+        """Accept connections for up to `TURN_SECONDS`."""
         end = time.perf_counter() + TURN_SECONDS
         while time.perf_counter() < end:
             try:
@@ -102,7 +115,7 @@ class Arrivals:
         self._watch()
 
     def _make_room(self) -> None:
-        """Where no descriptor is left, close who has waited longest; where nobody waits, try again later."""
+        """Free a file descriptor by closing the oldest connection; if there is none, accept again later."""
         log.error("no file descriptor is left for another connection: raise the limit with ulimit -n")
         if self._waiting:
             self._drop(next(iter(self._waiting)))
@@ -117,7 +130,7 @@ class Arrivals:
     # ------------------------------------------------------------ reading
 
     def _read(self) -> None:
-        """Read what has come, for a moment."""
+        """Read from readable connections for up to `TURN_SECONDS`."""
         if not self._readable:
             self._readable += (key.data for key, _ in self._selector.select(0))
         end = time.perf_counter() + TURN_SECONDS
@@ -148,17 +161,16 @@ class Arrivals:
         except ApiError as error:
             self._refuse(arrival, error.status, str(error))
             return
-        first = arrival.received.startswith(FIRST)
-        if whole and len(self._whole) >= self.most and not first:
+        if whole and len(self._whole) >= self.most and not arrival.first:
             self._refuse(arrival, 503, FULL)
         elif whole:
             del self._waiting[arrival]
             self._selector.unregister(arrival.sock)
-            (self._whole.appendleft if first else self._whole.append)(arrival)
+            (self._whole.appendleft if arrival.first else self._whole.append)(arrival)
             self._go_on()
 
     def _refuse(self, arrival: Arrival, status: int, message: str) -> None:
-        """Answer, and let the client read that before the connection ends."""
+        """Send an error and keep the connection for `LINGER_SECONDS`: a reset would lose the error."""
         del self._waiting[arrival]
         arrival.received.clear()
         arrival.refused, arrival.end = 0, time.monotonic() + LINGER_SECONDS
@@ -181,7 +193,7 @@ class Arrivals:
     # ------------------------------------------------------------ time
 
     def _watch(self) -> None:
-        """Be called when the time of the first is over."""
+        """Start the clock for the connection that times out next."""
         ends = [next(iter(arrivals)).end for arrivals in (self._waiting, self._refused) if arrivals]
         if ends:
             self._clock.start(max(min(ends) - time.monotonic(), LEAST_SECONDS), self._expire)
@@ -205,7 +217,7 @@ class Arrivals:
             self._loop.call_soon(self._begin)
 
     def _begin(self) -> None:
-        """Make a connection of one that has a request, in each round of the event loop."""
+        """Hand one complete request to the server, and requests of /health before it."""
         self._begins = False
         begun, end = 0, time.perf_counter() + TURN_SECONDS
         while self._whole and begun < BEGUN and time.perf_counter() < end:
@@ -217,7 +229,7 @@ class Arrivals:
             task = self._loop.create_task(self._connect(arrival))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-            if not arrival.received.startswith(FIRST):
+            if not arrival.first:
                 break
         self._go_on()
 
@@ -229,7 +241,7 @@ class Arrivals:
 
 
 def _has_gone(sock: socket.socket) -> bool:
-    """Whether the client has closed a connection."""
+    """Return True if the client has closed the connection."""
     try:
         return not sock.recv(1, socket.MSG_PEEK)
     except (BlockingIOError, InterruptedError):

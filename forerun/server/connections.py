@@ -52,10 +52,10 @@ class Phase(enum.Enum):
 
 
 def headers_length(received: bytearray, searched: int = 0) -> int:
-    """Bytes up to the end of a request's headers, of which the first `searched` do not hold it; 0 if it is not there.
+    """Return the number of bytes of a request's headers, their blank line included; 0 if they are not complete.
 
-    Takes away the empty lines before a request, since some clients end a body with one. Raises ApiError for headers
-    that no request may have.
+    The end is not in the first `searched` bytes. Empty lines before the request are removed from `received`, since some
+    clients end a body with one. Raises ApiError for headers that are too long, too many or no HTTP.
     """
     if received.startswith((b"\r", b"\n")):
         received[:] = received.lstrip(b"\r\n")
@@ -72,7 +72,7 @@ def headers_length(received: bytearray, searched: int = 0) -> int:
 
 @lru_cache(64)
 def refusal(status: int, message: str) -> bytes:
-    """The answer to a request that never reaches the application; the connection ends with it."""
+    """Build the whole response to a request that does not reach the application; the connection ends after it."""
     body = json.dumps(errors.body(ApiError(status, message))[1]).encode()
     headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
     headers |= {"retry-after": "1"} if status == 503 else {}
@@ -81,7 +81,7 @@ def refusal(status: int, message: str) -> bytes:
 
 
 def late(seconds: float) -> str:
-    """What is said to a client whose headers did not come in time."""
+    """Return the message for a client whose headers did not arrive in time."""
     return f"the headers did not come within {seconds:g} s (--header-timeout)"
 
 
@@ -111,8 +111,8 @@ class Clock:
 class Turns:
     """Lets connections parse what has come, one piece each in turn, for a bounded time in each round of the event loop.
 
-    Headers come before bodies, and one request begins in a round: however many come at once, /health and the tokens of
-    others never wait for all of them.
+    Headers come before bodies, and one request begins in each round, so that /health and running streams do not wait
+    for all the requests of a burst.
     """
 
     def __init__(self) -> None:
@@ -222,7 +222,7 @@ class Connection(HttpToolsProtocol):
 
     @property
     def first(self) -> bool:
-        """Whether the request that comes goes before all others."""
+        """Whether the next request goes before all others."""
         return self.phase is Phase.HEADERS and self._received.startswith(FIRST)
 
     @property

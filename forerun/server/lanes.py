@@ -1,4 +1,4 @@
-"""Work beside the event loop that takes a share of the time at most."""
+"""Run work in threads beside the event loop for a bounded share of the time."""
 
 from __future__ import annotations
 
@@ -11,20 +11,24 @@ from typing import TypeVar
 from anyio import CapacityLimiter, to_thread
 
 R = TypeVar("R")
-REST, LONGEST_REST = 2.0, 0.25  # times what a work took, and seconds at most, before its place is free again
-SHORT = 0.002  # seconds after which nothing rests
+REST = 2.0  # a place stays empty for this many times the time that its last call took,
+LONGEST_REST = 0.25  # and for no more than this many seconds
+SHORT = 0.002  # seconds; a shorter call leaves its place free at once
 
 
 class Lane:
-    """A number of places for work in threads. What computes there keeps the interpreter and the processors from the
-    engine: after each work its place rests, so that large requests of some do not stop the tokens of others."""
+    """A thread pool whose places rest after each call.
+
+    A call keeps the interpreter and the processors from the engine. The rest bounds its share of the time, so that the
+    large requests of some clients do not stop the tokens of others.
+    """
 
     def __init__(self, places: int) -> None:
         self._free = asyncio.Semaphore(places)
         self._threads = CapacityLimiter(places)
 
     async def do(self, work: Callable[..., R], *given: object) -> R:
-        """What `work` returns for what is given. Raises what it raises."""
+        """Run `work` with the given arguments in a thread and return its result. Raises what it raises."""
         await self._free.acquire()
         begun = time.perf_counter()
         try:

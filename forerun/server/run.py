@@ -31,7 +31,7 @@ from forerun.server.settings import Settings
 from forerun.server.tenants import Callers
 
 log = logging.getLogger("forerun.server")
-SWITCH_SECONDS = 0.001  # after which the engine's thread lets go of the interpreter where a client waits for it
+SWITCH_SECONDS = 0.001  # the engine's thread yields the interpreter to the event loop after this time
 BACKLOG = 2048  # connections that wait to be accepted
 
 
@@ -113,7 +113,7 @@ class Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
-                loop="asyncio",
+                loop="asyncio",  # the loop that `Arrivals` was tested on, also where uvloop is installed
                 ws="none",
                 log_config=None,
                 access_log=False,
