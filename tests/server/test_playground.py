@@ -357,10 +357,11 @@ def test_who_said_what_of_a_round(open_page, fake) -> None:
         assert words in said if words else not said
 
 
-def test_what_was_said_of_a_round_stays(open_page) -> None:
+def test_what_was_said_of_a_round_stays(open_page, tab: Page) -> None:
     """Costs that were measured later change nothing: they were not known when the depth was chosen."""
     server = FakeServer(info=INFO | {"costs": {}})
-    page = open_page(server.url)
+    with tab.expect_response("**/server_info"):
+        page = open_page(server.url)
     server.info = INFO  # while it runs, the server measures
     run(page, beside=False, max_tokens=30, depth=4)
     expect(page.locator("#calc-c-from")).to_have_text("measured")
