@@ -1,10 +1,12 @@
-"""What passes and drafts cost here: seconds by size, learned from measurements that cannot be
-trusted one by one.
+"""Cost model: what forward passes and drafts cost on this machine, learned while it runs.
 
-The first at a size finds cold caches, another program slows a few down, and the whole machine
-changes its speed. A cost that is believed too high is never measured again, and depths would be
-chosen by accidents. So what a curve holds is relative to the machine's pace of the moment, one
-measurement moves it by a bounded factor, and one seen seldom leans on its neighbours.
+Measurements cannot be trusted one by one: the first of a size finds cold caches, other programs
+slow a few down, and the whole machine changes its speed. A cost that is believed too high is never
+measured again, and depths would be chosen by accident. Therefore costs are relative to a speed
+factor of the moment, one measurement moves a cost by a bounded factor, and a size that was seen
+seldom leans on its neighbours.
+
+Costs are in seconds, or in whatever unit the engine's clock counts (joules).
 """
 
 from __future__ import annotations
@@ -15,51 +17,49 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-WARM = 0.7  # share of a first measurement that is believed
+FIRST_SHARE = 0.7  # share of a first measurement that is believed
 SETTLED = 8  # measurements from which a size stands for itself
-NEIGHBOUR = 2  # measurements that the trend of its neighbours is worth until then
-REACH = 8  # neighbours below, at most
-EXACT = 32  # sizes that are kept apart
-LEAST_GAIN = 0.05  # of one measurement, however many there were
-MOST_SURPRISE = 1.5  # factor that one measurement may be off, at most
-# measurements until a curve is read anew: after a pass the caches are cold, and Python is slow
-FRESH = 8
+NEIGHBOUR_STRENGTH = 2  # measurements that the neighbours' trend counts for until then
+MAX_NEIGHBOURS = 8  # smaller sizes that a cost may lean on
+EXACT_SIZES = 32  # sizes up to this are kept apart
+LEAST_GAIN = 0.05  # weight of one measurement, however many there were
+MAX_SURPRISE = 1.5  # factor by which one measurement may move a cost, at most
+REFRESH = 8  # measurements until a curve is evaluated anew: that is Python, in cold caches
 SIZES = [
-    *range(1, EXACT + 1),
+    *range(1, EXACT_SIZES + 1),
     *(part << octave for octave in range(2, 14) for part in range(8, 16)),
-]  # of passes
-TICK = 1e-9  # seconds that anything takes, whatever the clock says
-LEAST, LONGEST = 1e-12, 1e4  # seconds that anything takes, at any pace
-FURTHER, STRIDE = (
-    1.25,
-    8,
-)  # times the largest size that was measured, or so many tokens more, that are tried next
-MOSTLY, KEEP = (
-    0.5,
-    0.9,
-)  # share of a draft's time that reading is taken out of; of what was measured of reading
-MOST_TOKENS = 1e9  # that anything has read
-PACE_GAIN = 0.1  # of one measurement in the machine's pace
+]  # the sizes of passes that are told apart
+MIN_SECONDS = 1e-9  # of any measurement, whatever the clock says
+LEAST, LONGEST = 1e-12, 1e4  # seconds that a file may hold
+REACH_FACTOR, REACH_TOKENS = 1.25, 8  # how far beyond measured sizes a pass may go
+CATCH_UP_SHARE = 0.5  # of a draft's time up to which catching up is subtracted from it
+CATCH_UP_DISCOUNT = 0.9  # of earlier measurements of catching up
+MOST_TOKENS = 1e9  # that a file may hold
+SPEED_GAIN = 0.1  # weight of one measurement in the machine's speed
 
 
 @dataclass(slots=True)
 class Curve:
-    """Seconds by size, at a constant pace: a mean at each size seen, interpolated, hopeful beyond
-    the largest."""
+    """Cost by size at a constant speed: a mean at each measured size, interpolated between them.
 
-    slope: (
-        float  # growth per unit assumed beyond what was seen, as a share of the last value, at most
-    )
-    share: float = 1.0  # and as a share of growth in proportion
+    Attributes:
+        slope: growth per unit beyond the largest measured size, as a share of its cost, at most;
+        share: and as a share of proportional growth.
+        sizes: measured sizes, ascending.
+        seen: mean seconds of each size.
+        count: number of measurements of each size.
+    """
+
+    slope: float
+    share: float = 1.0
     sizes: list[int] = field(default_factory=list)
     seen: dict[int, float] = field(default_factory=dict)
     count: dict[int, int] = field(default_factory=dict)
-    _read: dict[float, float] = field(default_factory=dict)
-    _added: int = 0
+    _cached: dict[float, float] = field(default_factory=dict)
+    _num_added: int = 0
 
     def add(self, size: int, seconds: float) -> None:
-        """One measurement: the mean of their logarithms, but for the first, which only bounds the
-        second."""
+        """Add a measurement to the mean of logarithms; the first only bounds the second."""
         count = self.count[size] = self.count.get(size, 0) + 1
         if count == 1:
             bisect.insort(self.sizes, size)
@@ -67,65 +67,71 @@ class Curve:
         elif count == 2:
             self.seen[size] = min(self.seen[size], seconds)
         else:
-            self.seen[size] *= surprise(self.seen[size], seconds) ** max(1 / count, LEAST_GAIN)
-        self._added += 1
-        if count <= SETTLED or self._added % FRESH == 0:
-            self._read.clear()
+            gain = max(1 / count, LEAST_GAIN)
+            self.seen[size] *= bounded_ratio(self.seen[size], seconds) ** gain
+        self._num_added += 1
+        if count <= SETTLED or self._num_added % REFRESH == 0:
+            self._cached.clear()
 
     def at(self, size: float) -> float | None:
-        """Expected seconds, or None where nothing was measured yet. A size between two is what one
-        may expect of both.
+        """Return the expected cost, or None while nothing was measured.
 
-        Never more than so many times the smallest size, nor than a larger one that has settled:
-        what was measured over that was something else, and a plain pass believed dearer than one
-        with a draft would not be measured again."""
-        found = self._read.get(size)
+        It is at most in proportion to the smallest size, and at most that of a larger settled size:
+        whatever was measured above that was something else, and a plain pass believed dearer than
+        one with a draft would never be measured again.
+        """
+        found = self._cached.get(size)
         if found is None and self.sizes:
             most = self._believed(0) * max(size / self.sizes[0], 1)
-            found = min(self._interpolate(size), most, *self._larger(size))
-            self._read[size] = found
+            found = min(self._interpolate(size), most, *self._settled_beyond(size))
+            self._cached[size] = found
         return found
 
-    def state(self, pace: float) -> list[tuple[int, float, int]]:
-        """(size, seconds at this pace, how many were measured) of each size that was seen more than
-        once."""
-        return [(size, self.seen[size] * pace, n) for size, n in self.count.items() if n > 1]
+    def state(self, speed_factor: float) -> list[tuple[int, float, int]]:
+        """Return (size, seconds now, measurements) of each size measured more than once."""
+        return [
+            (size, self.seen[size] * speed_factor, n) for size, n in self.count.items() if n > 1
+        ]
 
-    def recall(self, state: Sequence[Sequence[float]]) -> None:
-        """Begin with these; no more of them than settle a size, so that new ones soon count for
-        more."""
+    def load_state(self, state: Sequence[Sequence[float]]) -> None:
+        """Start from `state`, with no more measurements than settle a size, so that new ones count.
+
+        Raises:
+            ValueError: these are no costs.
+        """
         for size, seconds, count in state:
             if not (0 < int(size) <= MOST_TOKENS and LEAST <= seconds < LONGEST and count > 1):
                 raise ValueError(f"{seconds} s for {size}")
-            self.count[int(size)], self.seen[int(size)] = min(int(count), SETTLED), float(seconds)
+            self.count[int(size)] = min(int(count), SETTLED)
+            self.seen[int(size)] = float(seconds)
         self.sizes[:] = sorted(self.count)
-        self._read.clear()
+        self._cached.clear()
 
-    def _larger(self, size: float) -> list[float]:
-        """What sizes beyond it cost that have settled."""
+    def _settled_beyond(self, size: float) -> list[float]:
+        """Return the costs of larger settled sizes."""
         beyond = self.sizes[bisect.bisect_right(self.sizes, size) :]
         return [self.seen[other] for other in beyond if self.count[other] >= SETTLED]
 
     def _believed(self, i: int) -> float:
-        """The cost of the i-th size seen: its own, and until that has settled what those below let
-        expect."""
+        """Return the cost of the i-th measured size, which leans on smaller ones until settled."""
         first = i
-        while first > 0 and i - first < REACH and self.count[self.sizes[first]] < SETTLED:
+        while first > 0 and i - first < MAX_NEIGHBOURS and self.count[self.sizes[first]] < SETTLED:
             first -= 1
         cost = self._own(first)
         for j in range(first + 1, i + 1):
             trend = cost * self._growth(self.sizes[j - 1], self.sizes[j])
             count = self.count[self.sizes[j]]
-            cost = max((count * self._own(j) + NEIGHBOUR * trend) / (count + NEIGHBOUR), cost)
+            mean = count * self._own(j) + NEIGHBOUR_STRENGTH * trend
+            cost = max(mean / (count + NEIGHBOUR_STRENGTH), cost)
         return cost
 
     def _growth(self, below: int, size: float) -> float:
-        """How many times the cost of one size a larger one is hoped to have."""
+        """Return the hoped-for ratio of a larger size's cost to that of `below`."""
         return 1 + min(self.slope, self.share / below) * (size - below)
 
     def _own(self, i: int) -> float:
         size = self.sizes[i]
-        return self.seen[size] * (WARM if self.count[size] == 1 else 1)
+        return self.seen[size] * (FIRST_SHARE if self.count[size] == 1 else 1)
 
     def _interpolate(self, size: float) -> float:
         i = bisect.bisect_left(self.sizes, size)
@@ -138,157 +144,174 @@ class Curve:
         return low + share * (self._believed(i) - low)
 
 
-class Costs:
-    """Of passes by their tokens and of drafting by proposer and depth, in seconds at the pace of
-    the start.
+class CostModel:
+    """Costs of forward passes by tokens, and of drafting by proposer and depth.
+
+    All methods but `seconds` and `state` give costs at the speed of the start.
 
     Attributes:
-        pace: how many times the start's seconds the machine takes now.
+        speed_factor: current seconds per second at the start; it follows the machine's speed.
     """
 
     def __init__(self) -> None:
-        self.pace = 1.0
-        self._passes = Curve(slope=0.02, share=0.25)
-        self._drafts: dict[tuple[str, int], Curve] = defaultdict(
-            lambda: Curve(slope=0.5)
-        )  # by octave of requests too
-        self._lags: dict[
-            str, tuple[float, float]
-        ] = {}  # seconds, and tokens that were read in them; discounted
-        self._reads = Curve(slope=1.0)  # arithmetic: as long as there are tokens
+        self.speed_factor = 1.0
+        self._forwards = Curve(slope=0.02, share=0.25)
+        # By proposer and octave of the number of requests.
+        self._drafts: dict[tuple[str, int], Curve] = defaultdict(lambda: Curve(slope=0.5))
+        # By proposer: discounted (seconds, tokens read in them).
+        self._catch_ups: dict[str, tuple[float, float]] = {}
+        self._prefills = Curve(slope=1.0)  # computation grows with the tokens
 
-    def known(self, tokens: int, enough: int) -> bool:
-        """Whether `enough` passes over so many tokens or fewer were measured."""
-        for size in self._passes.sizes:
-            if size > tokens or enough <= 0:
+    def known(self, num_tokens: int, enough: int) -> bool:
+        """Return True if `enough` passes over at most `num_tokens` tokens were measured."""
+        for size in self._forwards.sizes:
+            if size > num_tokens or enough <= 0:
                 break
-            enough -= self._passes.count[size]
+            enough -= self._forwards.count[size]
         return enough <= 0
 
-    def reach(self, tokens: int) -> float:
-        """Up to how many tokens a pass over at least so many may have: not far beyond what was
-        measured, so that to find out what a size costs never costs much."""
-        largest = next(
-            (size for size in reversed(self._passes.sizes) if self._passes.count[size] > 1), 0
-        )
-        return max(FURTHER * max(largest, tokens), largest + STRIDE)
+    def reach(self, num_tokens: int) -> float:
+        """Return the most tokens that a pass over at least `num_tokens` may have.
 
-    def of_pass(self, tokens: float) -> float:
-        """Of a pass over so many tokens; 1 while none was measured, for then only ratios matter."""
-        seconds = self._passes.at(round(4 * tokens) / 4)
+        That is not far beyond what was measured, so that finding out what a size costs is cheap.
+        """
+        repeated = (
+            size for size in reversed(self._forwards.sizes) if self._forwards.count[size] > 1
+        )
+        largest = next(repeated, 0)
+        return max(REACH_FACTOR * max(largest, num_tokens), largest + REACH_TOKENS)
+
+    def forward(self, num_tokens: float) -> float:
+        """Return the cost of a forward pass; 1 while none was measured, since then only ratios
+        matter."""
+        seconds = self._forwards.at(round(4 * num_tokens) / 4)
         return 1.0 if seconds is None else seconds
 
-    def of_read(self, tokens: int) -> float:
-        """Of a pass over so many tokens that reads prompts; nothing while none was measured."""
-        return self._reads.at(tokens) or 0.0
+    def prefill(self, num_tokens: int) -> float:
+        """Return the cost of a pass that reads prompts; 0 while none was measured."""
+        return self._prefills.at(num_tokens) or 0.0
 
-    def of_draft(self, source: str, depth: int, requests: int = 1) -> float:
-        """Of drafting so deep for so many requests at once, or for the most below them that was
-        measured; a tenth of a pass a level while none was."""
-        for octave in range(requests.bit_length(), 0, -1):
+    def draft(self, source: str, depth: int, num_requests: int = 1) -> float:
+        """Return the cost of drafting `depth` levels for `num_requests` requests at once.
+
+        Taken from the next smaller measured number of requests; while none was measured, a tenth of
+        a pass per level.
+        """
+        for octave in range(num_requests.bit_length(), 0, -1):
             if (source, octave) in self._drafts:
                 return self._drafts[source, octave].at(depth) or 0.0
-        return 0.1 * depth * self.of_pass(1)
+        return 0.1 * depth * self.forward(1)
+
+    def catch_up(self, source: str, num_tokens: int) -> float:
+        """Return the cost for a proposer to read missed tokens; 0 if that was never measured."""
+        seconds, count = self._catch_ups.get(source, (0.0, 0.0))
+        return seconds / count * num_tokens if count else 0.0
 
     def within(self, seconds: float) -> int:
-        """Up to how many tokens a pass that reads prompts may have to take no longer, as far as is
-        known: any number where none was measured."""
-        i = bisect.bisect_right(SIZES, seconds, key=lambda size: self.of_read(size) * self.pace)
+        """Return the most tokens of a prompt-reading pass that takes at most `seconds` now.
+
+        As far as is known: the largest size if none was measured.
+        """
+        i = bisect.bisect_right(
+            SIZES, seconds, key=lambda size: self.prefill(size) * self.speed_factor
+        )
         return SIZES[i - 1] if i else 0
 
-    def of_lag(self, source: str, tokens: int) -> float:
-        """Of reading what a proposer has missed before it can draft; nothing where that was never
-        measured."""
-        seconds, count = self._lags.get(source, (0.0, 0.0))
-        return seconds / count * tokens if count else 0.0
+    def add_forward(self, num_tokens: int, seconds: float) -> None:
+        """Add a measurement of a decoding pass."""
+        self._add(self._forwards, num_tokens, seconds)
 
-    def add_pass(self, tokens: int, seconds: float) -> None:
-        self._add(self._passes, tokens, seconds)
-
-    def add_read(self, tokens: int, seconds: float) -> None:
-        """A pass that reads prompts, beside which others may go on: another regime than
-        verifying."""
-        self._reads.add(*self._at_pace(tokens, seconds))
+    def add_prefill(self, num_tokens: int, seconds: float) -> None:
+        """Add a measurement of a pass that reads prompts, possibly beside decoding requests."""
+        self._prefills.add(*self._normalised(num_tokens, seconds))
 
     def add_draft(
-        self, source: str, depth: int, seconds: float, requests: int = 1, lag: int = 0
+        self, source: str, depth: int, seconds: float, num_requests: int = 1, lag: int = 0
     ) -> None:
-        """A draft, behind `lag` tokens of all requests that the proposer had missed: of which,
-        where they are most of it, this is a measure."""
-        reading = self.of_lag(source, lag) * self.pace
-        if lag and not 0 < reading < MOSTLY * seconds:
-            drafting = self.of_draft(source, depth, requests)
-            before, count = self._lags.get(source, (0.0, 0.0))
-            self._lags[source] = (
-                KEEP * before + max(seconds / self.pace - drafting, TICK),
-                KEEP * count + lag,
-            )
-        else:
-            self._add(self._drafts[source, requests.bit_length()], depth, seconds - reading)
+        """Add a measurement of drafting after reading `lag` missed tokens of all requests.
+
+        Where reading takes most of the time, it is a measurement of that.
+        """
+        reading = self.catch_up(source, lag) * self.speed_factor
+        if not lag or 0 < reading < CATCH_UP_SHARE * seconds:
+            curve = self._drafts[source, num_requests.bit_length()]
+            self._add(curve, depth, seconds - reading)
+            return
+        spent, count = self._catch_ups.get(source, (0.0, 0.0))
+        new = seconds / self.speed_factor - self.draft(source, depth, num_requests)
+        self._catch_ups[source] = (
+            CATCH_UP_DISCOUNT * spent + max(new, MIN_SECONDS),
+            CATCH_UP_DISCOUNT * count + lag,
+        )
 
     def _add(self, curve: Curve, size: int, seconds: float) -> None:
-        bucket, seconds = self._at_pace(size, seconds)
-        if (
-            curve.count.get(bucket, 0) >= SETTLED
-        ):  # else what is wrong may well be what is believed of the size
-            self.pace *= surprise(curve.seen[bucket], seconds) ** PACE_GAIN
+        bucket, seconds = self._normalised(size, seconds)
+        # Before a size has settled, its own cost may be what is wrong.
+        if curve.count.get(bucket, 0) >= SETTLED:
+            self.speed_factor *= bounded_ratio(curve.seen[bucket], seconds) ** SPEED_GAIN
         curve.add(bucket, seconds)
 
-    def _at_pace(self, size: int, seconds: float) -> tuple[int, float]:
-        """A size as curves know it, and what it takes at the pace of the start: large passes grow
-        with their tokens."""
+    def _normalised(self, size: int, seconds: float) -> tuple[int, float]:
+        """Return the size's bucket and its cost at the start's speed.
+
+        Large passes grow in proportion to their tokens.
+        """
         bucket = _bucket(size)
-        return bucket, max(seconds, TICK) / self.pace * (bucket / size)
+        return bucket, max(seconds, MIN_SECONDS) / self.speed_factor * (bucket / size)
 
     @property
-    def passes(self) -> int:
-        """How many passes were measured."""
-        return sum(self._passes.count.values())
+    def num_passes(self) -> int:
+        """The number of decoding passes measured."""
+        return sum(self._forwards.count.values())
 
     def state(self) -> dict[str, Any]:
-        """What is believed, for `recall` of another process: plain data, seconds at the pace of
-        now."""
-        drafts = {
-            f"{octave} {source}": curve.state(self.pace)
-            for (source, octave), curve in self._drafts.items()
+        """Serialize the costs, in seconds at the current speed, as plain data for `load_state`."""
+        factor = self.speed_factor
+        return {
+            "forwards": self._forwards.state(factor),
+            "prefills": self._prefills.state(factor),
+            "drafts": {
+                f"{octave} {source}": curve.state(factor)
+                for (source, octave), curve in self._drafts.items()
+            },
+            "catch_ups": {
+                source: (seconds * factor, count)
+                for source, (seconds, count) in self._catch_ups.items()
+            },
         }
-        passes, reads = self._passes.state(self.pace), self._reads.state(self.pace)
-        lags = {
-            source: (seconds * self.pace, count) for source, (seconds, count) in self._lags.items()
-        }
-        return {"passes": passes, "reads": reads, "drafts": drafts, "lags": lags}
 
-    def recall(self, state: Mapping[str, Any]) -> None:
-        """Begin with what another process believed. Raises whatever it may for what `state` never
-        gave."""
-        self._passes.recall(state["passes"])
-        self._reads.recall(state["reads"])
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Start from what another process measured; raises any exception for other data."""
+        self._forwards.load_state(state["forwards"])
+        self._prefills.load_state(state["prefills"])
         for name, sizes in state["drafts"].items():
             octave, _, source = name.partition(" ")
-            self._drafts[source, int(octave)].recall(sizes)
-        for source, (seconds, count) in state["lags"].items():
+            self._drafts[source, int(octave)].load_state(sizes)
+        for source, (seconds, count) in state["catch_ups"].items():
             if not (LEAST <= seconds < LONGEST and 0 < count < MOST_TOKENS):
                 raise ValueError(f"{seconds} s for {count}")
-            self._lags[source] = float(seconds), float(count)
+            self._catch_ups[source] = float(seconds), float(count)
 
     def seconds(self) -> tuple[dict[int, float], dict[str, dict[int, float]]]:
-        """What is believed of the sizes that were measured, at the pace of now: of passes, and of
-        drafts by proposer for as few requests at once as there were."""
+        """Return current seconds of measured sizes: passes by tokens, drafts by proposer and depth.
+
+        Drafts are those for the fewest requests at once that were measured.
+        """
         fewest = dict(sorted(self._drafts, reverse=True))
         drafts = {name: self._table(self._drafts[name, octave]) for name, octave in fewest.items()}
-        return self._table(self._passes), drafts
+        return self._table(self._forwards), drafts
 
     def _table(self, curve: Curve) -> dict[int, float]:
-        return {size: (curve.at(size) or 0.0) * self.pace for size in curve.sizes}
+        return {size: (curve.at(size) or 0.0) * self.speed_factor for size in curve.sizes}
 
 
 def _bucket(size: int) -> int:
-    """Small sizes as they are, larger ones eight to an octave: batches have hundreds of sizes, each
-    of them seldom."""
+    """Return the size under which passes are counted: large ones fall into eight per octave, since
+    batches have hundreds of sizes, each of them rare."""
     step = 1 << max(size.bit_length() - 4, 0)
-    return size if size <= EXACT else round(size / step) * step
+    return size if size <= EXACT_SIZES else round(size / step) * step
 
 
-def surprise(expected: float, seconds: float) -> float:
-    """How many times what was expected, within bounds."""
-    return min(max(seconds / expected, 1 / MOST_SURPRISE), MOST_SURPRISE)
+def bounded_ratio(expected: float, seconds: float) -> float:
+    """Return the ratio of a measurement to its expectation, within bounds."""
+    return min(max(seconds / expected, 1 / MAX_SURPRISE), MAX_SURPRISE)

@@ -19,7 +19,7 @@ from forerun.draft.proposer import Reference, view_of
 from forerun.draft.registry import automatic, make_proposers, with_references
 from forerun.draft_loading import Loader, open_index, share_memory
 from forerun.draft_spec import draft_name, read_draft
-from forerun.engine.cost_store import learned_of
+from forerun.engine.cost_store import open_cost_store
 from forerun.engine.depth import DepthPolicy
 from forerun.engine.engine import Engine
 from forerun.engine.request import Request
@@ -177,7 +177,7 @@ class LLM:
             *([config.draft_device] if config.draft_device != "auto" else []),
             *([config.tensor_parallel] if config.tensor_parallel > 1 else []),
         ]
-        self.learned = learned_of(policy, directory, decoder.weight_bytes, facts)
+        self.cost_store = open_cost_store(policy, directory, decoder.weight_bytes, facts)
         self._jobs: dict[int, Job] = {}
 
     @property
@@ -243,7 +243,7 @@ class LLM:
                 self._step()
         finally:
             self._drop(jobs)
-            self.learned.keep()
+            self.cost_store.save()
         for job in jobs:
             job.check()
         return [job.completion() for job in jobs]
@@ -446,7 +446,7 @@ class Stream:
                 llm._drop([job])
             else:
                 llm._pause(job)
-            llm.learned.keep()
+            llm.cost_store.save()
 
     @property
     def completion(self) -> Completion:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from forerun.costs import NEIGHBOUR, SETTLED, WARM, Costs, Curve
+from forerun.costs import NEIGHBOUR_STRENGTH, SETTLED, FIRST_SHARE, CostModel, Curve
 
 
 def settled(slope: float, seconds: dict[int, float]) -> Curve:
@@ -31,7 +31,7 @@ def test_a_pass_costs_at_most_what_as_many_passes_cost() -> None:
 def test_a_first_measurement_is_believed_in_part_and_bounds_the_second() -> None:
     curve = Curve(slope=0.02)
     curve.add(1, 1.0)
-    assert curve.at(1) == pytest.approx(WARM)
+    assert curve.at(1) == pytest.approx(FIRST_SHARE)
     curve.add(1, 0.5)
     assert curve.at(1) == pytest.approx(0.5)
     curve.add(1, 50.0)  # a spike is bounded, and then one of three
@@ -42,7 +42,7 @@ def test_a_size_leans_on_those_below_until_it_has_settled() -> None:
     curve = settled(0.1, {1: 1.0})
     curve.add(3, 2.0)
     curve.add(3, 2.0)
-    assert curve.at(3) == pytest.approx((2 * 2.0 + NEIGHBOUR * 1.2) / (2 + NEIGHBOUR))
+    assert curve.at(3) == pytest.approx((2 * 2.0 + NEIGHBOUR_STRENGTH * 1.2) / (2 + NEIGHBOUR_STRENGTH))
     for _ in range(SETTLED - 2):
         curve.add(3, 2.0)
     assert curve.at(3) == pytest.approx(2.0)
@@ -68,14 +68,14 @@ def test_less_is_not_believed_to_cost_more_than_what_has_settled() -> None:
 def test_a_slow_spell_of_the_machine_does_not_make_the_size_it_met_dear() -> None:
     """Everything takes twice as long from now on, and only one size is measured in that time: all
     are twice as dear."""
-    costs = Costs()
+    costs = CostModel()
     for _ in range(20):
-        costs.add_pass(1, 1.0)
-        costs.add_pass(5, 1.5)
+        costs.add_forward(1, 1.0)
+        costs.add_forward(5, 1.5)
         costs.add_draft("model", 4, 0.2)
     for _ in range(60):
-        costs.add_pass(5, 3.0)
-    assert 1.5 < costs.of_pass(5) / costs.of_pass(1) < 2.0  # 3 if the pace were not known
+        costs.add_forward(5, 3.0)
+    assert 1.5 < costs.forward(5) / costs.forward(1) < 2.0  # 3 if the pace were not known
     passes, drafts = costs.seconds()
     assert (
         passes[5] == pytest.approx(3.0, rel=0.05)
@@ -85,76 +85,76 @@ def test_a_slow_spell_of_the_machine_does_not_make_the_size_it_met_dear() -> Non
 
 
 def test_ratios_hold_while_the_speed_drifts() -> None:
-    dice, costs = random.Random(0), Costs()
+    dice, costs = random.Random(0), CostModel()
     for step in range(4000):
         speed = math.exp(0.5 * math.sin(step / 200) + dice.gauss(0, 0.1))
         size = 1 if step % 10 else 5  # plain passes are measured nine times as often
-        costs.add_pass(size, speed * (1 + 0.2 * (size - 1)))
-    assert costs.of_pass(5) / costs.of_pass(1) == pytest.approx(1.8, rel=0.1)
+        costs.add_forward(size, speed * (1 + 0.2 * (size - 1)))
+    assert costs.forward(5) / costs.forward(1) == pytest.approx(1.8, rel=0.1)
 
 
 def test_a_busy_server_sees_thousands_of_sizes_once_each() -> None:
-    costs = Costs()
+    costs = CostModel()
     for size in random.Random(0).sample(range(1, 3000), 2999):
-        costs.add_pass(size, 1 + 0.01 * size)
+        costs.add_forward(size, 1 + 0.01 * size)
     assert (
-        0.9 * 21 < costs.of_pass(2000) < 1.1 * 21
+        0.9 * 21 < costs.forward(2000) < 1.1 * 21
         and len(costs.seconds()[0]) < 100
-        and costs.of_pass(1) == pytest.approx(WARM * 1.01, rel=0.05)
+        and costs.forward(1) == pytest.approx(FIRST_SHARE * 1.01, rel=0.05)
     )
 
 
 def test_drafting_for_many_at_once_is_another_matter_than_for_one() -> None:
-    costs = Costs()
+    costs = CostModel()
     for _ in range(SETTLED):
         costs.add_draft("model", 2, 1.0)
         costs.add_draft("model", 2, 6.0, requests=20)
-    assert costs.of_draft("model", 2) == pytest.approx(1.0)
-    assert costs.of_draft("model", 2, 15) == pytest.approx(1.0)  # the most below that was measured
-    assert costs.of_draft("model", 2, 30) == pytest.approx(6.0)
+    assert costs.draft("model", 2) == pytest.approx(1.0)
+    assert costs.draft("model", 2, 15) == pytest.approx(1.0)  # the most below that was measured
+    assert costs.draft("model", 2, 30) == pytest.approx(6.0)
     assert costs.seconds()[1] == {"model": {2: pytest.approx(1.0)}}
 
 
 def test_a_clock_that_stands_still_is_no_error() -> None:
-    costs = Costs()
+    costs = CostModel()
     for _ in range(5):
-        costs.add_pass(1, 0.0)
+        costs.add_forward(1, 0.0)
         costs.add_draft("model", 1, 0.0)
-    assert costs.of_pass(1) > 0 and costs.of_draft("model", 1) > 0 and costs.pace > 0
+    assert costs.forward(1) > 0 and costs.draft("model", 1) > 0 and costs.speed_factor > 0
 
 
 def test_nothing_measured_is_no_error() -> None:
-    costs = Costs()
+    costs = CostModel()
     assert (
         not costs.known(4, 1)
-        and costs.of_pass(3) == 1.0
-        and costs.of_draft("model", 2) == pytest.approx(0.2)
+        and costs.forward(3) == 1.0
+        and costs.draft("model", 2) == pytest.approx(0.2)
     )
-    costs.add_pass(5, 1.0)
+    costs.add_forward(5, 1.0)
     assert not costs.known(4, 1) and costs.known(5, 1) and not costs.known(9, 2)
-    costs.add_pass(8, 1.0)  # no size was seen twice
+    costs.add_forward(8, 1.0)  # no size was seen twice
     assert costs.known(9, 2) and not costs.known(7, 2)
-    assert costs.of_lag("model", 100) == 0.0 and costs.seconds()[1] == {}
+    assert costs.catch_up("model", 100) == 0.0 and costs.seconds()[1] == {}
 
 
 def test_what_is_read_before_a_draft_is_no_cost_of_drafting() -> None:
     """Long prompts say what a token of them takes; then that is taken out of drafts behind a
     few."""
-    costs = Costs()
-    costs.add_pass(1, 1.0)
+    costs = CostModel()
+    costs.add_forward(1, 1.0)
     for _ in range(10):
         costs.add_draft("model", 2, 0.2)
         costs.add_draft("model", 2, 10.2, lag=1000)
-    assert costs.of_lag("model", 50) == pytest.approx(0.5, rel=0.01)
+    assert costs.catch_up("model", 50) == pytest.approx(0.5, rel=0.01)
     for _ in range(10):
         costs.add_draft("model", 2, 0.25, lag=5)
     assert (
-        costs.of_draft("model", 2) == pytest.approx(0.2, rel=0.01)
-        and costs.of_lag("suffix", 50) == 0.0
+        costs.draft("model", 2) == pytest.approx(0.2, rel=0.01)
+        and costs.catch_up("suffix", 50) == 0.0
     )
-    other = Costs()
-    other.recall(json.loads(json.dumps(costs.state())))
-    assert other.of_lag("model", 50) == pytest.approx(costs.of_lag("model", 50) * costs.pace)
+    other = CostModel()
+    other.load_state(json.loads(json.dumps(costs.state())))
+    assert other.catch_up("model", 50) == pytest.approx(costs.catch_up("model", 50) * costs.speed_factor)
 
 
 @pytest.mark.parametrize(
@@ -162,19 +162,19 @@ def test_what_is_read_before_a_draft_is_no_cost_of_drafting() -> None:
 )
 def test_what_was_never_written_of_lags_is_refused(lag: object) -> None:
     with pytest.raises((ValueError, TypeError)):
-        Costs().recall(Costs().state() | {"lags": {"model": lag}})
+        CostModel().load_state(CostModel().state() | {"catch_ups": {"model": lag}})
 
 
 def test_as_many_tokens_are_read_as_there_is_time_for() -> None:
     """Any number while nothing is known, then in proportion, and never as many as took longer."""
-    costs = Costs()
+    costs = CostModel()
     assert costs.within(0.1) > 60_000
     for _ in range(SETTLED):
-        costs.add_read(512, 0.512)
+        costs.add_prefill(512, 0.512)
     assert costs.within(0.1) == 0 and 900 <= costs.within(1.0) <= 1024
     for _ in range(SETTLED):
-        costs.add_read(16, 0.02)
+        costs.add_prefill(16, 0.02)
     assert 70 <= costs.within(0.1) <= 100 and costs.within(0.51) < 512 <= costs.within(0.52)
-    other = Costs()
-    other.recall(costs.state())
+    other = CostModel()
+    other.load_state(costs.state())
     assert other.within(0.1) == costs.within(0.1)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from forerun import rng
 from forerun.cache.attention import Segment
-from forerun.costs import TICK, Curve
+from forerun.costs import MIN_SECONDS, Curve
 from forerun.draft.draft_model import DraftModel
 from forerun.draft.proposer import CompositeProposer, DraftRequest, Proposer
 from forerun.draft.tree import Tree, grow
@@ -188,9 +188,9 @@ class Plan:
     def record(self, depth: int, drafting: float, rows: int, checking: float) -> None:
         """A round took so long: drafting to a depth, and checking it in a pass over so many
         rows."""
-        self.passes.add(rows, max(checking, TICK))
+        self.passes.add(rows, max(checking, MIN_SECONDS))
         if depth:
-            self.drafts.add(depth, max(drafting, TICK))
+            self.drafts.add(depth, max(drafting, MIN_SECONDS))
 
     def learn(self, drafted: int, kept: int) -> None:
         """Of a chain drafted for the model so many tokens stood."""

@@ -1,5 +1,11 @@
-"""What became of drafts: counts by proposer and request, which the depth policy reads and adds
-to."""
+"""How often drafted tokens are accepted: counts per request and proposer, and estimates from them.
+
+`Acceptance` counts what became of one proposer's drafts for one request. `SourceAcceptance` learns
+from all requests which acceptance rates occur at all (a mixture of beta distributions with fixed
+means, whose weights are learned online: empirical Bayes), so that a new request starts with a
+sensible `AcceptanceEstimate`. `ConfidenceBins` calibrates the probabilities that a drafter itself
+reports for its tokens.
+"""
 
 from __future__ import annotations
 
@@ -10,103 +16,109 @@ from dataclasses import dataclass, field
 
 from forerun.types import SIXTEENTHS, Draft
 
-OWN_WORD_STRENGTH = 8.0  # tokens that the drafter's own word counts for
-BIN_DISCOUNT = 0.998  # of what was counted, at each token of the same sixteenth
+OWN_PROB_STRENGTH = 8.0  # observations that the drafter's own probability counts for
+BIN_DISCOUNT = 0.998  # applied to a bin's counts with each new token in it
+
+PRIOR_STRENGTH = 4.0  # observations that a prior counts for
+# Discounts of counts with each round: of one request, of offers by all, of component weights.
+REQUEST_DISCOUNT, OFFER_DISCOUNT, COMPONENT_DISCOUNT = 0.95, 0.99, 0.999
+# Means of the beta distributions, close enough to each other to tell requests apart.
+MEANS = (0.03, 0.12, 0.25, 0.4, 0.55, 0.7, 0.8, 0.9, 0.96)
+COMPONENT_STRENGTH = 30  # observations that each component stands for
+COMPONENTS = tuple(
+    (COMPONENT_STRENGTH * mean, COMPONENT_STRENGTH * (1 - mean)) for mean in MEANS
+)  # as pseudo-counts (accepted, rejected)
+LOG_NORMALISERS = tuple(math.lgamma(yes) + math.lgamma(no) for yes, no in COMPONENTS)
+NEGLIGIBLE = 0.003  # components with a smaller posterior are left out
+UNIFORM_SHARE = 0.1  # share of the weights that stays uniform: every request may be an exception
+REFRESH_ROUNDS = 16  # rounds of all requests after which a request's estimate is computed anew
+NEVER = 1 << 20  # steps
+MAX_COUNT = 1e6  # of any discounted count read from a file
+MAX_MATCH_BITS = 6  # longer matches count as alike
 
 
 @dataclass(slots=True)
 class ConfidenceBins:
-    """Of one drafter, at one kind of temperature. `stands` [32] float32 is read by native rounds:
-    of first choices, then of what stands beside them."""
+    """Acceptance of drafted tokens by the probability that their drafter gave them.
 
-    yes: list[float] = field(default_factory=lambda: [0.0] * 2 * SIXTEENTHS)
+    The range [0, 1] is divided into SIXTEENTHS bins; a second set of bins holds siblings
+    of a drafter's first choice.
+
+    Attributes:
+        accepted, seen: discounted counts, [2 * SIXTEENTHS].
+        rates: float32 [2 * SIXTEENTHS], the estimated acceptance rate of each bin; native
+            kernels read it in place.
+    """
+
+    accepted: list[float] = field(default_factory=lambda: [0.0] * 2 * SIXTEENTHS)
     seen: list[float] = field(default_factory=lambda: [0.0] * 2 * SIXTEENTHS)
-    stands: array[float] = field(
-        default_factory=lambda: array("f", map(_own_word, range(2 * SIXTEENTHS)))
+    rates: array[float] = field(
+        default_factory=lambda: array("f", map(_bin_middle, range(2 * SIXTEENTHS)))
     )
 
     def state(self) -> list[list[float]]:
-        """Its counts, for `recall` of another process."""
-        return [self.yes, self.seen]
+        """Return the counts, for `load_state` in another process."""
+        return [self.accepted, self.seen]
 
-    def recall(self, state: Sequence[Sequence[float]]) -> None:
-        """Begin with these counts. Raises ValueError or TypeError for what `state` never gave."""
-        self.yes, self.seen = (counts(found) for found in state)
-        if not len(self.yes) == len(self.seen) == 2 * SIXTEENTHS:
-            raise ValueError("there are other parts of a probability")
-        if any(yes > seen for yes, seen in zip(self.yes, self.seen, strict=True)):
-            raise ValueError("more came true than was seen")
-        for sixteenth in range(2 * SIXTEENTHS):
-            self._say(sixteenth)
+    def load_state(self, state: Sequence[Sequence[float]]) -> None:
+        """Start from these counts.
+
+        Raises:
+            ValueError, TypeError: `state` did not come from `state()`.
+        """
+        self.accepted, self.seen = (parse_counts(found) for found in state)
+        if not len(self.accepted) == len(self.seen) == 2 * SIXTEENTHS:
+            raise ValueError("wrong number of confidence bins")
+        if any(yes > seen for yes, seen in zip(self.accepted, self.seen, strict=True)):
+            raise ValueError("more tokens were accepted than seen")
+        for index in range(2 * SIXTEENTHS):
+            self._update_rate(index)
 
     def add(self, draft: Draft, path: Sequence[int], is_open: bool = False) -> None:
-        """What became of a draft's tokens, of which the target said those of `path`, and no more
-        yet if that `is_open`. Those behind one that does not stand say nothing."""
+        """Count the tokens of a draft of which the target confirmed `path`.
+
+        `is_open`: the text after the last node of `path` is not known yet, so its children say
+        nothing. Children of rejected nodes never do.
+        """
         kept = set(path)
-        told = kept - {path[-1]} if is_open else kept
-        for node, sixteenth in zip(range(1, len(draft)), draft.sure, strict=False):
-            if draft.parents[node] not in told:
+        decided_parents = kept - {path[-1]} if is_open else kept
+        for node, index in zip(range(1, len(draft)), draft.sure, strict=False):
+            if draft.parents[node] not in decided_parents:
                 continue
-            self.yes[sixteenth] = BIN_DISCOUNT * self.yes[sixteenth] + (node in kept)
-            self.seen[sixteenth] = BIN_DISCOUNT * self.seen[sixteenth] + 1
-            self._say(sixteenth)
+            self.accepted[index] = BIN_DISCOUNT * self.accepted[index] + (node in kept)
+            self.seen[index] = BIN_DISCOUNT * self.seen[index] + 1
+            self._update_rate(index)
 
-    def _say(self, sixteenth: int) -> None:
-        right = self.yes[sixteenth] + OWN_WORD_STRENGTH * _own_word(sixteenth)
-        self.stands[sixteenth] = right / (self.seen[sixteenth] + OWN_WORD_STRENGTH)
-
-
-def _own_word(sixteenth: int) -> float:
-    """The middle of the probabilities that fall into a sixteenth."""
-    return (sixteenth % SIXTEENTHS + 0.5) / SIXTEENTHS
+    def _update_rate(self, index: int) -> None:
+        accepted = self.accepted[index] + OWN_PROB_STRENGTH * _bin_middle(index)
+        self.rates[index] = accepted / (self.seen[index] + OWN_PROB_STRENGTH)
 
 
-STRENGTH = 4.0  # how many observations a prior is worth
-KEEP, KEEP_OFFERED, KEEP_LAWS = (
-    0.95,
-    0.99,
-    0.999,
-)  # of what was counted, at each round: of a request, and of all
-MEANS = (
-    0.03,
-    0.12,
-    0.25,
-    0.4,
-    0.55,
-    0.7,
-    0.8,
-    0.9,
-    0.96,
-)  # of laws of acceptance, near enough to tell requests apart
-ALIKE = 30  # observations that a law is worth
-LAWS = tuple((ALIKE * mean, ALIKE * (1 - mean)) for mean in MEANS)  # as counts
-TAKEN = tuple(math.lgamma(yes) + math.lgamma(no) for yes, no in LAWS)
-UNLIKELY = 0.003  # that a request has a law: it is left out
-ANY = 0.1  # of the weights of laws, spread over all: no request is beyond being unlike the others
-FRESH = 16  # rounds of all requests after which what is believed of one is worked out anew
-NEVER = 1 << 20  # steps
-MOST = 1e6  # of any discounted count
-LONGEST = 6  # bits of the length of a match, from which on all are alike
+def _bin_middle(index: int) -> float:
+    """Return the middle of the probabilities in a bin."""
+    return (index % SIXTEENTHS + 0.5) / SIXTEENTHS
 
 
 @dataclass(slots=True)
-class Chance:
-    """Discounted counts of what came true and what did not."""
+class BetaCounts:
+    """Discounted counts of successes and failures."""
 
     yes: float = 0.0
     no: float = 0.0
 
     @property
     def seen(self) -> float:
-        """How much was counted."""
+        """The discounted number of observations."""
         return self.yes + self.no
 
-    def rate(self, prior: float, strength: float = STRENGTH) -> float:
-        """Probability that it comes true; the prior is worth so many observations."""
+    def rate(self, prior: float, strength: float = PRIOR_STRENGTH) -> float:
+        """Return the success probability; the prior counts for `strength` observations."""
         return (self.yes + strength * prior) / (self.seen + strength)
 
-    def add(self, yes: float, no: float, keep: float) -> None:
-        self.yes, self.no = keep * self.yes + yes, keep * self.no + no
+    def add(self, yes: float, no: float, discount: float) -> None:
+        """Discount the counts and add new ones."""
+        self.yes = discount * self.yes + yes
+        self.no = discount * self.no + no
 
 
 @dataclass(slots=True)
@@ -114,141 +126,165 @@ class Acceptance:
     """What became of one proposer's drafts for one request.
 
     Attributes:
-        kept: of drafted tokens: those accepted, given that those before them were. A draft accepted
-            to its end tells nothing of what would have come after (censored).
-        offered: of the times it was asked: those it had something to draft.
-        rest: the step in which it is asked again; None while it seems to pay.
-        right: its last draft was accepted to the end.
-        idle: steps since it drafted last, `NEVER` where it has not.
-        belief: what follows of `kept`, as long as that stays what it is.
+        kept: drafted tokens accepted or rejected, given that those before them were accepted. A
+            draft that was accepted to its end is a censored observation: what would have come next
+            is not known.
+        offered: how often the proposer had anything to draft when it was asked.
+        paused_until: the step in which the proposer is asked again; None while drafting seems to
+            pay.
+        last_accepted: True if the last draft was accepted to its end.
+        idle_steps: steps since the proposer last drafted; `NEVER` if it has not.
+        estimate: cached estimate from `kept`.
     """
 
-    kept: Chance = field(default_factory=Chance)
-    offered: Chance = field(default_factory=Chance)
-    rest: int | None = None
-    right: bool = False
-    idle: int = NEVER
-    belief: Belief | None = None
+    kept: BetaCounts = field(default_factory=BetaCounts)
+    offered: BetaCounts = field(default_factory=BetaCounts)
+    paused_until: int | None = None
+    last_accepted: bool = False
+    idle_steps: int = NEVER
+    estimate: AcceptanceEstimate | None = None
 
     def add(self, drafted: int, accepted: int) -> None:
-        """One round; 0 drafted is nothing to offer."""
-        self.idle, self.belief, self.right = 0, None, 0 < drafted == accepted
-        self.offered.add(drafted > 0, drafted == 0, KEEP)
+        """Count one round; `drafted` is 0 if the proposer had nothing to offer."""
+        self.idle_steps = 0
+        self.estimate = None
+        self.last_accepted = 0 < drafted == accepted
+        self.offered.add(drafted > 0, drafted == 0, REQUEST_DISCOUNT)
         if drafted:
-            self.kept.add(accepted, accepted < drafted, KEEP)
+            self.kept.add(accepted, accepted < drafted, REQUEST_DISCOUNT)
 
 
-class Belief:
-    """How likely the tokens of a draft are to stand: a mixture of beta laws of one request's
-    acceptance."""
+class AcceptanceEstimate:
+    """Posterior over one request's acceptance rate: a mixture of beta distributions."""
 
     def __init__(self, parts: Sequence[tuple[float, float, float]], version: int) -> None:
-        """`parts`: (how likely it is this one, its pseudo-counts of yes and of no); `version` of
-        what it rests on."""
-        self.version, self._parts = version, [[share, yes, yes + no] for share, yes, no in parts]
-        self._stands = [1.0]
+        """`parts`: (posterior weight, pseudo-count accepted, pseudo-count rejected) per component;
+        `version` of the `SourceAcceptance` that it was computed from."""
+        self.version = version
+        self._parts = [[share, yes, yes + no] for share, yes, no in parts]
+        self._survival = [1.0]
 
-    def stands(self, depth: int) -> float:
-        """The chance that so many tokens stand, one behind the other."""
-        while len(self._stands) <= depth:
+    def survival(self, depth: int) -> float:
+        """Return the probability that `depth` drafted tokens in a row are accepted."""
+        while len(self._survival) <= depth:
             for part in self._parts:
                 part[0] *= part[1] / part[2]
                 part[1] += 1
                 part[2] += 1
-            self._stands.append(sum(part[0] for part in self._parts))
-        return self._stands[depth]
+            self._survival.append(sum(part[0] for part in self._parts))
+        return self._survival[depth]
 
 
-class Source:
-    """What became of one proposer's drafts for all requests: which acceptances they had, so that a
-    new one begins with what is likely, and how soon it is believed to be unlike the others follows
-    from how unlike they were.
+class SourceAcceptance:
+    """Distribution of acceptance rates over all requests of one proposer.
 
-    Acceptance is a mixture of beta laws with fixed means, whose weights are learned (empirical
-    Bayes, online)."""
+    Acceptance rates are a mixture of beta distributions with fixed means; their weights are learned
+    online (empirical Bayes). Where requests have been alike, two rejected rounds change little;
+    where some are hopeless and others are not, two rounds tell which kind this one is.
+    """
 
     def __init__(self) -> None:
-        self.weights = [1.0] * len(LAWS)
-        self.offered = Chance()
+        self.weights = [1.0] * len(COMPONENTS)
+        self.offered = BetaCounts()
         self.version = 0
-        self._read: tuple[int, list[float]] = (-1, [])
+        self._log_priors: tuple[int, list[float]] = (-1, [])
 
     def state(self) -> list[float]:
-        """Its counts, for `recall` of another process."""
+        """Return the counts, for `load_state` in another process."""
         return [*self.weights, self.offered.yes, self.offered.no]
 
-    def recall(self, state: Sequence[float]) -> None:
-        """Begin with these counts. Raises ValueError or TypeError for what `state` never gave."""
-        *weights, yes, no = counts(state)
-        if (
-            len(weights) != len(LAWS) or sum(weights) < 1
-        ):  # each round adds 1, and keeps most of what was there
-            raise ValueError(f"these are no weights of {len(LAWS)} laws: {weights}")
-        self.weights, self.offered, self._read = weights, Chance(yes, no), (-1, [])
+    def load_state(self, state: Sequence[float]) -> None:
+        """Start from these counts.
 
-    def belief(self, acceptance: Acceptance) -> Belief:
-        """Of a request."""
-        if acceptance.belief is None or acceptance.belief.version != self.version // FRESH:
-            acceptance.belief = self._belief(acceptance.kept, self._shares(acceptance.kept))
-        return acceptance.belief
+        Raises:
+            ValueError, TypeError: `state` did not come from `state()`.
+        """
+        *weights, yes, no = parse_counts(state)
+        # Each round adds 1 and keeps most of what was there, so a sum below 1 cannot come from us.
+        if len(weights) != len(COMPONENTS) or sum(weights) < 1:
+            raise ValueError(f"these are no weights of {len(COMPONENTS)} components: {weights}")
+        self.weights = weights
+        self.offered = BetaCounts(yes, no)
+        self._log_priors = (-1, [])
+
+    def estimate(self, acceptance: Acceptance) -> AcceptanceEstimate:
+        """Return the current estimate for a request."""
+        known = acceptance.estimate
+        if known is None or known.version != self.version // REFRESH_ROUNDS:
+            known = self._estimate(acceptance.kept, self._posterior(acceptance.kept))
+            acceptance.estimate = known
+        return known
 
     def add(self, acceptance: Acceptance, drafted: int) -> None:
-        """One round of a request, which has been added there."""
-        self.offered.add(drafted > 0, drafted == 0, KEEP_OFFERED)
-        if drafted:
-            shares = self._shares(acceptance.kept)
-            self.weights = [
-                KEEP_LAWS * weight + share
-                for weight, share in zip(self.weights, shares, strict=True)
-            ]
-            self.version += 1
-            acceptance.belief = self._belief(acceptance.kept, shares)
+        """Learn from one round that was already added to the request's own counts."""
+        self.offered.add(drafted > 0, drafted == 0, OFFER_DISCOUNT)
+        if not drafted:
+            return
+        posterior = self._posterior(acceptance.kept)
+        self.weights = [
+            COMPONENT_DISCOUNT * weight + share
+            for weight, share in zip(self.weights, posterior, strict=True)
+        ]
+        self.version += 1
+        acceptance.estimate = self._estimate(acceptance.kept, posterior)
 
-    def _belief(self, kept: Chance, shares: Sequence[float]) -> Belief:
-        likely = [(share, law) for share, law in zip(shares, LAWS, strict=True) if share > UNLIKELY]
+    def _estimate(self, kept: BetaCounts, posterior: Sequence[float]) -> AcceptanceEstimate:
+        likely = [
+            (share, component)
+            for share, component in zip(posterior, COMPONENTS, strict=True)
+            if share > NEGLIGIBLE
+        ]
         total = sum(share for share, _ in likely)
         parts = [(share / total, yes + kept.yes, no + kept.no) for share, (yes, no) in likely]
-        return Belief(parts, self.version // FRESH)
+        return AcceptanceEstimate(parts, self.version // REFRESH_ROUNDS)
 
-    def _shares(self, kept: Chance) -> list[float]:
-        """How likely a request with such counts is to have each law."""
+    def _posterior(self, kept: BetaCounts) -> list[float]:
+        """Return the probability of each component for a request with these counts."""
         lgamma, yes, no = math.lgamma, kept.yes, kept.no
         odds = [
-            known + lgamma(a + yes) + lgamma(b + no)
-            for known, (a, b) in zip(self._known(), LAWS, strict=True)
+            prior + lgamma(a + yes) + lgamma(b + no)
+            for prior, (a, b) in zip(self._log_prior(), COMPONENTS, strict=True)
         ]
-        most = max(odds)
-        shares = [math.exp(odd - most) for odd in odds]
+        largest = max(odds)
+        shares = [math.exp(odd - largest) for odd in odds]
         total = sum(shares)
         return [share / total for share in shares]
 
-    def _known(self) -> list[float]:
-        """What of the odds of each law has nothing to do with a request: its weight, and what its
-        own counts take."""
-        if self._read[0] != self.version:
-            least = ANY * sum(self.weights) / len(LAWS)
+    def _log_prior(self) -> list[float]:
+        """Return the part of each component's log-odds that does not depend on a request."""
+        if self._log_priors[0] != self.version:
+            least = UNIFORM_SHARE * sum(self.weights) / len(COMPONENTS)
             odds = [
-                math.log(weight + least) - taken
-                for weight, taken in zip(self.weights, TAKEN, strict=True)
+                math.log(weight + least) - normaliser
+                for weight, normaliser in zip(self.weights, LOG_NORMALISERS, strict=True)
             ]
-            self._read = self.version, odds
-        return self._read[1]
+            self._log_priors = self.version, odds
+        return self._log_priors[1]
 
 
-def counts(found: Sequence[float]) -> list[float]:
-    """Numbers from a file that may be anybody's, as counts. Raises ValueError or TypeError for what
-    are none."""
+def parse_counts(found: Sequence[float]) -> list[float]:
+    """Read discounted counts from a file of unknown origin.
+
+    Raises:
+        ValueError, TypeError: these are no counts.
+    """
     numbers = [float(number) for number in found]
-    if not all(0 <= number < MOST for number in numbers):
+    if not all(0 <= number < MAX_COUNT for number in numbers):
         raise ValueError(f"these are no counts: {numbers}")
     return numbers
 
 
 @dataclass(slots=True)
 class DraftOption:
-    """One request that could draft: its proposer, the most it may draft, its acceptance, how many
-    nodes a level may have, and how many tokens the proposer has missed while others drafted or
-    nobody did, the prompt at first."""
+    """A request that could draft with a proposer in this step.
+
+    Attributes:
+        source: the proposer's name; "" if the draft exists already and costs nothing.
+        limit: the maximum depth.
+        acceptance: the request's acceptance with this proposer.
+        width: nodes per level.
+        lag: committed tokens that the proposer has not read yet.
+    """
 
     source: str
     limit: int
@@ -258,6 +294,9 @@ class DraftOption:
 
 
 def kind_of_match(source: str, match: int) -> str:
-    """Copies behind long matches are right more often: the policy keeps their acceptance apart, by
-    powers of two."""
-    return f"{source}, {min(match.bit_length(), LONGEST)} bits"
+    """Return the name under which copies behind a match of `match` tokens are counted.
+
+    Copies behind long matches are accepted more often, so their acceptance is kept apart by powers
+    of two.
+    """
+    return f"{source}, {min(match.bit_length(), MAX_MATCH_BITS)} bits"

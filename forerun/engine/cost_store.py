@@ -1,10 +1,10 @@
-"""What the depth policy learned, from one process to the next: a file of counts and seconds for
-each model and machine.
+"""Persistent cost model: what the depth policy learned, kept in a file for each model and machine.
 
-Without it every process begins by believing nothing: it measures plain passes first, and what a
-drafter costs while its weights are not in the caches yet. It is a convenience: of a file that is
-damaged nothing is believed, which is told in one line, and no file changes what is generated. It
-holds no text."""
+Without it every process starts knowing nothing: it measures plain passes first, and what a drafter
+costs while its weights are not in the caches yet. The file is a convenience. A damaged one is
+ignored with a line in the log, and no file changes what is generated. It holds counts and seconds,
+no text.
+"""
 
 from __future__ import annotations
 
@@ -21,46 +21,48 @@ from forerun.hardware import processor
 from forerun.models.packed_cache import cache_folder, model_digest
 from forerun.utils import recalled, write_atomic
 
-VERSION = "learned 3"  # of what a file holds
-SMALLEST = 32 << 20  # bytes of weights: what is smaller is measured as fast as it is read
-PASSES, SECONDS = 16, 10.0  # that lie between two writes at least
+VERSION = "costs 4"  # of the file's content
+MIN_WEIGHT_BYTES = 32 << 20  # smaller models are measured as fast as the file is read
+MIN_PASSES, MIN_SECONDS = 16, 10.0  # between two writes
 
 
-class Learned:
-    """The file of one engine, if it has one."""
+class CostStore:
+    """The file of one engine's policy, if it has one."""
 
     def __init__(self, policy: DepthPolicy, path: Path | None) -> None:
-        """Lets the policy begin with what the file at `path` knows; None keeps nothing."""
+        """Load the file at `path` into `policy`; None keeps nothing."""
         self.policy, self.path = policy, path
-        self._passes, self._written = 0, float("-inf")
+        self._saved_passes = 0
+        self._saved_at = float("-inf")
         if path is not None:
-            recalled(path, policy.recall)
-            self._passes = policy.learned.passes
+            recalled(path, policy.load_state)
+            self._saved_passes = policy.costs.num_passes
 
-    def keep(self) -> None:
-        """Write the file, where enough was learned since the last time."""
-        learned, now = self.policy.learned, time.monotonic()
-        if (
-            self.path is None
-            or now < self._written + SECONDS
-            or learned.passes < self._passes + PASSES
-        ):
+    def save(self) -> None:
+        """Write the file if enough was learned since the last time."""
+        num_passes, now = self.policy.costs.num_passes, time.monotonic()
+        due = now >= self._saved_at + MIN_SECONDS and num_passes >= self._saved_passes + MIN_PASSES
+        if self.path is None or not due:
             return
-        self._passes, self._written = learned.passes, now
+        self._saved_passes, self._saved_at = num_passes, now
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(self.path, json.dumps(self.policy.state()))
         except (OSError, ForerunError):
-            self.path = None  # the next one would fail as well
+            self.path = None  # the next write would fail as well
 
 
-def learned_of(policy: DepthPolicy, model: Path, weight_bytes: int, facts: list[Any]) -> Learned:
-    """What is known of this model, as `facts` tell it (its precision, threads, drafts), on this
-    machine."""
+def open_cost_store(
+    policy: DepthPolicy, model: Path, weight_bytes: int, facts: list[Any]
+) -> CostStore:
+    """Return the store for a model on this machine.
+
+    `facts` are what costs depend on besides: its precision, threads, drafts.
+    """
     path: Path | None = None
     folder = cache_folder()
-    if folder is not None and weight_bytes >= SMALLEST:
-        machine = [VERSION, platform.machine(), processor()]
+    if folder is not None and weight_bytes >= MIN_WEIGHT_BYTES:
+        key = [VERSION, platform.machine(), processor(), *facts]
         with suppress(OSError):
-            path = folder / "learned" / f"{model_digest(model, map(str, [*machine, *facts]))}.json"
-    return Learned(policy, path)
+            path = folder / "learned" / f"{model_digest(model, map(str, key))}.json"
+    return CostStore(policy, path)

@@ -1,9 +1,12 @@
 """How deep to draft: as deep as pays, down to zero.
 
-`DepthPolicy` keeps two things it has measured: what passes and drafts cost (`costs`), and how often
-each request's drafts are accepted. It then takes the depths with the most expected tokens a second.
-Depth never changes the output under `match`; under the ratio rules it depends on past rounds only,
-which keeps them exact (non-anticipating)."""
+`DepthPolicy` keeps what it has measured: the cost of forward passes and of drafting (`costs`) and
+how often each request's drafts are accepted (`acceptance`). It chooses the depths with the most
+expected tokens per second. Depth never changes the output under `match`; under the ratio rules it
+depends on past rounds only (it is non-anticipating), which keeps them exact.
+
+"Passes" as a unit of credit is the time of one forward pass of the current batch without drafts.
+"""
 
 from __future__ import annotations
 
@@ -12,387 +15,473 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from forerun.costs import Costs
-from forerun.engine.acceptance import LAWS, Acceptance, Belief, ConfidenceBins, DraftOption, Source
+from forerun.costs import CostModel
+from forerun.engine.acceptance import (
+    COMPONENTS,
+    Acceptance,
+    AcceptanceEstimate,
+    ConfidenceBins,
+    DraftOption,
+    SourceAcceptance,
+)
+
+DEEPEST = 16  # levels of a draft
+FLOOR_LEVELS = 4  # levels over which the cost of one more level is averaged
+MAX_FLOOR = 0.9  # of the probability below which a chain ends
+MIN_ACCEPTANCE = 0.02  # tokens less likely to be accepted are not considered
+PRIOR_OFFERED = 0.9  # how often an unknown proposer has something to offer
+MIN_PLAIN_PASSES = 2  # plain passes to measure before anything is compared with them
+CATCH_UP_HORIZON = 16  # tokens within which the drafter's catch-up cost must be recovered
+HEAVY_CATCH_UP = 0.1  # share of a pass: longer catch-ups wait until no prompts are being read
+RIVAL_IDLE_STEPS = 8  # steps after which an idle rival is tried again
+PAUSE_STEPS = 16  # steps without drafting before it is tried again, at least
+PAUSE_BELOW = 0.7  # of the acceptance of the least likely token drafted: requests below it pause
+PROBE_DEPTH = 2
+PROBE_SHARE = 0.01  # share of the time that goes into probes of a proposer,
+PROBE_ALLOWANCE = 5.0  # and the number of passes that may be spent at once
 
 
 class BatchState(NamedTuple):
-    """Where in a step drafts are thought of.
+    """The batch of a step, as far as the choice of depths depends on it.
 
     Attributes:
-        tokens: that are in the pass in any case.
-        said: requests that say something in it, whether they draft or not.
-        asked: those of them that may draft.
-        prompts: tokens of prompts among those in the pass, which are read whatever is drafted.
+        num_tokens: tokens in the forward pass that are certain.
+        num_generating: requests that get a token in this step, whether they draft or not.
+        num_drafting: how many of them may draft.
+        num_prompt_tokens: prompt tokens among `num_tokens`, read whatever is drafted.
     """
 
-    tokens: int
-    said: int
-    asked: int
-    prompts: int = 0
+    num_tokens: int
+    num_generating: int
+    num_drafting: int
+    num_prompt_tokens: int = 0
 
 
-DEEPEST = 16
-FAR, HIGHEST = 4, 0.9  # levels over which a level's cost is taken; a floor is no higher
-HOPELESS = 0.02  # chance of acceptance below which a token is not worth considering
-OFFERED = 0.9  # how often a proposer nothing is known of has something to offer
-PLAIN = 2  # passes without a draft that are measured before anything is compared with them
-AHEAD = 16  # tokens, at most, over which what it takes to begin drafting is to pay
-HEAVY = 0.1  # of a pass: to read what takes longer waits until no prompts are read
-IDLE = 8  # steps after which a rival of who drafts is tried again
-REST = 16  # steps without drafting before it is tried again, at least
-NEAR = 0.7  # of the chance of the least likely token that is drafted: who is below that rests
-PROBE_DEPTH = 2
-PROBE_SHARE = 0.01  # of the time goes into probes of a proposer,
-ALLOWANCE = 5.0  # and the time of so many passes at once
+@dataclass(slots=True)
+class _SourceLoad:
+    """How deep one proposer drafts in a candidate plan, for how many requests, at what cost."""
+
+    depth: int = 0
+    num_requests: int = 0
+    cost: float = 0.0
 
 
 class DepthPolicy:
-    """The depths with the most expected tokens a second, by measured cost and acceptance, with
-    probes."""
+    """Chooses the depths with the most expected tokens per second, and probes what is unknown.
+
+    Attributes:
+        costs: measured costs of forward passes and drafting.
+        sources: acceptance rates by proposer.
+        confidence: calibration of drafters' own probabilities, by (proposer, greedy).
+        steps: steps so far.
+        credit: passes left for probes, by proposer; a probe takes credit and time gives it back
+            (an idea of conservative bandits, Wu et al. 2016).
+    """
 
     def __init__(self, objective: str = "throughput", slo: float = 0.0) -> None:
         """`objective` and `slo` (in seconds) as in `Config`."""
         self.objective, self.slo = objective, slo
-        self.learned = Costs()
-        self.sources: dict[str, Source] = defaultdict(Source)
-        self.survivals: dict[tuple[str, bool], ConfidenceBins] = defaultdict(ConfidenceBins)
+        self.costs = CostModel()
+        self.sources: dict[str, SourceAcceptance] = defaultdict(SourceAcceptance)
+        self.confidence: dict[tuple[str, bool], ConfidenceBins] = defaultdict(ConfidenceBins)
         self.steps = 0
-        self.credit: dict[str, float] = defaultdict(
-            lambda: ALLOWANCE
-        )  # passes left for probes, by proposer
+        self.credit: dict[str, float] = defaultdict(lambda: PROBE_ALLOWANCE)
+
+    # What outlives the process
 
     def state(self) -> dict[str, Any]:
-        """What was learned, as plain data for `recall` of another process: seconds and counts, no
-        text."""
+        """Serialize the learned costs and acceptance rates so that another process can load them.
+
+        The result is plain data for JSON: seconds and counts, no text.
+        """
         return {
-            "costs": self.learned.state(),
+            "costs": self.costs.state(),
             "sources": {name: source.state() for name, source in self.sources.items()},
-            "survivals": {
-                f"{int(greedy)} {name}": s.state() for (name, greedy), s in self.survivals.items()
+            "confidence": {
+                f"{int(greedy)} {name}": bins.state()
+                for (name, greedy), bins in self.confidence.items()
             },
         }
 
-    def recall(self, state: Mapping[str, Any]) -> None:
-        """Begin with what another process learned. Raises whatever it may, and nothing is known
-        then, for what `state` never gave."""
-        learned = DepthPolicy()
-        learned.learned.recall(state["costs"])
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Start with what another process learned.
+
+        Raises any exception for data that did not come from `state`; nothing is changed then.
+        """
+        loaded = DepthPolicy()
+        loaded.costs.load_state(state["costs"])
         for name, found in state["sources"].items():
-            learned.sources[name].recall(found)
-        for name, found in state["survivals"].items():
+            loaded.sources[name].load_state(found)
+        for name, found in state["confidence"].items():
             greedy, _, source = name.partition(" ")
-            learned.survivals[source, greedy == "1"].recall(found)
-        self.learned, self.sources, self.survivals = (
-            learned.learned,
-            learned.sources,
-            learned.survivals,
+            loaded.confidence[source, greedy == "1"].load_state(found)
+        self.costs, self.sources, self.confidence = (
+            loaded.costs,
+            loaded.sources,
+            loaded.confidence,
         )
 
-    def choose(self, wishes: Sequence[DraftOption], place: BatchState) -> list[int]:
-        """The best depths, with probes; those for whom nothing pays rest before they are thought of
-        again."""
-        if not self.learned.known(place.tokens, PLAIN):
-            return [0] * len(wishes)
-        active = [i for i, wish in enumerate(wishes) if wish.limit]
-        depths = self._best(wishes, active, place)
-        return self._with_probes(wishes, depths, place)
+    # Choosing depths
+
+    def choose(self, options: Sequence[DraftOption], batch: BatchState) -> list[int]:
+        """Return the depth of each option, 0 to its limit, probes included.
+
+        Options for which nothing pays are paused before they are considered again.
+        """
+        if not self.costs.known(batch.num_tokens, MIN_PLAIN_PASSES):
+            return [0] * len(options)
+        active = [i for i, option in enumerate(options) if option.limit]
+        depths = self._best(options, active, batch)
+        return self._with_probes(options, depths, batch)
 
     def _best(
-        self, wishes: Sequence[DraftOption], active: Sequence[int], place: BatchState
+        self, options: Sequence[DraftOption], active: Sequence[int], batch: BatchState
     ) -> list[int]:
-        """The depths with most tokens a second. A level costs much however few go on to it: the
-        last ones are taken away as long as that is better."""
-        best, speed = self._up_to(DEEPEST, wishes, active, place)
+        """Return the depths with the most tokens per second.
+
+        A level costs much however few requests reach it, so the last levels are taken away as long
+        as that is better.
+        """
+        best, speed = self._up_to(DEEPEST, options, active, batch)
         while len(active) > 1 and max(best) > 1:
-            fewer, slower = self._up_to(max(best) - 1, wishes, active, place)
+            shallower, slower = self._up_to(max(best) - 1, options, active, batch)
             if slower <= speed:
                 break
-            best, speed = fewer, slower
+            best, speed = shallower, slower
         return best
 
     def _up_to(
-        self, most: int, wishes: Sequence[DraftOption], active: Sequence[int], place: BatchState
+        self, deepest: int, options: Sequence[DraftOption], active: Sequence[int], batch: BatchState
     ) -> tuple[list[int], float]:
-        """Add drafted tokens in order of their chance to be accepted; keep the best point on the
-        way.
+        """Return the best depths up to `deepest`, and their tokens per second.
 
-        Proposers work one after the other, each on all its requests at once, as long as its deepest
-        takes."""
-        learned, latency, slo = (
-            self.learned,
-            self.objective == "latency",
-            self.slo / self.learned.pace or math.inf,
-        )
-        if place.prompts:
-            slo -= learned.of_read(place.tokens) - self._pass(place.tokens, place)
-        beliefs = {i: self._belief(wishes[i].source, wishes[i].acceptance) for i in active}
-        offers = {i: self._offer(wishes[i]) for i in active}
+        Drafted tokens are added in the order of their probability of acceptance, and the best point
+        on the way is kept. Proposers work one after the other; each drafts for all its requests at
+        once, as long as its deepest draft takes.
+        """
+        costs = self.costs
+        latency = self.objective == "latency"
+        slo = self.slo / costs.speed_factor or math.inf
+        if batch.num_prompt_tokens:
+            slo -= costs.prefill(batch.num_tokens) - self._forward(batch.num_tokens, batch)
+        estimates = {i: self._estimate(options[i].source, options[i].acceptance) for i in active}
+        offered = {i: self._offer_rate(options[i]) for i in active}
         heap = [
-            (-offers[i] * belief.stands(1), i)
-            for i, belief in beliefs.items()
-            if belief.stands(1) > HOPELESS
+            (-offered[i] * estimate.survival(1), i)
+            for i, estimate in estimates.items()
+            if estimate.survival(1) > MIN_ACCEPTANCE
         ]
         heapq.heapify(heap)
-        depths, tokens, drafting, lags = [0] * len(wishes), float(place.tokens), 0.0, 0.0
-        total, slow, each = (
-            float(place.said),
-            float(place.said),
-            [1.0] * len(wishes),
-        )  # said by all, 1 / said, by each
-        best, best_speed = list(depths), place.said / self._pass(tokens, place)
-        groups: dict[str, list[float]] = defaultdict(
-            lambda: [0, 0, 0.0]
-        )  # how deep, for how many, and what that takes
-        reach, in_vain = learned.reach(place.tokens), 0
-        while heap and in_vain < 3 * len(wishes):
-            (chance, i), wish = heap[0], wishes[heap[0][1]]
-            tokens += wish.width * offers[i]
-            if tokens > reach:
+        depths = [0] * len(options)
+        num_tokens, drafting, catching_up = float(batch.num_tokens), 0.0, 0.0
+        expected = inverse = float(batch.num_generating)  # sum of tokens, and of 1 / tokens
+        each = [1.0] * len(options)
+        best, best_speed = list(depths), batch.num_generating / self._forward(num_tokens, batch)
+        loads: dict[str, _SourceLoad] = defaultdict(_SourceLoad)
+        reach = costs.reach(batch.num_tokens)
+        without_gain = 0
+        while heap and without_gain < 3 * len(options):
+            chance, i = heap[0]
+            option = options[i]
+            num_tokens += option.width * offered[i]
+            if num_tokens > reach:
                 break
-            group = groups[wish.source]
             depths[i] += 1
-            if depths[i] == 1 and wish.lag:
-                lags += self._begin(wish)
-            if depths[i] == 1 or depths[i] > group[0]:
-                group[0], group[1] = max(group[0], depths[i]), group[1] + (depths[i] == 1)
-                drafting -= group[2]
-                group[2] = learned.of_draft(wish.source, int(group[0]), int(group[1]))
-                drafting += group[2]
-            total -= chance
+            if depths[i] == 1 and option.lag:
+                catching_up += self._catch_up(option)
+            load = loads[option.source]
+            if depths[i] == 1 or depths[i] > load.depth:
+                load.depth = max(load.depth, depths[i])
+                load.num_requests += depths[i] == 1
+                drafting -= load.cost
+                load.cost = costs.draft(option.source, load.depth, load.num_requests)
+                drafting += load.cost
+            expected -= chance  # chances are negated in the heap
             if latency:
-                slow += 1 / (each[i] - chance) - 1 / each[i]
+                inverse += 1 / (each[i] - chance) - 1 / each[i]
                 each[i] -= chance
-            said = place.said * place.said / slow if latency else total
-            cost = self._pass(tokens, place) + drafting + lags
-            in_vain += 1
-            if said > best_speed * cost and cost <= slo:
-                best, best_speed, in_vain = list(depths), said / cost, 0
-            chance = offers[i] * beliefs[i].stands(depths[i] + 1)
-            if depths[i] < min(wish.limit, most) and chance > HOPELESS:
-                heapq.heapreplace(heap, (-chance, i))
+            value = batch.num_generating * batch.num_generating / inverse if latency else expected
+            cost = self._forward(num_tokens, batch) + drafting + catching_up
+            without_gain += 1
+            if value > best_speed * cost and cost <= slo:
+                best, best_speed, without_gain = list(depths), value / cost, 0
+            next_chance = offered[i] * estimates[i].survival(depths[i] + 1)
+            if depths[i] < min(option.limit, deepest) and next_chance > MIN_ACCEPTANCE:
+                heapq.heapreplace(heap, (-next_chance, i))
             else:
                 heapq.heappop(heap)
         return best, best_speed
 
-    def rate(self, source: str, acceptance: Acceptance) -> float:
-        return self._belief(source, acceptance).stands(1)
+    def _with_probes(
+        self, options: Sequence[DraftOption], depths: list[int], batch: BatchState
+    ) -> list[int]:
+        """Draft now and then where it does not seem to pay, or nothing would be learned again.
 
-    def _belief(self, source: str, acceptance: Acceptance) -> Belief:
-        return self.sources[source].belief(acceptance)
-
-    def _offer(self, wish: DraftOption) -> float:
-        """How often its proposer has something to draft."""
-        return wish.acceptance.offered.rate(self.sources[wish.source].offered.rate(OFFERED))
-
-    def worth(
-        self, kind: str, acceptance: Acceptance, copied: int, place: BatchState
-    ) -> tuple[int, float]:
-        """As if all requests that may draft were alike."""
-        return self._alone(
-            DraftOption("", copied, Acceptance()), self._belief(kind, acceptance), place
+        A probe follows a pause and needs credit. A request whose last draft was accepted to its end
+        goes on at once. Where nothing pays for anybody all options pause: finding that out anew in
+        every step costs more than it can gain.
+        """
+        least = min(
+            (self._chance(options[i]) for i, depth in enumerate(depths) if depth), default=math.inf
         )
+        for i, option in enumerate(options):
+            acceptance = option.acceptance
+            if depths[i] or self._continues(option, batch) or self._may_probe(option, batch):
+                acceptance.paused_until = None
+                depths[i] = depths[i] or min(PROBE_DEPTH, option.limit)
+            elif self._chance(option) < PAUSE_BELOW * least:
+                # All pauses end together, since a draft may pay only for many requests at once.
+                acceptance.paused_until = self.steps + PAUSE_STEPS - self.steps % PAUSE_STEPS
+        return depths
 
-    def enough(self, chances: Sequence[float], place: BatchState) -> int:
-        """As many as give most tokens a second, as if all requests that may draft were alike."""
-        said = itertools.accumulate(
-            (place.asked * chance for chance in chances), initial=float(place.said)
+    def _continues(self, option: DraftOption, batch: BatchState) -> bool:
+        """Return True if the last draft was right and another pays if it is right once more.
+
+        What is likely to be lost by it is taken from the credit, down to a bounded debt.
+        """
+        price = self._probe_price(option, batch)
+        if (
+            not option.acceptance.last_accepted
+            or price * batch.num_generating >= PROBE_DEPTH
+            or self.credit[option.source] < -PROBE_ALLOWANCE
+        ):
+            return False
+        estimate = self._estimate(option.source, option.acceptance)
+        gain = sum(estimate.survival(depth) for depth in range(1, PROBE_DEPTH + 1))
+        self.credit[option.source] -= max(price - gain / batch.num_generating, 0.0)
+        return True
+
+    def _may_probe(self, option: DraftOption, batch: BatchState) -> bool:
+        """Return True if the pause is over and there is credit, which is taken."""
+        if option.acceptance.paused_until is None or self.is_paused(option.acceptance):
+            return False
+        return self._spend(option.source, self._probe_price(option, batch))
+
+    def _spend(self, source: str, price: float) -> bool:
+        """Take a price in passes from a proposer's credit; return False if there is not enough."""
+        if self.credit[source] < min(price, PROBE_ALLOWANCE):
+            return False
+        self.credit[source] -= price
+        return True
+
+    def _probe_price(self, option: DraftOption, batch: BatchState) -> float:
+        """Return what a probe costs beyond a step without it, in passes."""
+        drafting = self.costs.draft(option.source, PROBE_DEPTH)
+        drafting += self.costs.catch_up(option.source, option.lag)
+        verifying = self._forward(batch.num_tokens + PROBE_DEPTH * option.width, batch)
+        return (drafting + verifying) / self._forward(batch.num_tokens, batch) - 1
+
+    def is_paused(self, acceptance: Acceptance) -> bool:
+        """Return True if nothing should be drafted in this step, so the proposer need not run."""
+        return acceptance.paused_until is not None and self.steps < acceptance.paused_until
+
+    def should_wait(self, option: DraftOption, batch: BatchState) -> bool:
+        """Return True if a proposer's catch-up should wait until no prompts are being read.
+
+        While prompts are read the batch grows with each step, and what pays for a few requests may
+        not pay for all.
+        """
+        catch_up = self.costs.catch_up(option.source, option.lag)
+        return catch_up > HEAVY_CATCH_UP * self.costs.forward(batch.num_generating)
+
+    # Judging drafts that exist
+
+    def cut_copy(
+        self, kind: str, acceptance: Acceptance, copied: int, batch: BatchState
+    ) -> tuple[int, float]:
+        """Return (how many of `copied` tokens to verify, the tokens per second expected of them).
+
+        `kind` is their kind of match, `acceptance` what became of such copies for this request.
+        Computed as if all requests that may draft were alike.
+        """
+        option = DraftOption("", copied, Acceptance())
+        return self._best_alone(option, self._estimate(kind, acceptance), batch)
+
+    def num_worth_verifying(self, path_probs: Sequence[float], batch: BatchState) -> int:
+        """Return how many nodes to verify, given each node's probability, the likeliest first.
+
+        Computed as if all requests that may draft were alike.
+        """
+        expected = itertools.accumulate(
+            (batch.num_drafting * prob for prob in path_probs), initial=float(batch.num_generating)
         )
         speeds = [
-            tokens / self._pass(place.tokens + place.asked * count, place)
-            for count, tokens in enumerate(said)
+            tokens / self._forward(batch.num_tokens + batch.num_drafting * count, batch)
+            for count, tokens in enumerate(expected)
         ]
         return speeds.index(max(speeds))
 
-    def ranked(self, groups: Sequence[Sequence[DraftOption]], place: BatchState) -> list[int]:
-        speeds = [max(self.hoped(wish, place) for wish in group) for group in groups]
+    def min_chain_prob(self, source: str, acceptance: Acceptance, batch: BatchState) -> float:
+        """Return the probability below which another token of a chain is not worth its cost.
+
+        One more level costs its drafting and a row of the forward pass; it gains a token with the
+        probability that all tokens up to it are accepted. At the current speed a token is worth the
+        time that it takes.
+        """
+        estimate = self._estimate(source, acceptance)
+        drafting = batch.num_drafting
+        _, speed = self._best_alone(DraftOption(source, FLOOR_LEVELS, acceptance), estimate, batch)
+        level = self.costs.draft(source, FLOOR_LEVELS, drafting)
+        level -= self.costs.draft(source, 1, drafting)
+        row = self._forward(batch.num_tokens + FLOOR_LEVELS * drafting, batch)
+        row -= self._forward(batch.num_tokens + drafting, batch)
+        gain = drafting * estimate.survival(1)
+        return min((level + row) / (FLOOR_LEVELS - 1) * speed / gain, MAX_FLOOR)
+
+    # Choosing between proposers
+
+    def rank(self, groups: Sequence[Sequence[DraftOption]], batch: BatchState) -> list[int]:
+        """Return the indices of `groups` by their best option's expected speed, best first."""
+        speeds = [max(self.expected_speed(option, batch) for option in group) for group in groups]
         return sorted(range(len(groups)), key=lambda i: -speeds[i])
 
-    def tried(self, rivals: Sequence[DraftOption], speed: float, place: BatchState) -> int | None:
-        """The one that has been idle longest, if its proposer has credit for the time that drafting
-        takes: what it says is not verified, only compared with what the target says anyway. The
-            more is known of it, the less often; and
-        not where it would not do better if nearly all of it stood."""
-        for wish in rivals:
-            wish.acceptance.idle += 1
-        i = max(range(len(rivals)), key=lambda i: rivals[i].acceptance.idle)
-        source, state = rivals[i].source, rivals[i].acceptance
-        if state.idle <= IDLE * max(state.kept.seen / PROBE_DEPTH, 1) or not self.learned.known(
-            place.tokens, PLAIN
-        ):
+    def expected_speed(self, option: DraftOption, batch: BatchState) -> float:
+        """Return the tokens per second expected if all drafting requests were like this one."""
+        estimate = self._estimate(option.source, option.acceptance)
+        return self._best_alone(option, estimate, batch)[1]
+
+    def pick_rival_probe(
+        self, rivals: Sequence[DraftOption], speed: float, batch: BatchState
+    ) -> int | None:
+        """Return the rival that should draft only to be compared with the target, or None.
+
+        The rival that has been idle longest is chosen, if its proposer has credit for the time of
+        drafting; the more is known of it, the less often. None if it could not beat `speed` (tokens
+        per second of the current choice) even if nearly all its tokens were accepted. Call it once
+        per step.
+        """
+        for option in rivals:
+            option.acceptance.idle_steps += 1
+        i = max(range(len(rivals)), key=lambda i: rivals[i].acceptance.idle_steps)
+        source, acceptance = rivals[i].source, rivals[i].acceptance
+        patience = RIVAL_IDLE_STEPS * max(acceptance.kept.seen / PROBE_DEPTH, 1)
+        if acceptance.idle_steps <= patience:
             return None
-        if self._alone(rivals[i], Belief([(1.0, *LAWS[-1])], 0), place)[1] <= speed:
-            state.idle = 0
+        if not self.costs.known(batch.num_tokens, MIN_PLAIN_PASSES):
             return None
-        seconds = self.learned.of_draft(source, PROBE_DEPTH) + self.learned.of_lag(
-            source, rivals[i].lag
-        )
-        price = seconds / self._pass(place.tokens, place)
-        if self.credit[source] < min(price, ALLOWANCE):
+        optimistic = AcceptanceEstimate([(1.0, *COMPONENTS[-1])], 0)
+        if self._best_alone(rivals[i], optimistic, batch)[1] <= speed:
+            acceptance.idle_steps = 0
             return None
-        self.credit[source] -= price
-        return i
+        seconds = self.costs.draft(source, PROBE_DEPTH)
+        seconds += self.costs.catch_up(source, rivals[i].lag)
+        return i if self._spend(source, seconds / self._forward(batch.num_tokens, batch)) else None
 
-    def hoped(self, wish: DraftOption, place: BatchState) -> float:
-        return self._alone(wish, self._belief(wish.source, wish.acceptance), place)[1]
+    # Expectations
 
-    def floor(self, source: str, acceptance: Acceptance, place: BatchState) -> float:
-        """A level more costs what it takes to draft, and a row of the pass; it brings a token with
-        the chance that all before it stand, and that it does. At today's speed a token is worth the
-        time that it takes."""
-        learned, (tokens, _, asked, _), belief = (
-            self.learned,
-            place,
-            self._belief(source, acceptance),
-        )
-        _, speed = self._alone(DraftOption(source, FAR, acceptance), belief, place)
-        level = learned.of_draft(source, FAR, asked) - learned.of_draft(source, 1, asked)
-        row = self._pass(tokens + FAR * asked, place) - self._pass(tokens + asked, place)
-        return min((level + row) / (FAR - 1) * speed / (asked * belief.stands(1)), HIGHEST)
+    def acceptance_rate(self, source: str, acceptance: Acceptance) -> float:
+        """Return the expected probability that a drafted token is accepted."""
+        return self._estimate(source, acceptance).survival(1)
 
-    def survival(self, source: str, greedy: bool) -> ConfidenceBins:
-        return self.survivals[source, greedy]
+    def bins(self, source: str, greedy: bool) -> ConfidenceBins:
+        """Return the calibration of a drafter's own probabilities."""
+        return self.confidence[source, greedy]
 
-    def _alone(self, wish: DraftOption, belief: Belief, place: BatchState) -> tuple[int, float]:
-        """(the depth up to its limit with most tokens a second, how many, if all that may draft
-        were like it); what has no source is there already and costs nothing to draft."""
-        tokens, said, asked, _ = place
-        best, speed, expected, begin = (
-            0,
-            said / self._pass(tokens, place),
-            float(said),
-            self._begin(wish),
-        )
-        reach = self.learned.reach(tokens)
-        for depth in range(1, min(wish.limit, DEEPEST) + 1):
-            chance, rows = belief.stands(depth), asked * depth * wish.width
-            if tokens + rows > reach:
+    def _estimate(self, source: str, acceptance: Acceptance) -> AcceptanceEstimate:
+        return self.sources[source].estimate(acceptance)
+
+    def _offer_rate(self, option: DraftOption) -> float:
+        """Return how often the option's proposer has something to draft."""
+        prior = self.sources[option.source].offered.rate(PRIOR_OFFERED)
+        return option.acceptance.offered.rate(prior)
+
+    def _chance(self, option: DraftOption) -> float:
+        """Return the probability that a token is offered and accepted."""
+        return self._offer_rate(option) * self.acceptance_rate(option.source, option.acceptance)
+
+    def _best_alone(
+        self, option: DraftOption, estimate: AcceptanceEstimate, batch: BatchState
+    ) -> tuple[int, float]:
+        """Return (best depth, its tokens per second) if all drafting requests were like this one.
+
+        Drafts without a source exist already and cost nothing to make.
+        """
+        drafting = batch.num_drafting
+        best, expected = 0, float(batch.num_generating)
+        speed = expected / self._forward(batch.num_tokens, batch)
+        catch_up = self._catch_up(option)
+        reach = self.costs.reach(batch.num_tokens)
+        for depth in range(1, min(option.limit, DEEPEST) + 1):
+            chance = estimate.survival(depth)
+            num_tokens = batch.num_tokens + drafting * depth * option.width
+            if num_tokens > reach:
                 break
-            expected += asked * chance
-            cost = self._pass(tokens + rows, place)
-            cost += (
-                self.learned.of_draft(wish.source, depth, asked) + asked * begin
-                if wish.source
-                else 0.0
-            )
+            expected += drafting * chance
+            cost = self._forward(num_tokens, batch)
+            if option.source:
+                cost += self.costs.draft(option.source, depth, drafting) + drafting * catch_up
             if expected / cost > speed:
                 best, speed = depth, expected / cost
-            elif chance < HOPELESS:
+            elif chance < MIN_ACCEPTANCE:
                 break
         return best, speed
 
-    def _begin(self, wish: DraftOption) -> float:
-        """What it takes its proposer to read what it has missed, for each of the tokens over which
-        that must pay."""
-        return self.learned.of_lag(wish.source, wish.lag) / max(min(wish.limit, AHEAD), 1)
+    def _catch_up(self, option: DraftOption) -> float:
+        """Return the cost of catching up per token within which it must be recovered."""
+        tokens = max(min(option.limit, CATCH_UP_HORIZON), 1)
+        return self.costs.catch_up(option.source, option.lag) / tokens
 
-    def _pass(self, tokens: float, place: BatchState) -> float:
-        """What a pass over so many tokens takes, but for the prompts in it: they are read in any
-        case, and what is said meanwhile pays if it would pay without."""
-        learned, read = self.learned, place.tokens
-        if not place.prompts:
-            return learned.of_pass(tokens)
-        row = (
-            learned.of_read(2 * read) - learned.of_read(read)
-        ) / read  # it computes, where others wait for weights
-        return learned.of_pass(read - place.prompts) + (tokens - read) * row
+    def _forward(self, num_tokens: float, batch: BatchState) -> float:
+        """Return the cost of a forward pass without what its prompts add.
 
-    def room(self, decoding: int, stretch: float) -> int:
-        bound = stretch * self.learned.of_pass(decoding) * self.learned.pace
-        return self.learned.within(min(self.slo or math.inf, bound))
+        Prompts are read in any case, and drafts beside them must pay as in a pass without them. A
+        further row of such a pass costs computation, where others wait for weights.
+        """
+        if not batch.num_prompt_tokens:
+            return self.costs.forward(num_tokens)
+        certain = batch.num_tokens
+        row = (self.costs.prefill(2 * certain) - self.costs.prefill(certain)) / certain
+        alone = self.costs.forward(certain - batch.num_prompt_tokens)
+        return alone + (num_tokens - certain) * row
 
-    def cost(self, tokens: float) -> float:
-        return self.learned.pace * self.learned.of_pass(tokens)
+    # What the engine asks and reports
 
-    def costs(self) -> tuple[dict[int, float], dict[str, dict[int, float]]]:
-        return ({}, {}) if self.objective == "energy" else self.learned.seconds()
+    def room(self, num_decoding: int, stretch: float) -> int:
+        """Return the most tokens of a pass that reads prompts beside decoding requests.
 
-    def rests(self, acceptance: Acceptance) -> bool:
-        return acceptance.rest is not None and self.steps < acceptance.rest
+        Such a pass keeps the latency objective and takes at most `stretch` times as long as the
+        decoding requests alone.
+        """
+        bound = stretch * self.forward_seconds(num_decoding)
+        return self.costs.within(min(self.slo or math.inf, bound))
 
-    def waits(self, wish: DraftOption, place: BatchState) -> bool:
-        """While prompts are read there are more requests with each step: what pays now may not pay
-        any more when those that wait for their first token have it."""
-        return self.learned.of_lag(wish.source, wish.lag) > HEAVY * self.learned.of_pass(place.said)
+    def forward_seconds(self, num_tokens: float) -> float:
+        """Return the expected seconds of a forward pass at the machine's current speed."""
+        return self.costs.speed_factor * self.costs.forward(num_tokens)
 
-    def _with_probes(
-        self, wishes: Sequence[DraftOption], depths: list[int], place: BatchState
-    ) -> list[int]:
-        """Now and then draft where it does not seem to pay, or nothing would ever be learned again:
-        after a rest, and when its proposer has credit, which a probe takes and time gives back. Who
-        was right goes on at once. Where
-        nothing pays for anybody, all rest: to find that out anew in each step costs more than to
-            miss some."""
-        least = min(
-            (self._chance(wishes[i]) for i, depth in enumerate(depths) if depth), default=math.inf
-        )
-        for i, wish in enumerate(wishes):
-            state = wish.acceptance
-            if depths[i] or self._goes_on(wish, place) or self._may_probe(wish, place):
-                state.rest, depths[i] = None, depths[i] or min(PROBE_DEPTH, wish.limit)
-            elif self._chance(wish) < NEAR * least:
-                state.rest = (
-                    self.steps + REST - self.steps % REST
-                )  # all at once: what drafting takes is shared
-        return depths
-
-    def _chance(self, wish: DraftOption) -> float:
-        """That there is a token and it stands."""
-        return self._offer(wish) * self.rate(wish.source, wish.acceptance)
-
-    def _goes_on(self, wish: DraftOption, place: BatchState) -> bool:
-        """Whether its last draft was right, and another one pays if it is right once more. What is
-        likely to be lost by it is taken from the credit, as far as that goes."""
-        state, price = wish.acceptance, self._price(wish, place)
-        if (
-            not state.right
-            or price * place.said >= PROBE_DEPTH
-            or self.credit[wish.source] < -ALLOWANCE
-        ):
-            return False
-        belief = self._belief(wish.source, state)
-        hoped = sum(belief.stands(depth) for depth in range(1, PROBE_DEPTH + 1)) / place.said
-        self.credit[wish.source] -= max(price - hoped, 0.0)
-        return True
-
-    def _may_probe(self, wish: DraftOption, place: BatchState) -> bool:
-        """Whether its rest is over and there is credit, which is taken."""
-        if wish.acceptance.rest is None or self.rests(wish.acceptance):
-            return False
-        price = self._price(wish, place)
-        if self.credit[wish.source] < min(price, ALLOWANCE):
-            return False
-        self.credit[wish.source] -= price
-        return True
-
-    def _price(self, wish: DraftOption, place: BatchState) -> float:
-        """What a probe takes more than a step without, in passes."""
-        drafting = self.learned.of_draft(wish.source, PROBE_DEPTH) + self.learned.of_lag(
-            wish.source, wish.lag
-        )
-        passes = drafting + self._pass(place.tokens + PROBE_DEPTH * wish.width, place)
-        return passes / self._pass(place.tokens, place) - 1
+    def cost_table(self) -> tuple[dict[int, float], dict[str, dict[int, float]]]:
+        """Return measured seconds: of passes by tokens, and of drafts by proposer and depth."""
+        return ({}, {}) if self.objective == "energy" else self.costs.seconds()
 
     def record_draft(
-        self, source: str, depth: int, seconds: float, requests: int = 1, lag: int = 0
+        self, source: str, depth: int, seconds: float, num_requests: int = 1, lag: int = 0
     ) -> None:
-        self.learned.add_draft(source, depth, seconds, requests, lag)
+        """Record that drafting `depth` levels for some requests took `seconds`.
 
-    def record_pass(self, tokens: int, seconds: float) -> None:
-        self.learned.add_pass(tokens, seconds)
+        `lag`: committed tokens of all these requests that the proposer read first.
+        """
+        self.costs.add_draft(source, depth, seconds, num_requests, lag)
+
+    def record_forward(self, num_tokens: int, seconds: float) -> None:
+        """Record a forward pass that decodes; time gives credit for probes back."""
+        self.costs.add_forward(num_tokens, seconds)
         for source, credit in self.credit.items():
-            self.credit[source] = min(credit + PROBE_SHARE, ALLOWANCE)
+            self.credit[source] = min(credit + PROBE_SHARE, PROBE_ALLOWANCE)
 
-    def record_read(self, tokens: int, seconds: float) -> None:
-        self.learned.add_read(tokens, seconds)
-
-    def end_step(self) -> None:
-        self.steps += 1
+    def record_prefill(self, num_tokens: int, seconds: float) -> None:
+        """Record a forward pass that reads prompts."""
+        self.costs.add_prefill(num_tokens, seconds)
 
     def record_verdict(
         self, source: str, acceptance: Acceptance, drafted: int, accepted: int
     ) -> None:
+        """Record what became of a draft; `drafted` is 0 if the proposer had nothing to offer."""
         acceptance.add(drafted, accepted)
         self.sources[source].add(acceptance, drafted)
+
+    def end_step(self) -> None:
+        """Advance the step counter."""
+        self.steps += 1

@@ -1,5 +1,9 @@
-"""What is drafted in a step: for whom, how deep, by which proposer, and whether there is room for
-it."""
+"""Drafting: which proposer drafts for which request, how deep, and what is learned from it.
+
+`Drafting` owns everything that speculation keeps per request (`DraftingState`), the depth policy
+and the guard. The engine tells it what happens to requests and asks it for one draft per generating
+request; the draft of a request that does not speculate is a root without children.
+"""
 
 from __future__ import annotations
 
@@ -7,64 +11,129 @@ import functools
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
+from weakref import WeakKeyDictionary
+
+from torch import Tensor
 
 from forerun.draft.compose import Asked, Offer, Ranking, ask
 from forerun.draft.proposer import DraftRequest, Proposer, drafts_of
-from forerun.engine.acceptance import DraftOption, kind_of_match
+from forerun.engine.acceptance import Acceptance, DraftOption, kind_of_match
 from forerun.engine.depth import DEEPEST, PROBE_DEPTH, BatchState, DepthPolicy
-from forerun.engine.error_isolation import isolate_errors, together
-from forerun.engine.guard import Guard
+from forerun.engine.error_isolation import isolate_errors, run_isolated
+from forerun.engine.guard import Guard, GuardSample, RequestGuard
+from forerun.engine.observe import take_rows
 from forerun.engine.overlap import Overlap
-from forerun.engine.request import OFF, Offered, Request
-from forerun.engine.scheduler import Work, drop, take_up
-from forerun.engine.stats import DRAFTED, EDGE, NO_ROOM, NOTHING, RESTED, UNPAID
+from forerun.engine.request import Request, ScheduledRequest
+from forerun.engine.stats import DRAFTED, EDGE, NO_ROOM, NOTHING, PAUSED, UNPAID
 from forerun.runtime.torch_runner import Runner
 from forerun.sampling.matcher import SOURCE, Matcher, NotReadyError
-from forerun.types import Draft
+from forerun.types import Draft, States, Verdict
 from forerun.verify import Noise
 
+LONG_PAUSE = 64  # steps: the drafter state of requests that pause longer is released,
+WARM_UP = 32  # and restored so many steps before they draft again
+MAX_STOPPING_DEPTH = 8  # levels offered to proposers that end chains by themselves
 
-class Plan:
-    """One request while it is drafted for: `wanted` is asked next, for a draft `depth` deep, and
-    `draft` is there once nobody is; `why` is what kept it from being longer than a root, if it is
-    not. `left` are those who were not asked yet, `speed` what the best copy lets expect."""
 
-    def __init__(self, work: Work, whole: Proposer, ranking: Ranking) -> None:
-        self.work, self.whole = work, whole
+@dataclass(frozen=True, slots=True)
+class ProposedDraft:
+    """What one proposer drafted in a step, verified or not.
+
+    `kind` is the kind of match of a copy (`kind_of_match`), or "".
+    """
+
+    source: str
+    kind: str
+    draft: Draft
+
+
+@dataclass(slots=True)
+class DraftingState:
+    """What drafting keeps of one request.
+
+    Attributes:
+        acceptance: what became of its drafts, by proposer and kind of match.
+        last_asked: (committed tokens, step) when each proposer last drafted for it.
+        guard: disables drafting while the request would be faster without.
+        released: its proposer keeps nothing of it, since it pauses for long.
+        allowed_depth: the depth that its draft may have in this step.
+        proposed: everything that was drafted for it in this step.
+    """
+
+    acceptance: defaultdict[str, Acceptance] = field(
+        default_factory=lambda: defaultdict(Acceptance)
+    )
+    last_asked: dict[str, tuple[int, int]] = field(default_factory=dict)
+    guard: RequestGuard = field(default_factory=RequestGuard)
+    released: bool = False
+    allowed_depth: int = 0
+    proposed: list[ProposedDraft] = field(default_factory=list)
+
+    @property
+    def was_asked(self) -> bool:
+        """True if a proposer drafted for the request in this step."""
+        return self.allowed_depth > 0 or bool(self.proposed)
+
+
+class _Plan:
+    """One request while its draft is made.
+
+    Attributes:
+        wanted: the proposer that is asked next, None once the draft is there.
+        draft: the draft, once nobody is asked any more.
+        depth: the depth that `wanted` is asked for.
+        reason: what kept the draft from being longer than a root, if it is not.
+        left: proposers that were not asked yet.
+        speed: tokens per second expected of the best copy so far.
+    """
+
+    def __init__(
+        self,
+        scheduled: ScheduledRequest,
+        state: DraftingState,
+        proposer: Proposer,
+        ranking: Ranking,
+    ) -> None:
+        self.scheduled, self.state, self.proposer = scheduled, state, proposer
+        self.request = scheduled.request
         self.draft: Draft | None = None
-        self.depth, self.why, self.left, self.speed = 0, NOTHING, list(whole.parts), 0.0
-        self._asking = ask(whole, Asked(work.request.rule.branching, ranking))
+        self.depth = 0
+        self.reason = NOTHING
+        self.left = list(proposer.parts)
+        self.speed = 0.0
+        self._asking = ask(proposer, Asked(self.request.rule.branching, ranking))
         self.wanted: Proposer | None = self._next(next(self._asking))
 
     @property
     def asked(self) -> Proposer:
-        """The one that is asked."""
+        """The proposer that is asked."""
         assert self.wanted is not None
         return self.wanted
 
-    def give(self, offer: Offer | None, why: str = NOTHING) -> None:
-        """What the one that is asked has; None is nothing, and `why`."""
-        root = Draft.root(self.work.request.tokens[-1])
-        self.speed = max(self.speed, offer.speed if offer else 0.0)
-        if offer or why != NOTHING:
-            self.why = UNPAID if offer else why
+    @property
+    def limit(self) -> int:
+        """The most tokens of a draft that the request can use; the step that ends a prompt drafts
+        nothing, so that the first token comes soonest."""
+        return self.request.remaining if self.scheduled.count == 1 else 0
+
+    def give(self, offer: Offer | None, reason: str = NOTHING) -> None:
+        """Accept what the asked proposer offers; None and a `reason` if it offers nothing."""
+        root = Draft.root(self.request.tokens[-1])
+        if offer:
+            self.speed = max(self.speed, offer.speed)
+            self.reason = UNPAID
+        elif reason != NOTHING:
+            self.reason = reason
         try:
             self.wanted = self._next(self._asking.send(offer or Offer(root, root)))
         except StopIteration as end:
             self.wanted, self.draft = None, end.value
 
-    def _next(self, part: Proposer) -> Proposer:
-        self.left = [other for other in self.left if other is not part]
-        return part
-
-
-LONG, WARM = (
-    64,
-    32,
-)  # steps to rest for which nothing is kept of a request; before it is asked, it is taken up again
-STOPPED = 8  # levels that are drafted by who stops by itself, at most
+    def _next(self, proposer: Proposer) -> Proposer:
+        self.left = [other for other in self.left if other is not proposer]
+        return proposer
 
 
 class Drafting:
@@ -75,344 +144,296 @@ class Drafting:
         target: Runner,
         proposers: Mapping[str, Proposer],
         policy: DepthPolicy,
-        guard: Guard,
         clock: Callable[[], float],
+        wall_clock: Callable[[], float],
     ) -> None:
-        """`clock` gives the seconds by which costs are learned, or whatever else they are."""
-        self.target, self.proposers, self.policy, self.guard, self.clock = (
-            target,
-            proposers,
-            policy,
-            guard,
-            clock,
-        )
-        self.overlap = self._meanwhile()
-        self.seconds, self.steps = 0.0, 0  # that this step's drafts took; so far
+        """`clock` gives the seconds (or other unit) by which costs are learned, `wall_clock` those
+        by which the guard judges whole steps."""
+        self.target, self.proposers = target, proposers
+        self.clock, self.wall_clock = clock, wall_clock
+        self.states: WeakKeyDictionary[Request, DraftingState] = WeakKeyDictionary()
+        self.steps = 0
+        self.seconds = 0.0  # that drafting took in this step
+        self._step_began = self._drafted_at = 0.0
+        self.set_policy(policy)
 
-    def propose(self, works: Sequence[Work], drawing: Sequence[Work]) -> dict[int, Draft]:
-        """One draft for each request that draws, roots where it does not pay, there is no room, or
-        what drafts for it
-        failed: that is the request's error. None for those that have to wait for their grammar."""
-        drafts = {w.request.id: Draft.root(w.request.tokens[-1]) for w in drawing}
-        prompts = sum(w.count - w.draws for w in works if w.count > 1)
-        plans, place = (
-            [],
-            BatchState(sum(w.count for w in works), len(drawing), len(drawing), prompts),
-        )
-        begun, allows, self.overlap = self.clock(), self.guard.allows(), self._meanwhile()
-        for work in drawing:
-            request = work.request
-            request.allowed, request.offered = 0, []
-            if request.state.grammar:
-                with isolate_errors(request), self._left_out(drafts, request):
-                    drafts[request.id] = self._forced(work, request.state.grammar)
-            if request.draft != OFF and not request.insists:
-                with isolate_errors(request):
-                    self._tend(request)
-            if (
-                len(drafts.get(request.id, ())) == 1
-                and not request.error
-                and self._is_open(request, allows)
-            ):
-                plans.append(
-                    Plan(
-                        work,
-                        self.proposers[request.draft],
-                        functools.partial(self._ranked, request, place),
-                    )
-                )
-        known, asking = place.tokens + sum(len(d) - 1 for d in drafts.values()), plans
-        while asking := [plan for plan in asking if self._goes_on(plan, place)]:
-            tokens = known + sum(len(plan.draft) - 1 for plan in plans if plan.draft)
-            self._ask(asking, place._replace(tokens=tokens, asked=len(asking)))
-        self._try(plans, place)
+    def set_policy(self, policy: DepthPolicy) -> None:
+        """Let `policy` choose depths from now on, with a new guard."""
+        self.policy = policy
+        self.guard = Guard(policy.forward_seconds)
+        self.overlap = self._new_overlap()
+
+    def state(self, request: Request) -> DraftingState:
+        """Return what is kept of a request, as long as the request exists."""
+        state = self.states.get(request)
+        if state is None:
+            state = self.states[request] = DraftingState()
+        return state
+
+    # The life of a request
+
+    def admit(self, request: Request) -> None:
+        """Open the request's proposer: it was given a slot, at first or after a preemption."""
+        if request.draft in self.proposers:
+            with isolate_errors(request):
+                self._open(request)
+
+    def release(self, request: Request, finished: bool) -> None:
+        """Close the request's proposer before it loses its slot.
+
+        `finished`: the request has ended and its text may be remembered; whatever fails here, the
+        slot can be given back.
+        """
+        if request.draft not in self.proposers:
+            return
+        state = self.state(request)
+        with isolate_errors(request):
+            if state.released and finished:
+                self._open(request)  # a proposer may remember the text for later requests
+        if not state.released:
+            with isolate_errors(request):
+                tokens = request.tokens if finished else None
+                self.proposers[request.draft].close(request.slot, tokens)
+
+    def _open(self, request: Request) -> None:
+        """Let the request's proposer start with its tokens so far."""
+        proposer, state = self.proposers[request.draft], self.state(request)
+        proposer.open(request.slot, request.tokens, request.references, request.tenant)
+        state.released = False
+        state.last_asked = {
+            part.name: (len(request.tokens), -1)
+            for part in proposer.parts
+            if part.aux_hidden_layers and request.produced
+        }
+
+    def _tend(self, request: Request) -> None:
+        """Release the drafter state of a request that pauses for long; restore it before the end.
+
+        Keeping it costs time and memory.
+        """
+        state, proposer = self.state(request), self.proposers[request.draft]
+        paused = max(self.guard.paused_steps, state.guard.paused_steps)
+        if paused > LONG_PAUSE and not state.released:
+            if not any(part.sees_all for part in proposer.parts):
+                proposer.close(request.slot)
+                state.released = True
+        elif paused <= WARM_UP and state.released:
+            self._open(request)
+
+    # Drafting
+
+    def draft(self, batch: Sequence[ScheduledRequest]) -> None:
+        """Set the draft of each generating request.
+
+        A draft is a root where drafting does not pay, there is no room, or a proposer failed (which
+        is the request's error). It stays None for requests that must wait for their grammar.
+        """
+        self._step_began, began = self.wall_clock(), self.clock()
+        generating = [scheduled for scheduled in batch if scheduled.generates]
+        num_tokens = sum(scheduled.count for scheduled in batch)
+        prompts = sum(s.count - s.generates for s in batch if s.count > 1)
+        certain = BatchState(num_tokens, len(generating), len(generating), prompts)
+        allowed = self.guard.allows()
+        self.overlap = self._new_overlap()
+        for scheduled in generating:
+            scheduled.draft = Draft.root(scheduled.request.tokens[-1])
+            self._draft_by_grammar(scheduled)
+        plans = [self._plan(s, certain) for s in generating if self._should_ask(s, allowed)]
+        num_tokens += sum(len(s.draft) - 1 for s in generating if s.draft)
+        whole = certain._replace(num_tokens=num_tokens, num_drafting=len(plans))
+        self._ask_all(plans, certain, num_tokens)
+        self._probe_rivals(plans, certain)
         for plan in plans:
-            if plan.draft and not plan.work.request.error:
-                with isolate_errors(plan.work.request), self._left_out(drafts, plan.work.request):
-                    whole = place._replace(tokens=known, asked=len(plans))
-                    drafts[plan.work.request.id] = self._taken(plan, plan.draft, whole)
-        why = {plan.work.request.id: plan.why for plan in plans}
-        for request in (
-            work.request
-            for work in drawing
-            if work.request.draft != OFF and work.request.id in drafts
-        ):
-            drafted, otherwise = (
-                len(drafts[request.id]) > 1,
-                UNPAID if allows and request.judge.allows() else RESTED,
-            )
-            request.stats.reasons[DRAFTED if drafted else why.get(request.id, otherwise)] += 1
-        self.seconds, self.steps = self.clock() - begun, self.steps + 1
-        return drafts
+            if plan.draft and not plan.request.error:
+                with isolate_errors(plan.request), self._unless_not_ready(plan.scheduled):
+                    plan.scheduled.draft = self._cut(plan, plan.draft, whole)
+        self._count_reasons(generating, plans, allowed)
+        self.steps += 1
+        self._drafted_at = self.clock()
+        self.seconds = self._drafted_at - began
+
+    def _draft_by_grammar(self, scheduled: ScheduledRequest) -> None:
+        """Start a request's step: draft what its grammar dictates, tend its drafter state."""
+        request, state = scheduled.request, self.state(scheduled.request)
+        state.allowed_depth = 0
+        state.proposed = []
+        if request.state.grammar:
+            with isolate_errors(request), self._unless_not_ready(scheduled):
+                scheduled.draft = self._forced(scheduled, request.state.grammar)
+        if request.speculates and not request.has_fixed_depth:
+            with isolate_errors(request):
+                self._tend(request)
+
+    def _forced(self, scheduled: ScheduledRequest, grammar: Matcher) -> Draft:
+        """Return the tokens that the grammar leaves no choice about, a root if there are none.
+
+        They cost nothing to draft and are always accepted, so neither the proposer nor the depth
+        policy is asked.
+        """
+        request = scheduled.request
+        deepest = DEEPEST if request.depth == "auto" else int(request.depth)
+        usable = request.remaining if request.speculates and scheduled.count == 1 else 0
+        limit = min(deepest, usable)
+        tokens = grammar.forced(limit) if limit else []
+        if tokens and not self._grow(request, len(tokens)):
+            tokens = []
+        # Pruning also prepares the masks of the nodes.
+        return grammar.prune(Draft.chain(request.tokens[-1], tokens, SOURCE))
 
     @contextmanager
-    def _left_out(self, drafts: dict[int, Draft], request: Request) -> Iterator[None]:
-        """Leave a request out of the step whose grammar needs longer than the others should
-        wait."""
+    def _unless_not_ready(self, scheduled: ScheduledRequest) -> Iterator[None]:
+        """Leave a request out of the step if its grammar needs longer than others should wait."""
         try:
             yield
         except NotReadyError:
-            del drafts[request.id]
+            scheduled.draft = None
 
-    def _meanwhile(self) -> Overlap:
-        return Overlap(self.policy, stands=self.clock is time.thread_time)
+    def _should_ask(self, scheduled: ScheduledRequest, allowed: bool) -> bool:
+        """Return True if a proposer should draft for this request; `allowed` is the engine guard's
+        decision.
 
-    def _tend(self, request: Request) -> None:
-        """Who drafts nothing for long keeps nothing, which would take time and memory."""
-        left, proposer = (
-            max(self.guard.paused_steps, request.judge.paused_steps),
-            self.proposers[request.draft],
-        )
-        if (
-            left > LONG
-            and not request.dropped
-            and not any(part.sees_all for part in proposer.parts)
-        ):
-            drop(request, proposer)
-        elif left <= WARM and request.dropped:
-            take_up(request, proposer)
+        Where every proposer that might draft is paused this is known without asking one after the
+        other, which would cost time with many requests.
+        """
+        request = scheduled.request
+        if request.error or scheduled.draft is None or len(scheduled.draft) > 1:
+            return False
+        if not request.speculates or request.has_fixed_depth:
+            return request.has_fixed_depth
+        state, proposer = self.state(request), self.proposers[request.draft]
+        paused = all(self.policy.is_paused(state.acceptance[p.name]) for p in proposer.parts)
+        return allowed and state.guard.allows() and (bool(proposer.rivals) or not paused)
 
-    def _is_open(self, request: Request, allows: bool) -> bool:
-        """Whether anybody is to be asked for it; `allows` is what the guard says. Where all who
-        might draft rest, that is known without asking one after the other, which many requests
-        would feel."""
-        if request.draft == OFF or request.insists:
-            return request.insists
-        whole = self.proposers[request.draft]
-        allows = allows and request.judge.allows()
-        rest = all(self.policy.rests(request.acceptance[part.name]) for part in whole.parts)
-        return allows and (bool(whole.rivals) or not rest)
+    def _plan(self, scheduled: ScheduledRequest, batch: BatchState) -> _Plan:
+        request = scheduled.request
+        ranking = functools.partial(self._ranked, request, batch)
+        return _Plan(scheduled, self.state(request), self.proposers[request.draft], ranking)
 
-    def _ranked(
-        self, request: Request, place: BatchState, parts: Sequence[Proposer]
-    ) -> Sequence[Proposer]:
-        """Proposers, those first that are expected to do best."""
-        groups = [[self._wish(request, own) for own in part.parts] for part in parts]
-        return [parts[i] for i in self.policy.ranked(groups, place)]
+    def _ask_all(self, plans: Sequence[_Plan], certain: BatchState, num_tokens: int) -> None:
+        """Ask proposers, round by round, until every plan has its draft."""
+        asking = plans
+        while asking := [plan for plan in asking if self._continues(plan, certain)]:
+            drafted = sum(len(plan.draft) - 1 for plan in plans if plan.draft)
+            batch = certain._replace(num_tokens=num_tokens + drafted, num_drafting=len(asking))
+            self._ask(asking, batch)
 
-    def _try(self, plans: Sequence[Plan], place: BatchState) -> None:
-        """Let rivals of who drafts say what they would have drafted, which is compared with what
-        the target says."""
-        for plan in plans:
-            request, rivals = (
-                plan.work.request,
-                [rival for rival in plan.whole.rivals if rival in plan.left],
+    def _continues(self, plan: _Plan, batch: BatchState) -> bool:
+        """Return True if a proposer is to be asked that neither pauses nor should wait."""
+        while plan.wanted and not plan.request.error:
+            paused = self.policy.is_paused(plan.state.acceptance[plan.wanted.name]) or (
+                batch.num_prompt_tokens
+                and self.policy.should_wait(self._option(plan.request, plan.wanted), batch)
             )
-            if (
-                not rivals
-                or request.error
-                or request.depth != "auto"
-                or self._limit(plan.work) < PROBE_DEPTH
-            ):
-                continue
-            i = self.policy.tried(
-                [self._wish(request, rival) for rival in rivals], plan.speed, place
-            )
-            room = len(request.tokens) + (0 if i is None else rivals[i].most(PROBE_DEPTH))
-            if i is None or not self.target.cache.pages.grow(request.slot, room):
-                continue
-            start, rival = self.clock(), rivals[i]
-            row = replace(self._row(request, rival, PROBE_DEPTH, place), stands=None)
-            (draft,) = self._proposed(rival, [row], [request])
-            self._time(rival, [row], [draft], [request], self.clock() - start)
-            if draft is not None:
-                request.offered.insert(
-                    0, Offered(rival.name, "", draft)
-                )  # who was asked to draft stands last
-
-    def _goes_on(self, plan: Plan, place: BatchState) -> bool:
-        """Whether there is somebody to ask, who does not rest or wait."""
-        request, policy = plan.work.request, self.policy
-        while plan.wanted and not request.error:
-            rests = policy.rests(request.acceptance[plan.wanted.name])
-            pauses = rests or (
-                place.prompts and policy.waits(self._wish(request, plan.wanted), place)
-            )
-            if request.depth != "auto" or not pauses:
+            if plan.request.depth != "auto" or not paused:
                 return True
             plan.give(None, UNPAID)
         return False
 
-    def _ask(self, plans: Sequence[Plan], place: BatchState) -> None:
-        """Let each proposer draft for all its requests."""
-        start = self.clock()  # to choose a depth is a part of what drafting costs
-        groups: dict[Proposer, list[Plan]] = defaultdict(list)
-        for plan, depth in zip(plans, self._depths(plans, place), strict=True):
-            request, proposer, limit = plan.work.request, plan.asked, self._limit(plan.work)
-            wanted = (max(depth, min(limit, _reach(request, proposer))), depth) if depth else ()
-            plan.depth = next((each for each in wanted if self._has_room(plan, each)), 0)
+    def _ask(self, plans: Sequence[_Plan], batch: BatchState) -> None:
+        """Let each proposer draft for all requests that want it."""
+        began = self.clock()  # choosing depths is a part of the cost of drafting
+        groups: dict[Proposer, list[_Plan]] = defaultdict(list)
+        for plan, depth in zip(plans, self._depths(plans, batch), strict=True):
+            plan.depth = self._depth_with_room(plan, depth)
             if plan.depth:
-                request.allowed = max(plan.depth, request.allowed)
-                groups[proposer].append(plan)
+                plan.state.allowed_depth = max(plan.depth, plan.state.allowed_depth)
+                groups[plan.asked].append(plan)
             else:
-                plan.give(None, NO_ROOM if depth else UNPAID if limit else EDGE)
+                plan.give(None, NO_ROOM if depth else UNPAID if plan.limit else EDGE)
         for proposer, asking in groups.items():
-            name, requests = proposer.name, [plan.work.request for plan in asking]
-            rows = [self._row(plan.work.request, proposer, plan.depth, place) for plan in asking]
-            self.overlap.ask(proposer, requests, rows)
-            proposed = self._proposed(proposer, rows, requests)
-            end = self.clock()
-            self._time(proposer, rows, proposed, requests, end - start)
-            start = end
+            asked = [self._draft_request(p.request, proposer, p.depth, batch) for p in asking]
+            self.overlap.note_asked(proposer, [plan.request.id for plan in asking], asked)
+            proposed = self._propose(proposer, asked, [plan.request for plan in asking])
+            now = self.clock()
+            self._record_draft(
+                proposer, asked, proposed, [plan.request for plan in asking], now - began
+            )
+            began = now
             for plan, draft in zip(asking, proposed, strict=True):
-                request = plan.work.request
-                with isolate_errors(request):
-                    offer = (
-                        self._offer(plan, draft, place)
-                        if draft is not None and len(draft) > 1
-                        else None
-                    )
-                    if draft is not None and offer is None:
-                        self.policy.record_verdict(name, request.acceptance[name], 0, 0)
-                    plan.give(offer)
+                with isolate_errors(plan.request):
+                    self._give(plan, draft, batch)
 
-    def _has_room(self, plan: Plan, depth: int) -> bool:
-        """Whether the largest draft that there could be fits: what is verified must not depend on
-        what was drawn."""
-        request = plan.work.request
-        return self.target.cache.pages.grow(
-            request.slot, len(request.tokens) + plan.whole.most(depth)
-        )
+    def _give(self, plan: _Plan, draft: Draft | None, batch: BatchState) -> None:
+        """Give a plan what its proposer drafted; None if the proposer failed."""
+        name = plan.asked.name
+        if draft is not None and len(draft) > 1:
+            plan.give(self._offer(plan, draft, batch))
+            return
+        if draft is not None:
+            self.policy.record_verdict(name, plan.state.acceptance[name], 0, 0)
+        plan.give(None)
 
-    def _proposed(
-        self, proposer: Proposer, rows: Sequence[DraftRequest], requests: Sequence[Request]
+    def _depths(self, plans: Sequence[_Plan], batch: BatchState) -> list[int]:
+        """Return the depth of each plan: what was asked for, or what the policy says."""
+        depths, options, free = [], [], []
+        for i, plan in enumerate(plans):
+            fixed = 0 if plan.request.depth == "auto" else min(int(plan.request.depth), plan.limit)
+            depths.append(fixed)
+            if plan.request.depth == "auto" and plan.limit:
+                options.append(self._option(plan.request, plan.asked, plan.limit))
+                free.append(i)
+        for i, depth in zip(free, self.policy.choose(options, batch), strict=True):
+            depths[i] = depth
+        return depths
+
+    def _depth_with_room(self, plan: _Plan, depth: int) -> int:
+        """Return how deep to draft at a chosen depth, given the room in the cache; 0 if none.
+
+        Room is for the largest draft that there could be, since what is verified must not depend on
+        what was drawn.
+        """
+        if not depth:
+            return 0
+        reach = max(depth, min(plan.limit, _max_reach(plan.request, plan.asked)))
+        for each in (reach, depth):
+            if self._grow(plan.request, plan.proposer.most(each)):
+                return each
+        return 0
+
+    def _grow(self, request: Request, num_nodes: int) -> bool:
+        """Reserve rows of the cache for the request's tokens and `num_nodes` drafted ones."""
+        return self.target.cache.pages.grow(request.slot, len(request.tokens) + num_nodes)
+
+    def _propose(
+        self, proposer: Proposer, asked: Sequence[DraftRequest], requests: Sequence[Request]
     ) -> Sequence[Draft | None]:
-        """What a proposer drafts; None for a request for which that fails, which is the request's
-        error."""
+        """Return a proposer's drafts; None for requests for which that fails."""
         vocab = self.target.decoder.config.vocab
 
-        def ask(chosen: Sequence[int]) -> Sequence[Draft]:
-            return drafts_of(proposer, [rows[i] for i in chosen], vocab)
+        def draft(chosen: Sequence[int]) -> Sequence[Draft]:
+            return drafts_of(proposer, [asked[i] for i in chosen], vocab)
 
-        return together(ask, range(len(rows)), requests)
+        return run_isolated(draft, range(len(asked)), requests)
 
-    def _time(
+    def _record_draft(
         self,
         proposer: Proposer,
-        rows: Sequence[DraftRequest],
+        asked: Sequence[DraftRequest],
         proposed: Sequence[Draft | None],
         requests: Sequence[Request],
         seconds: float,
     ) -> None:
-        """Remember what drafting took."""
-        name, lag = proposer.name, sum(self._lag(request, proposer.name) for request in requests)
-        self.overlap.spend(proposer, _drafted(proposer, rows, proposed), seconds, len(rows), lag)
+        """Record what drafting took."""
+        depth = max(each.depth for each in asked)
+        if proposer.stops:
+            depth = max(1, *(max(draft.depths()) for draft in proposed if draft is not None))
+        lag = sum(self._lag(request, proposer.name) for request in requests)
+        self.overlap.record_draft(proposer, depth, seconds, len(asked), lag)
         for request in requests:
-            request.asked[name] = len(request.tokens), self.steps
+            self.state(request).last_asked[proposer.name] = len(request.tokens), self.steps
 
-    def _offer(self, plan: Plan, draft: Draft, place: BatchState) -> Offer:
-        """A draft, and as much of it as pays alone: of nodes that were weighed, and of what was
-        copied. What becomes of copies depends on the text alone, so it is exact under every
-        rule."""
-        request, proposer, taken = plan.work.request, plan.asked, draft
-        kind = kind_of_match(proposer.name, draft.match) if draft.match else ""
-        request.offered.append(Offered(proposer.name, kind, draft))
-        copied, speed = bool(kind) and request.depth == "auto", 0.0
-        if draft.chances:
-            taken = draft.first(self.policy.enough(draft.chances, place))
-        elif kind:
-            count, speed = self.policy.worth(kind, request.acceptance[kind], len(draft) - 1, place)
-            if copied:
-                taken = draft.first(0 if self._is_beaten(plan, speed, place) else count)
-        if plan.whole.merges and request.rule.coupled and not draft.chances:
-            draft.chances = self._chances(request, draft, kind or proposer.name, proposer.name)
-            taken.chances = draft.chances[: len(taken) - 1]
-        return Offer(draft, taken, copied and len(taken) > 1, speed)
-
-    def _is_beaten(self, plan: Plan, speed: float, place: BatchState) -> bool:
-        """Whether one who is asked later is expected to do better than a copy, which is only scored
-        then, with what the target says. What others who copy have need not be guessed."""
-        request = plan.work.request
-        others = [
-            part
-            for part in plan.left
-            if not part.copies and request.acceptance[part.name].rest is None
-        ]
-        return any(self.policy.hoped(self._wish(request, part), place) > speed for part in others)
-
-    def _chances(self, request: Request, draft: Draft, known: str, name: str) -> list[float]:
-        """How likely each node is to stand with all before it, by what became of such ones."""
-        chances, rate = [1.0], self.policy.rate(known, request.acceptance[known])
-        stands = self.policy.survival(name, request.params.greedy).stands
-        for node in range(1, len(draft)):
-            own = stands[draft.sure[node - 1]] if draft.sure else rate
-            chances.append(chances[draft.parents[node]] * min(own, 1.0))
-        return chances[1:]
-
-    def _taken(self, plan: Plan, draft: Draft, place: BatchState) -> Draft:
-        """What of a draft is verified."""
-        request = plan.work.request
-        if plan.whole.merges and draft.chances and request.depth == "auto":
-            draft = draft.first(self.policy.enough(draft.chances, place))
-        grammar = request.state.grammar
-        return grammar.prune(draft) if grammar and len(draft) > 1 else draft
-
-    def _forced(self, work: Work, grammar: Matcher) -> Draft:
-        """What the request's grammar leaves no choice about, a root where it does or there is no
-        room.
-
-        It costs nothing to draft and is always accepted: neither the proposer nor the depth policy
-        is asked."""
-        request = work.request
-        deepest = DEEPEST if request.depth == "auto" else int(request.depth)
-        limit = min(deepest, self._limit(work))
-        tokens = grammar.forced(limit) if limit else []
-        if tokens and not self.target.cache.pages.grow(
-            request.slot, len(request.tokens) + len(tokens)
-        ):
-            tokens = []
-        return grammar.prune(
-            Draft.chain(request.tokens[-1], tokens, SOURCE)
-        )  # which asks for all that `masks` needs
-
-    def _limit(self, work: Work) -> int:
-        """The most a request can use of a draft. The pass that ends a prompt drafts nothing, so
-        that the first token comes soonest."""
-        request = work.request
-        return (
-            request.limit - request.produced - 1 if request.draft != OFF and work.count == 1 else 0
-        )
-
-    def _depths(self, plans: Sequence[Plan], place: BatchState) -> list[int]:
-        """The depth of each: what it asked for, or what the policy says."""
-        depths, wishes, free = [], [], []
-        for i, plan in enumerate(plans):
-            request, proposer, limit = plan.work.request, plan.asked, self._limit(plan.work)
-            depths.append(0 if request.depth == "auto" else min(int(request.depth), limit))
-            if request.depth == "auto" and limit:
-                wishes.append(self._wish(request, proposer, limit))
-                free.append(i)
-        for i, depth in zip(free, self.policy.choose(wishes, place), strict=True):
-            depths[i] = depth
-        return depths
-
-    def _wish(self, request: Request, proposer: Proposer, limit: int | None = None) -> DraftOption:
-        """What a request could draft with a proposer."""
-        most, name = request.limit - request.produced - 1 if limit is None else limit, proposer.name
-        return DraftOption(
-            name, most, request.acceptance[name], proposer.width, self._lag(request, name)
-        )
-
-    def _lag(self, request: Request, name: str) -> int:
-        """Tokens that a proposer has missed: it reads what a round says in the next, which is a
-        part of drafting."""
-        if name not in request.asked:
-            return len(request.tokens)
-        tokens, step = request.asked[name]
-        return 0 if step >= self.steps - 1 else len(request.tokens) - tokens
-
-    def _row(
-        self, request: Request, proposer: Proposer, depth: int, place: BatchState
+    def _draft_request(
+        self, request: Request, proposer: Proposer, depth: int, batch: BatchState
     ) -> DraftRequest:
-        stands, floor = None, 0.0
-        source = self.proposers[request.draft].parts.index(proposer)
-        if _stops(request, proposer):
-            stands = self.policy.survival(proposer.name, request.params.greedy).stands
+        """Return what a proposer is asked for."""
+        confidence, min_prob = None, 0.0
+        if _may_stop(request, proposer):
+            confidence = self.policy.bins(proposer.name, request.params.greedy).rates
             if proposer.stops:
-                floor = self.policy.floor(proposer.name, request.acceptance[proposer.name], place)
+                acceptance = self.state(request).acceptance[proposer.name]
+                min_prob = self.policy.min_chain_prob(proposer.name, acceptance, batch)
+        source = self.proposers[request.draft].parts.index(proposer)
         return DraftRequest(
-            stands=stands,
-            floor=floor,
             slot=request.slot,
             tokens=request.tokens,
             params=request.params,
@@ -420,28 +441,251 @@ class Drafting:
             depth=depth,
             coupled=request.rule.coupled,
             branching=request.rule.branching,
+            stands=confidence,
+            floor=min_prob,
         )
 
+    def _option(
+        self, request: Request, proposer: Proposer, limit: int | None = None
+    ) -> DraftOption:
+        """Return what a request could draft with a proposer."""
+        return DraftOption(
+            source=proposer.name,
+            limit=request.remaining if limit is None else limit,
+            acceptance=self.state(request).acceptance[proposer.name],
+            width=proposer.width,
+            lag=self._lag(request, proposer.name),
+        )
 
-def _reach(request: Request, proposer: Proposer) -> int:
-    """How deep it may draft if it is asked at all: copies are cut to what pays, and who stops by
-    itself does."""
+    def _lag(self, request: Request, name: str) -> int:
+        """Return how many committed tokens a proposer has missed.
+
+        The tokens of the last step are not counted: reading them is a part of drafting.
+        """
+        last_asked = self.state(request).last_asked
+        if name not in last_asked:
+            return len(request.tokens)
+        num_tokens, step = last_asked[name]
+        return 0 if step >= self.steps - 1 else len(request.tokens) - num_tokens
+
+    # Choosing among drafts
+
+    def _offer(self, plan: _Plan, draft: Draft, batch: BatchState) -> Offer:
+        """Return a draft together with as much of it as pays if nobody else drafts.
+
+        Nodes with probabilities and copies are cut to what pays. What becomes of copies depends on
+        the text alone, so cutting them is exact under every rule.
+        """
+        request, proposer, taken = plan.request, plan.asked, draft
+        kind = kind_of_match(proposer.name, draft.match) if draft.match else ""
+        plan.state.proposed.append(ProposedDraft(proposer.name, kind, draft))
+        is_copy = bool(kind) and request.depth == "auto"
+        speed = 0.0
+        if draft.chances:
+            taken = draft.first(self.policy.num_worth_verifying(draft.chances, batch))
+        elif kind:
+            acceptance = plan.state.acceptance[kind]
+            count, speed = self.policy.cut_copy(kind, acceptance, len(draft) - 1, batch)
+            if is_copy:
+                taken = draft.first(0 if self._is_beaten(plan, speed, batch) else count)
+        if plan.proposer.merges and request.rule.coupled and not draft.chances:
+            draft.chances = self._path_probs(plan, draft, kind or proposer.name)
+            taken.chances = draft.chances[: len(taken) - 1]
+        return Offer(draft, taken, is_copy and len(taken) > 1, speed)
+
+    def _is_beaten(self, plan: _Plan, speed: float, batch: BatchState) -> bool:
+        """Return True if a proposer that is asked later is expected to beat a copy's speed.
+
+        The copy is then only compared with the target's tokens. Other copies need not be guessed:
+        looking at them is cheap.
+        """
+        others = [
+            part
+            for part in plan.left
+            if not part.copies and plan.state.acceptance[part.name].paused_until is None
+        ]
+        return any(
+            self.policy.expected_speed(self._option(plan.request, part), batch) > speed
+            for part in others
+        )
+
+    def _path_probs(self, plan: _Plan, draft: Draft, known_as: str) -> list[float]:
+        """Return each node's probability of being accepted, by what became of such nodes."""
+        rate = self.policy.acceptance_rate(known_as, plan.state.acceptance[known_as])
+        rates = self.policy.bins(plan.asked.name, plan.request.params.greedy).rates
+        probs = [1.0]
+        for node in range(1, len(draft)):
+            own = rates[draft.sure[node - 1]] if draft.sure else rate
+            probs.append(probs[draft.parents[node]] * min(own, 1.0))
+        return probs[1:]
+
+    def _cut(self, plan: _Plan, draft: Draft, batch: BatchState) -> Draft:
+        """Return what of a draft is verified."""
+        if plan.proposer.merges and draft.chances and plan.request.depth == "auto":
+            draft = draft.first(self.policy.num_worth_verifying(draft.chances, batch))
+        grammar = plan.request.state.grammar
+        return grammar.prune(draft) if grammar and len(draft) > 1 else draft
+
+    def _ranked(
+        self, request: Request, batch: BatchState, parts: Sequence[Proposer]
+    ) -> Sequence[Proposer]:
+        """Return proposers by their expected speed, best first."""
+        groups = [[self._option(request, own) for own in part.parts] for part in parts]
+        return [parts[i] for i in self.policy.rank(groups, batch)]
+
+    def _probe_rivals(self, plans: Sequence[_Plan], batch: BatchState) -> None:
+        """Let a rival of the chosen proposer draft now and then, only to compare it with the
+        target's tokens."""
+        for plan in plans:
+            request = plan.request
+            rivals = [rival for rival in plan.proposer.rivals if rival in plan.left]
+            can_probe = request.depth == "auto" and plan.limit >= PROBE_DEPTH and not request.error
+            if not rivals or not can_probe:
+                continue
+            options = [self._option(request, rival) for rival in rivals]
+            i = self.policy.pick_rival_probe(options, plan.speed, batch)
+            if i is None or not self._grow(request, rivals[i].most(PROBE_DEPTH)):
+                continue
+            began, rival = self.clock(), rivals[i]
+            asked = self._draft_request(request, rival, PROBE_DEPTH, batch)
+            asked = replace(asked, stands=None)
+            (draft,) = self._propose(rival, [asked], [request])
+            self._record_draft(rival, [asked], [draft], [request], self.clock() - began)
+            if draft is not None:
+                # The proposer whose draft is verified stays the last of the list.
+                plan.state.proposed.insert(0, ProposedDraft(rival.name, "", draft))
+
+    def _count_reasons(
+        self, generating: Sequence[ScheduledRequest], plans: Sequence[_Plan], allowed: bool
+    ) -> None:
+        """Count for each request why it drafted or did not."""
+        reasons = {plan.request.id: plan.reason for plan in plans}
+        for scheduled in generating:
+            request = scheduled.request
+            if not request.speculates or scheduled.draft is None:
+                continue
+            if len(scheduled.draft) > 1:
+                reason = DRAFTED
+            else:
+                guarded = allowed and self.state(request).guard.allows()
+                reason = reasons.get(request.id, UNPAID if guarded else PAUSED)
+            request.stats.reasons[reason] += 1
+
+    # What the target says
+
+    def during_forward(self, batch: Sequence[ScheduledRequest]) -> AbstractContextManager[None]:
+        """Let proposers that can draft on while the target verifies `batch`."""
+        return self.overlap.during_forward(batch)
+
+    def hidden_layers(self, request: Request) -> tuple[int, ...]:
+        """Return the hidden-state layers that the request's proposer wants."""
+        return self.proposers[request.draft].aux_hidden_layers if self._has_state(request) else ()
+
+    def observe(
+        self,
+        scheduled: ScheduledRequest,
+        start: int,
+        states: Mapping[int, States],
+        path: Sequence[int],
+    ) -> None:
+        """Show the hidden states of just committed tokens to the request's proposer.
+
+        states: {layer: [T, H]} of the forward pass; `start` is the position of the first committed
+        token, `path` the rows of its segment that were committed.
+        """
+        request = scheduled.request
+        wanted = self.hidden_layers(request)
+        if not wanted:
+            return
+        seen = {layer: take_rows(states[layer], scheduled.first_row, path) for layer in wanted}
+        with isolate_errors(request):
+            self.proposers[request.draft].observe(request.slot, start, seen)
+
+    def observe_logits(self, request: Request, draft: Draft, logits: Callable[[], Tensor]) -> None:
+        """Show the target's logits [N, V] of a draft's nodes to a proposer that wants them.
+
+        `logits` is called only then, since taking rows is an operation of torch.
+        """
+        if not self._has_state(request) or not self.proposers[request.draft].learns:
+            return
+        first = request.tokens[-2] if len(request.tokens) > 1 else -1
+        before = [first, *(draft.tokens[parent] for parent in draft.parents[1:])]
+        self.proposers[request.draft].learn(request.slot, before, draft.tokens, logits())
+
+    def _has_state(self, request: Request) -> bool:
+        """Return True if a proposer keeps something of the request."""
+        return request.speculates and not self.state(request).released
+
+    def record_verdict(self, request: Request, verified: Draft, verdict: Verdict) -> None:
+        """Learn acceptance rates from everything that was drafted, verified or not.
+
+        Copies count for their kind of match as far as the target has confirmed or refuted them, and
+        for their proposer as far as they were verified.
+        """
+        state = self.state(request)
+        for proposed in state.proposed:
+            draft = proposed.draft
+            path = draft.followed(verdict.tokens)
+            accepted = len(path) - 1
+            is_open = len(path) > len(verdict.tokens)
+            reach = accepted if is_open else max(draft.depths())
+            reached = {proposed.kind or proposed.source: reach}
+            if proposed.kind:
+                verified_depth = len(verified.followed(draft.tokens[1:])) - 1
+                reached[proposed.source] = min(verified_depth, reach)
+            for source, depth in reached.items():
+                self.policy.record_verdict(
+                    source, state.acceptance[source], depth, min(accepted, depth)
+                )
+            if draft.sure:
+                bins = self.policy.bins(proposed.source, request.params.greedy)
+                bins.add(draft, path, is_open)
+
+    def record_step(self, batch: Sequence[ScheduledRequest], emitted: Mapping[int, int]) -> None:
+        """Learn costs from a step that has ended; `emitted` tokens by request id."""
+        num_tokens = sum(len(s.segment.tokens) for s in batch if s.segment)
+        decodes = all(s.generates and s.count == 1 for s in batch)
+        self.overlap.record_forward(num_tokens, self.clock() - self._drafted_at, decodes)
+        if not decodes or any(s.request.has_fixed_depth for s in batch):
+            return
+        samples = []
+        for scheduled in batch:
+            state, nodes = self.state(scheduled.request), len(scheduled.draft or ()) - 1
+            tokens = emitted.get(scheduled.request.id, 0)
+            samples.append(GuardSample(state.guard, nodes, tokens, state.was_asked))
+        self.guard.record(samples, self.wall_clock() - self._step_began, self.seconds)
+
+    def room(self, num_decoding: int, stretch: float) -> int:
+        """Return the most tokens of a pass that reads prompts beside decoding requests."""
+        return self.policy.room(num_decoding, stretch)
+
+    def acceptance_of(self, request: Request, draft: Draft) -> float:
+        """Return the acceptance rate expected of the proposer whose draft was verified."""
+        state = self.state(request)
+        names = [proposed.source for proposed in state.proposed] or [request.draft]
+        source = draft.sources[min(1, len(draft) - 1)]
+        name = source if source in names else names[-1]
+        return self.policy.acceptance_rate(name, state.acceptance[name])
+
+    def _new_overlap(self) -> Overlap:
+        return Overlap(self.policy, waiting_is_free=self.clock is time.thread_time)
+
+
+def _max_reach(request: Request, proposer: Proposer) -> int:
+    """Return how deep a proposer may draft if it is asked at all.
+
+    Copies are cut to what pays afterwards, and proposers that end chains do so by themselves.
+    """
     if proposer.copies and request.depth == "auto":
         return DEEPEST
-    return STOPPED if _stops(request, proposer) else 0
+    return MAX_STOPPING_DEPTH if _may_stop(request, proposer) else 0
 
 
-def _stops(request: Request, proposer: Proposer) -> bool:
-    """Whether its drafts end where the drafter is not sure any more. Not under a ratio rule: that
-    depends on what was drawn. Nor with filters, behind which the drafter draws level by level."""
+def _may_stop(request: Request, proposer: Proposer) -> bool:
+    """Return True if a draft may end where the drafter becomes uncertain.
+
+    Not under a ratio rule, where the length would depend on what was drawn; nor with filters,
+    behind which the drafter draws level by level.
+    """
     free = request.depth == "auto" and request.rule.coupled and request.params.unfiltered
     return free and (proposer.stops or proposer.weighs)
-
-
-def _drafted(
-    proposer: Proposer, rows: Sequence[DraftRequest], proposed: Sequence[Draft | None]
-) -> int:
-    """How deep they drafted: as deep as they were asked to, but for who stops by itself."""
-    if not proposer.stops:
-        return max(row.depth for row in rows)
-    return max(1, *(max(draft.depths()) for draft in proposed if draft is not None))

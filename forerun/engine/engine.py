@@ -1,10 +1,10 @@
-"""The engine: `add` requests, `step` until there is nothing to do.
+"""The engine: `add` requests, `step` until nothing is left.
 
-A step is plan, propose, one pass, verify, commit. Plain decoding is a draft without children, a
-prefill chunk is a
-chain of known tokens before the root: there is no other path. Proposing and verifying change
-nothing; committing is the only mutation. Invariant between steps: the KV cache of a running slot
-holds a prefix of its tokens[:-1]."""
+A step is plan, draft, forward, verify, commit. Plain decoding is a draft without children, and a
+prefill chunk is a chain of known tokens before the root: there is no other path. Drafting and
+verifying change nothing; committing is the only mutation. Between steps the KV cache of a running
+slot holds a prefix of its request's tokens[:-1].
+"""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,19 +24,11 @@ from forerun.draft.compose import Proposers
 from forerun.draft.proposer import Proposer, Reference
 from forerun.engine.depth import DepthPolicy
 from forerun.engine.drafting import Drafting
-from forerun.engine.error_isolation import isolate_errors, together
-from forerun.engine.guard import Guard, Part
-from forerun.engine.observe import (
-    Rows,
-    drafter_of,
-    kept,
-    logprobs_of,
-    prompt_logprobs_of,
-    quick,
-    round_of,
-)
-from forerun.engine.request import OFF, Request
-from forerun.engine.scheduler import Scheduler, Work, output_limit
+from forerun.engine.error_isolation import isolate_errors, run_isolated
+from forerun.engine.guard import Guard
+from forerun.engine.observe import as_fast_array, logprobs_of, prompt_logprobs_of, trace_round
+from forerun.engine.request import OFF, Request, ScheduledRequest
+from forerun.engine.scheduler import Scheduler, output_limit
 from forerun.errors import ConfigError, RequestError, shorten, suggest
 from forerun.models.tokenizer import TextStream, Tokenizer
 from forerun.runtime.torch_runner import Runner
@@ -43,53 +36,51 @@ from forerun.sampling.compiler import GrammarCompiler
 from forerun.sampling.filters import SamplingState, draw_tokens, filter_logits
 from forerun.sampling.matcher import Compiled
 from forerun.sampling.params import SamplingParams
-from forerun.types import Draft, Event, Round, Verdict
+from forerun.types import Draft, Event, Forward, States, Verdict
 from forerun.verify import RULES, Noise, Rule, streams
-
-
-def verify_drafts(
-    requests: Sequence[Request], drafts: Sequence[Draft], logits: Tensor
-) -> list[Verdict | None]:
-    """One verdict a request, None for one that failed. logits [M, V]: the nodes of all drafts one
-    after the other."""
-
-    def decide(chosen: Sequence[int]) -> list[Verdict]:
-        """Of these requests, which share a rule."""
-        part = logits
-        if len(chosen) < len(requests):
-            rows = torch.split(logits, [len(draft) for draft in drafts])
-            part = torch.cat([rows[i] for i in chosen])
-        return _by(
-            requests[chosen[0]].rule,
-            [requests[i] for i in chosen],
-            [drafts[i] for i in chosen],
-            part,
-        )
-
-    verdicts: dict[int, Verdict | None] = {}
-    for name in {r.rule.name for r in requests}:
-        mine = [i for i, r in enumerate(requests) if r.rule.name == name]
-        verdicts |= zip(mine, together(decide, mine, requests), strict=True)
-    return [verdicts[i] for i in range(len(requests))]
-
-
-def _by(
-    rule: Rule, requests: Sequence[Request], drafts: Sequence[Draft], logits: Tensor
-) -> list[Verdict]:
-    noises = [Noise(r.seed, len(r.tokens) - 1) for r in requests]
-    states = [r.state for r in requests]
-    if rule.follow:
-        return rule.follow(drafts, draw_tokens(logits, drafts, states, streams(drafts, noises)))
-    with torch.inference_mode():
-        return rule.verify(drafts, filter_logits(logits, drafts, states), noises)
-
 
 SCORE_BYTES = 32 << 20  # of the logits of one pass that are wanted for log-probabilities of prompts
 
 
+@dataclass(slots=True)
+class _Timing:
+    """Wall-clock seconds of a step's phases."""
+
+    began: float
+    drafted: float = 0.0
+    verified: float = 0.0
+
+    @property
+    def seconds(self) -> tuple[float, float]:
+        """Seconds of drafting, and of the forward pass with verification."""
+        return self.drafted - self.began, self.verified - self.drafted
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """A draft's rows of a pass's logits [M, V], taken only where something looks at them."""
+
+    all_logits: Tensor
+    first: int
+    last: int
+
+    @property
+    def logits(self) -> Tensor:
+        """The logits [N, V] of the draft's nodes."""
+        return self.all_logits[self.first : self.last]
+
+
 class Engine:
-    """Continuous batching over one target and any number of proposers. One thread at a time may use
-    it."""
+    """Continuous batching over one target and any number of proposers.
+
+    One thread at a time may use it.
+
+    Attributes:
+        requests: all requests that wait or run, by id.
+        drafting: everything about speculation: proposers, depth policy, guard.
+        stretch: a pass that reads prompts may take this many times as long as one of the decoding
+            requests alone.
+    """
 
     def __init__(
         self,
@@ -102,39 +93,47 @@ class Engine:
         policy: DepthPolicy | None = None,
         clock: Callable[[], float] | None = None,
     ) -> None:
-        """`proposers` by the name requests choose them with; without a tokenizer there is no text,
-        only token ids. `clock` counts what is to be saved: seconds, or whatever else depths
-        cost."""
-        self.stretch = (
-            math.inf
-        )  # prompts may make a pass this many times as long as the decoding requests alone
-        self.target, self.proposers, self.rule, self.chunk = (
-            target,
-            Proposers(proposers),
-            RULES[rule],
-            chunk,
-        )
+        """`proposers` by the name that requests choose them with; without a tokenizer there are
+        only token ids. `clock` counts what speculation should save: seconds by default."""
+        self.target = target
+        self.proposers = Proposers(proposers)
+        self.rule = RULES[rule]
+        self.chunk = chunk
         self.tokenizer = tokenizer
-        self.scheduler = self._scheduler()
+        self.stretch = math.inf
+        self.requests: dict[int, Request] = {}
         config = target.decoder.config
         self.grammars = GrammarCompiler(tokenizer, config.vocab, config.end_ids)
-        self.requests: dict[int, Request] = {}
-        # On CPU this thread works through every pass, so its own time is what a pass costs,
-        # whatever else runs here.
-        self.clock = clock or (
-            time.thread_time if target.decoder.device.type == "cpu" else time.perf_counter
+        on_cpu = target.decoder.device.type == "cpu"
+        self.drafting = Drafting(
+            target,
+            self.proposers,
+            policy or DepthPolicy(),
+            # On CPU this thread works through every pass, so its own time is what a pass costs,
+            # whatever else the machine does.
+            clock=clock or (time.thread_time if on_cpu else time.perf_counter),
+            wall_clock=clock or time.perf_counter,
         )
-        self.whole = (
-            clock or time.perf_counter
-        )  # what a step costs, waiting included: the guard judges by that
-        self.set_policy(policy or DepthPolicy())
+        self.scheduler = self._new_scheduler()
         self._ids = itertools.count()
-        self._aborted: list[Event] = []
+        self._pending: list[Event] = []  # last events of requests that ended between steps
 
-    def set_policy(self, policy: DepthPolicy) -> None:
-        """Let this policy choose depths from now on, with a guard that has seen nothing yet."""
-        self.policy, self.guard = policy, Guard(policy.cost)
-        self.drafting = Drafting(self.target, self.proposers, policy, self.guard, self.clock)
+    @property
+    def policy(self) -> DepthPolicy:
+        """The depth policy."""
+        return self.drafting.policy
+
+    @property
+    def guard(self) -> Guard:
+        """The guard that disables speculation while it is slower than plain decoding."""
+        return self.drafting.guard
+
+    @property
+    def busy(self) -> bool:
+        """True if a step would do anything."""
+        return bool(self.requests or self._pending)
+
+    # Requests
 
     def add(
         self,
@@ -149,35 +148,35 @@ class Engine:
         tenant: str = "",
         compiled: Compiled | None = None,
     ) -> Request:
-        """Queue one request (`n` is the caller's affair); `compiled` is its grammar, where that has
-        been done.
+        """Queue one request; `compiled` is its grammar, if that was compiled already.
 
-        Raises RequestError or CapacityError if it cannot serve.
+        `params.n` is the caller's affair.
+
+        Raises:
+            RequestError, CapacityError: the request cannot be served.
+            ConfigError: the draft, depth or rule does not exist.
         """
         if draft != OFF:
-            draft = self.proposers.known(
-                draft, {request.draft for request in self.requests.values()}
-            )
+            draft = self._known_draft(draft)
         if rule is not None and rule not in RULES:
             raise ConfigError(f"there is no rule {shorten(rule)}: {suggest(rule, RULES)}")
         if params.stop_strings and self.tokenizer is None:
             raise RequestError(
                 "stop strings need a tokenizer, and this engine has none: use stop_token_ids"
             )
-        config, limit = self.target.decoder.config, output_limit(self.target, tokens, params)
-        draft = draft if limit else OFF
-        seed = secrets.randbits(63) if params.seed is None else params.seed
-        own_ends = () if params.ignore_eos else config.end_ids
-        ends = frozenset((*own_ends, *params.stop_token_ids))
+        limit = output_limit(self.target, tokens, params)
+        end_ids = () if params.ignore_eos else self.target.decoder.config.end_ids
+        ends = frozenset((*end_ids, *params.stop_token_ids))
         grammar = self.grammars.matcher(params.grammar, ends, compiled)
+        text = TextStream(self.tokenizer, tokens, params.stop_strings) if self.tokenizer else None
         request = Request(
             id=next(self._ids),
             tokens=list(tokens),
             prompt_length=len(tokens),
             params=params,
-            seed=seed,
+            seed=secrets.randbits(63) if params.seed is None else params.seed,
             limit=limit,
-            draft=draft,
+            draft=draft if limit else OFF,
             depth=parse_depth(depth),
             rule=RULES[rule] if rule else self.rule,
             references=references,
@@ -185,9 +184,7 @@ class Engine:
             tenant=tenant,
             end_ids=ends,
             state=SamplingState(params, tokens, sorted(ends), grammar),
-            text=TextStream(self.tokenizer, tokens, params.stop_strings)
-            if self.tokenizer
-            else None,
+            text=text,
         )
         request.stats.prompt_tokens = len(tokens)
         self.requests[request.id] = request
@@ -195,23 +192,24 @@ class Engine:
         return request
 
     def abort(self, request: Request) -> None:
-        """End a request now, a paused one too; its last event comes with the next step."""
-        if request.id in self.requests or request.paused:
-            request.finish_reason = "abort"
-            if request.paused:
-                request.paused = False
-            else:
-                self._close(request)
-            rest = ""
-            with isolate_errors(request):
-                rest = request.text.take(finished=True) if request.text else ""
-            self._aborted.append(
-                Event(request.id, [], [], [rest], finish_reason="abort", error=request.error)
-            )
+        """End a request now, also a paused one; its last event comes with the next step."""
+        if request.id not in self.requests and not request.paused:
+            return
+        request.finish_reason = "abort"
+        if request.paused:
+            request.paused = False
+        else:
+            self._close(request)
+        rest = ""
+        with isolate_errors(request):
+            rest = request.take_text()
+        self._pending.append(_last_event(request, rest))
 
     def pause(self, request: Request) -> None:
-        """Take a request out of the engine before its end; it holds no slot and no pages then.
-        `resume` continues it with the tokens that it would have had without the pause."""
+        """Take a request out of the engine; it holds no slot and no pages then.
+
+        `resume` continues it with the tokens that it would have had without the pause.
+        """
         if request.id in self.requests:
             request.stats.seconds = time.perf_counter() - request.arrived
             self.scheduler.withdraw(request)
@@ -223,221 +221,256 @@ class Engine:
         if not request.paused:
             return
         request.paused = False
-        if (
-            request.draft != OFF
-        ):  # its proposer may have been made anew for others meanwhile, or be gone
-            request.draft = self.proposers.known(
-                request.draft, {other.draft for other in self.requests.values()}
-            )
+        if request.speculates:
+            # Its proposer may have been replaced for other requests since.
+            request.draft = self._known_draft(request.draft)
         self.requests[request.id] = request
         self.scheduler.waiting.append(request)
 
     def remember(self, tenant: str, tokens: Sequence[int]) -> None:
-        """A text of a tenant that was written elsewhere, with the same model: proposers may copy
-        from it. Raises RequestError for tokens that the model has not got."""
+        """Let proposers copy from a tenant's text that the same model wrote elsewhere.
+
+        Raises:
+            RequestError: a token is not in the vocabulary.
+        """
         if not all(0 <= token < self.target.decoder.config.vocab for token in tokens):
             raise RequestError("this text has tokens that the model has not got")
         for proposer in {part for whole in self.proposers.values() for part in whole.parts}:
             proposer.remember(tenant, tokens)
 
+    def set_policy(self, policy: DepthPolicy) -> None:
+        """Let `policy` choose depths from now on, with a new guard."""
+        self.drafting.set_policy(policy)
+
     def reset(self) -> None:
-        """Start over after a failure: every request is dropped without a word, every cache is
-        empty."""
+        """Start over after a failure: drop all requests without events, empty all caches."""
         self.requests.clear()
-        self._aborted.clear()
+        self.drafting.states.clear()
+        self._pending.clear()
         self.target.reset()
         for proposer in self.proposers.values():
             proposer.reset()
-        self.scheduler = self._scheduler()
+        self.scheduler = self._new_scheduler()
 
-    def _scheduler(self) -> Scheduler:
-        """A scheduler of no requests."""
+    def _known_draft(self, draft: str) -> str:
+        """Return the name under which a draft's proposer is kept here. Raises ConfigError."""
+        return self.proposers.known(draft, {request.draft for request in self.requests.values()})
+
+    def _new_scheduler(self) -> Scheduler:
         cache, vocab = self.target.cache, self.target.decoder.config.vocab
-        scores = max(1, SCORE_BYTES // (4 * vocab))
-        return Scheduler(cache, self.proposers, len(cache.length), self.chunk, scores)
+        max_scored = max(1, SCORE_BYTES // (4 * vocab))
+        return Scheduler(cache, self.drafting, len(cache.length), self.chunk, max_scored)
 
-    @property
-    def busy(self) -> bool:
-        """Whether a step would do anything."""
-        return bool(self.requests or self._aborted)
+    # One step
 
     def step(self) -> list[Event]:
-        """One pass of the target, and what came of it. A request that fails by itself ends with an
-        event that says why; what is raised concerns all of them."""
-        events, self._aborted = self._aborted, []
-        works = self._matched(_sound(self.scheduler.plan(self._room)))
-        if works:
-            events += self._pass(works)
-        return events + [
-            self._failed(request) for request in list(self.scheduler.running) if request.error
-        ]
+        """Run one step and return its events.
 
-    def _room(self, decoding: int) -> int:
-        return self.policy.room(decoding, self.stretch)
-
-    def _matched(self, works: list[Work]) -> list[Work]:
-        """The works without those whose grammar has not found yet what it allows next: they wait,
-        the others go on."""
-        matchers = [
-            work.request.state.grammar
-            for work in works
-            if work.draws and work.request.state.grammar
-        ]
-        if not matchers:
-            return works
-        if self.grammars.threads is not None:
-            self.grammars.threads.begin_step()
-        for matcher in matchers:
-            matcher.begin()
-        ready = []
-        for work in works:
-            request = work.request
-            with isolate_errors(request):
-                if not work.draws or not request.state.grammar or request.state.grammar.ready():
-                    ready.append(work)
-                    self._end_by_grammar(request)
-        return [work for work in ready if not work.request.finish_reason]
-
-    def _end_by_grammar(self, request: Request) -> None:
-        """End a request whose grammar allows nothing more, where that was not known when its last
-        token came."""
-        if request.produced and request.state.grammar and (reason := request.state.grammar.ending):
-            request.finish_reason = reason
-            self._close(request)
-            rest = request.text.take(finished=True) if request.text else ""
-            self._aborted.append(Event(request.id, [], [], [rest], finish_reason=reason))
+        A request that fails by itself ends with an event that says why. An exception concerns all
+        requests: call `reset` then.
+        """
+        timing = _Timing(time.perf_counter())
+        batch = self._plan()
+        batch = self._draft(batch)
+        events, self._pending = self._pending, []
+        if batch:
+            timing.drafted = time.perf_counter()
+            forward = self._forward(batch)
+            logits = self._verify(batch, forward)
+            timing.verified = time.perf_counter()
+            events += self._commit(batch, forward, logits, timing)
+        failed = [request for request in self.scheduler.running if request.error]
+        return events + [self._fail(request) for request in failed]
 
     def step_or_raise(self) -> list[Event]:
-        """`step` for whoever asked for every request: what fails for one of them is raised."""
+        """Run `step`, but raise the error of a request that failed."""
         events = self.step()
         for event in events:
             if event.error:
                 raise event.error
         return events
 
-    def _pass(self, works: list[Work]) -> list[Event]:
-        """Draft, run the target, verify and commit."""
-        start, at = time.perf_counter(), self.whole()
-        drafts = self.drafting.propose(works, [work for work in works if work.draws])
-        works = [work for work in _sound(works) if not work.draws or work.request.id in drafts]
-        if not works:
-            return []
-        drawing = [work for work in works if work.draws]
-        drafted, begun = time.perf_counter(), self.clock()
-        segments = [self._segment(work, drafts.get(work.request.id)) for work in works]
-        wanted = sorted({b for work in works for b in self._wanted(work.request)})
-        with self.drafting.overlap.during(drafts):
-            forward = self.target.forward(segments, wanted, keep=False)
-        logits = self._score(works, segments, forward.logits)
-        trees = [drafts[w.request.id] for w in drawing]
-        verdicts = verify_drafts([w.request for w in drawing], trees, logits) if drawing else []
-        verified = time.perf_counter()
-        events: list[Event] = []
-        tokens, features = (
-            0,
-            {boundary: quick(states) for boundary, states in forward.features.items()},
-        )
-        for work, segment in zip(works, segments, strict=True):
-            work.features, work.first, tokens = features, tokens, tokens + len(segment.tokens)
-            if not work.draws:
-                self._commit(work, range(work.count))
-                self._seal(work.request)
-                events += self._ended_by_reading(work.request)
+    def _plan(self) -> list[ScheduledRequest]:
+        """Choose how many tokens each request processes in this step.
+
+        Requests whose grammar has not computed yet what it allows next wait for a later step.
+        """
+        batch = self.scheduler.plan(lambda decoding: self.drafting.room(decoding, self.stretch))
+        batch = [scheduled for scheduled in batch if not scheduled.request.error]
+        with_grammar = [s for s in batch if s.generates and s.request.state.grammar]
+        if not with_grammar:
+            return batch
+        self._begin_grammar_step()
+        for scheduled in with_grammar:
+            assert scheduled.request.state.grammar
+            scheduled.request.state.grammar.begin()
+        return [scheduled for scheduled in batch if self._is_ready(scheduled)]
+
+    def _begin_grammar_step(self) -> None:
         if self.grammars.threads is not None:
-            # whether a request ends may depend on what its grammar allows next
             self.grammars.threads.begin_step()
-        first, seconds = 0, (drafted - start, verified - drafted)
-        for work, draft, verdict in zip(drawing, trees, verdicts, strict=True):
-            if verdict:
-                events += self._land(work, draft, verdict, Rows(logits, first, len(draft)), seconds)
-            first += len(draft)
-        decodes = all(
-            work.draws and work.count == 1 for work in works
-        )  # reading a prompt is another regime
-        self.drafting.overlap.record(
-            sum(len(s.tokens) for s in segments), self.clock() - begun, decodes
-        )
-        if decodes and not any(work.request.insists for work in works):
-            said = {event.request_id: len(event.token_ids) for event in events}
-            requests = [work.request for work in works]
-            parts = [
-                Part(r.judge, len(tree) - 1, said.get(r.id, 0), r.was_asked)
-                for r, tree in zip(requests, trees, strict=True)
-            ]
-            self.guard.record(parts, self.whole() - at, self.drafting.seconds)
-        return events
 
-    def _segment(self, work: Work, draft: Draft | None) -> Segment:
-        """The known tokens to read, and the draft behind them: its root is the last of them."""
-        request, count = work.request, work.count
-        at = self.target.cache.length[request.slot]
-        tokens, parents = request.tokens[at : at + count], list(range(-1, count - 1))
-        scored = [position - at for position in work.scored]
-        if draft is None:
-            return Segment(request.slot, tokens, parents, scored)
-        parents += [count - 1 + parent for parent in draft.parents[1:]]
-        want = [*scored, *range(count - 1, count - 1 + len(draft))]
-        return Segment(request.slot, tokens + draft.tokens[1:], parents, want)
+    def _is_ready(self, scheduled: ScheduledRequest) -> bool:
+        """Return True if the request takes part in this step; end it if its grammar is complete."""
+        request, grammar = scheduled.request, scheduled.request.state.grammar
+        if not scheduled.generates or not grammar:
+            return True
+        with isolate_errors(request):
+            if not grammar.ready():
+                return False
+            if request.produced and grammar.ending:
+                # That was not known yet when the last token was committed.
+                request.finish_reason = grammar.ending
+                self._close(request)
+                self._pending.append(_last_event(request, request.take_text()))
+                return False
+            return True
+        return False
 
-    def _score(self, works: Sequence[Work], segments: Sequence[Segment], logits: Tensor) -> Tensor:
-        """Keep the log-probabilities of prompt tokens that were asked for. logits [M, V], and those
-        of drafts alone"""
-        if not any(work.scored for work in works):
-            return logits
-        drafted: list[int] = []
-        first = 0
-        for work, segment in zip(works, segments, strict=True):
-            request, last = work.request, first + len(work.scored)
-            if work.scored:
-                tokens = request.tokens[work.scored.start + 1 : work.scored.stop + 1]
-                with isolate_errors(request):
-                    top = request.params.prompt_logprobs or 0
-                    request.prompt_logprobs += prompt_logprobs_of(logits[first:last], tokens, top)
-            first += len(segment.want)
-            drafted += range(last, first)
-        return logits[drafted]
-
-    def _ended_by_reading(self, request: Request) -> list[Event]:
-        """The last event of a request that generates nothing, once its prompt is read."""
-        if (
-            request.limit
-            or request.error
-            or self.target.cache.length[request.slot] < len(request.tokens)
-        ):
+    def _draft(self, batch: list[ScheduledRequest]) -> list[ScheduledRequest]:
+        """Draft for the generating requests; return the requests that stay in the step."""
+        if not batch:
             return []
-        request.finish_reason = "length"
-        request.stats.first_token_seconds = time.perf_counter() - request.arrived
-        self._close(request)
+        self.drafting.draft(batch)
         return [
-            Event(
-                request.id,
-                [],
-                [],
-                [],
-                finish_reason="length",
-                prompt_logprobs=request.prompt_logprobs,
-            )
+            scheduled
+            for scheduled in batch
+            if not scheduled.request.error
+            and (scheduled.draft is not None or not scheduled.generates)
         ]
 
-    def _land(
-        self, work: Work, draft: Draft, verdict: Verdict, rows: Rows, seconds: tuple[float, float]
+    def _forward(self, batch: Sequence[ScheduledRequest]) -> Forward:
+        """Run the target over all known and drafted tokens of the batch, one flat pass."""
+        row = 0
+        for scheduled in batch:
+            scheduled.segment = self._segment(scheduled)
+            scheduled.first_row = row
+            row += len(scheduled.segment.tokens)
+        segments = [s.segment for s in batch if s.segment]
+        layers = sorted({layer for s in batch for layer in self.drafting.hidden_layers(s.request)})
+        with self.drafting.during_forward(batch):
+            return self.target.forward(segments, layers, keep=False)
+
+    def _segment(self, scheduled: ScheduledRequest) -> Segment:
+        """Return the known tokens to read and the draft behind them, whose root is the last."""
+        request, count, draft = scheduled.request, scheduled.count, scheduled.draft
+        start = self.target.cache.length[request.slot]
+        tokens = request.tokens[start : start + count]
+        parents = list(range(-1, count - 1))
+        scored = [position - start for position in scheduled.scored]
+        if draft is None:
+            return Segment(request.slot, tokens, parents, scored)
+        root = count - 1
+        parents += [root + parent for parent in draft.parents[1:]]
+        wanted = [*scored, *range(root, root + len(draft))]
+        return Segment(request.slot, tokens + draft.tokens[1:], parents, wanted)
+
+    def _verify(self, batch: Sequence[ScheduledRequest], forward: Forward) -> Tensor:
+        """Set the verdicts of the drafts; return the logits [M, V] of all their nodes."""
+        logits = self._score_prompts(batch, forward.logits)
+        generating = [scheduled for scheduled in batch if scheduled.draft is not None]
+        if generating:
+            drafts = [scheduled.draft for scheduled in generating if scheduled.draft]
+            verdicts = verify_drafts([s.request for s in generating], drafts, logits)
+            for scheduled, verdict in zip(generating, verdicts, strict=True):
+                scheduled.verdict = verdict
+        return logits
+
+    def _score_prompts(self, batch: Sequence[ScheduledRequest], logits: Tensor) -> Tensor:
+        """Keep the log-probabilities of prompt tokens that were asked for.
+
+        logits [M, V]; returns those of drafts alone.
+        """
+        if not any(scheduled.scored for scheduled in batch):
+            return logits
+        draft_rows: list[int] = []
+        row = 0
+        for scheduled in batch:
+            assert scheduled.segment
+            request, scored = scheduled.request, scheduled.scored
+            first, row = row, row + len(scheduled.segment.want)
+            draft_rows += range(first + len(scored), row)
+            if scored:
+                tokens = request.tokens[scored.start + 1 : scored.stop + 1]
+                rows = logits[first : first + len(scored)]
+                with isolate_errors(request):
+                    top = request.params.prompt_logprobs or 0
+                    request.prompt_logprobs += prompt_logprobs_of(rows, tokens, top)
+        return logits[draft_rows]
+
+    def _commit(
+        self,
+        batch: Sequence[ScheduledRequest],
+        forward: Forward,
+        logits: Tensor,
+        timing: _Timing,
     ) -> list[Event]:
-        """Commit a verdict and say what it says; nothing where that fails. `seconds` of drafting
-        and of the rest."""
-        request, event = work.request, Event(work.request.id, [], [], [])
-        with isolate_errors(request):
-            event.round = self._trace(request, draft, verdict, rows, seconds)
+        """Commit what was read and accepted; return what it emits. logits [M, V] of drafts."""
+        states = {layer: as_fast_array(found) for layer, found in forward.features.items()}
+        events: list[Event] = []
+        for scheduled in batch:
+            if scheduled.draft is None:
+                self._commit_rows(scheduled, range(scheduled.count), states)
+                self._seal(scheduled.request)
+                events += self._end_after_prompt(scheduled.request)
+        self._begin_grammar_step()  # whether a request ends may depend on what its grammar allows
+        row = 0
+        for scheduled in batch:
+            if scheduled.draft is None:
+                continue
+            first, row = row, row + len(scheduled.draft)
+            if scheduled.verdict is not None:
+                rows = _Rows(logits, first, row)
+                events += self._emit(
+                    scheduled, scheduled.draft, scheduled.verdict, rows, states, timing
+                )
+        emitted = {event.request_id: len(event.token_ids) for event in events}
+        self.drafting.record_step(batch, emitted)
+        return events
+
+    def _commit_rows(
+        self, scheduled: ScheduledRequest, path: Sequence[int], states: Mapping[int, States]
+    ) -> None:
+        """Keep the rows `path` of a segment; show their hidden states {layer: [T, H]} to the
+        proposer."""
+        cache, slot = self.target.cache, scheduled.request.slot
+        start = cache.length[slot]
+        cache.commit(slot, path)
+        self.drafting.observe(scheduled, start, states, path)
+
+    def _emit(
+        self,
+        scheduled: ScheduledRequest,
+        draft: Draft,
+        verdict: Verdict,
+        rows: _Rows,
+        states: Mapping[int, States],
+        timing: _Timing,
+    ) -> list[Event]:
+        """Commit a verdict and return its event; nothing if that fails."""
+        request, event = scheduled.request, Event(scheduled.request.id, [], [], [])
+        if request.trace:
+            with isolate_errors(request):
+                event.round = trace_round(
+                    request,
+                    draft,
+                    verdict,
+                    rows.logits,
+                    allowed_depth=self.drafting.state(request).allowed_depth,
+                    acceptance_rate=self.drafting.acceptance_of(request, draft),
+                    seconds=timing.seconds,
+                )
         if request.error:
             return []
-        read = work.count - 1  # known tokens before the root
-        self._commit(work, [*range(read), *(read + node for node in verdict.path)])
+        root = scheduled.count - 1
+        self._commit_rows(scheduled, [*range(root), *(root + n for n in verdict.path)], states)
         if request.stats.steps == 0:
             request.stats.first_token_seconds = time.perf_counter() - request.arrived
-        request.stats.count(draft, verdict, *seconds)
-        self._learn(request, draft, verdict)
+        request.stats.count(draft, verdict, *timing.seconds)
+        self.drafting.record_verdict(request, draft, verdict)
         with isolate_errors(request):
-            self._teach(request, draft, rows)
-            self._say(request, draft, verdict, rows, event)
+            self.drafting.observe_logits(request, draft, lambda: rows.logits)
+            self._append(request, draft, verdict, rows, event)
         if request.error:
             return []
         if request.finish_reason:
@@ -447,11 +480,10 @@ class Engine:
             self.target.cache.pages.shrink(request.slot, len(request.tokens))
         return [event]
 
-    def _say(
-        self, request: Request, draft: Draft, verdict: Verdict, rows: Rows, event: Event
+    def _append(
+        self, request: Request, draft: Draft, verdict: Verdict, rows: _Rows, event: Event
     ) -> None:
-        """Append a verdict's tokens up to the one that ends the request, and write them into its
-        event."""
+        """Append a verdict's tokens up to the one that ends the request; fill in the event."""
         if not request.produced and request.params.prompt_logprobs is not None:
             event.prompt_logprobs = request.prompt_logprobs
         for token in verdict.tokens:
@@ -459,84 +491,40 @@ class Engine:
             if request.finish_reason:
                 break
         taken = len(event.pieces)
-        event.token_ids, event.finish_reason = verdict.tokens[:taken], request.finish_reason
+        event.token_ids = verdict.tokens[:taken]
+        event.finish_reason = request.finish_reason
         event.sources = [*(draft.sources[node] for node in verdict.path[1:]), ""][:taken]
         if request.params.logprobs is not None:
-            event.logprobs = logprobs_of(
-                rows.taken[verdict.path[:taken]], event.token_ids, request.params.logprobs
-            )
+            logits = rows.logits[verdict.path[:taken]]
+            event.logprobs = logprobs_of(logits, event.token_ids, request.params.logprobs)
 
-    def _failed(self, request: Request) -> Event:
+    def _end_after_prompt(self, request: Request) -> list[Event]:
+        """Return the last event of a request that generates nothing, once its prompt is read."""
+        is_read = self.target.cache.length[request.slot] >= len(request.tokens)
+        if request.limit or request.error or not is_read:
+            return []
+        request.finish_reason = "length"
+        request.stats.first_token_seconds = time.perf_counter() - request.arrived
+        self._close(request)
+        event = Event(request.id, [], [], [], finish_reason="length")
+        event.prompt_logprobs = request.prompt_logprobs
+        return [event]
+
+    def _fail(self, request: Request) -> Event:
         """End a request by its own error."""
         request.finish_reason = "abort"
         self._close(request)
         return Event(request.id, [], [], [], finish_reason="abort", error=request.error)
 
-    def _commit(self, work: Work, path: Sequence[int]) -> None:
-        """Keep the rows of `path`, and show its hidden states to the proposer that wants them."""
-        request, cache = work.request, self.target.cache
-        start, wanted = cache.length[request.slot], self._wanted(request)
-        cache.commit(request.slot, path)
-        if wanted:
-            seen = {
-                boundary: kept(work.features[boundary], work.first, path) for boundary in wanted
-            }
-            with isolate_errors(request):
-                self.proposers[request.draft].observe(request.slot, start, seen)
-
-    def _wanted(self, request: Request) -> tuple[int, ...]:
-        """The boundaries whose hidden states this request's proposer wants."""
-        return self.proposers[request.draft].aux_hidden_layers if request.has_proposer else ()
-
-    def _learn(self, request: Request, verified: Draft, verdict: Verdict) -> None:
-        """What the depth policy learns from a verdict, of all that was drafted, verified or not, as
-        far as the target
-        has spoken: of copies that counts for their kind of match, and for who copied what was
-            verified."""
-        for offered in request.offered:
-            draft = offered.draft
-            path = draft.followed(verdict.tokens)
-            accepted, is_open = len(path) - 1, len(path) > len(verdict.tokens)
-            reach = accepted if is_open else max(draft.depths())
-            told = {offered.kind or offered.name: reach}
-            if offered.kind:
-                told[offered.name] = min(len(verified.followed(draft.tokens[1:])) - 1, reach)
-            for source, deep in told.items():
-                self.policy.record_verdict(
-                    source, request.acceptance[source], deep, min(accepted, deep)
-                )
-            if draft.sure:
-                self.policy.survival(offered.name, request.params.greedy).add(draft, path, is_open)
-
-    def _teach(self, request: Request, draft: Draft, rows: Rows) -> None:
-        """Show the target's laws to the proposer that wants them."""
-        if not request.has_proposer or not self.proposers[request.draft].learns:
-            return
-        first = request.tokens[-2] if len(request.tokens) > 1 else -1
-        before = [first, *(draft.tokens[parent] for parent in draft.parents[1:])]
-        self.proposers[request.draft].learn(request.slot, before, draft.tokens, rows.taken)
-
-    def _trace(
-        self,
-        request: Request,
-        draft: Draft,
-        verdict: Verdict,
-        rows: Rows,
-        seconds: tuple[float, float],
-    ) -> Round | None:
-        if not request.trace:
-            return None
-        name = drafter_of(request, draft)
-        rate = self.policy.rate(name, request.acceptance[name])
-        return round_of(request, draft, verdict, rows.taken, rate, seconds)
-
     def _seal(self, request: Request) -> None:
-        cache = self.target.cache  # a verdict cut short by a stop has committed more than was said
-        cache.pages.seal(
-            request.slot, request.tokens, min(cache.length[request.slot], len(request.tokens))
-        )
+        """Let other requests reuse the committed pages."""
+        cache = self.target.cache
+        # A verdict that was cut short by a stop has committed more rows than tokens.
+        committed = min(cache.length[request.slot], len(request.tokens))
+        cache.pages.seal(request.slot, request.tokens, committed)
 
     def _close(self, request: Request) -> None:
+        """Release everything that a request holds."""
         request.stats.seconds = time.perf_counter() - request.arrived
         if request.slot >= 0:
             self._seal(request)
@@ -544,6 +532,44 @@ class Engine:
         del self.requests[request.id]
 
 
-def _sound(works: Sequence[Work]) -> list[Work]:
-    """The work of requests that have not failed."""
-    return [work for work in works if not work.request.error]
+def _last_event(request: Request, rest: str) -> Event:
+    """Return the event of a request that ended between steps, with the text that is left."""
+    event = Event(request.id, [], [], [rest], finish_reason=request.finish_reason)
+    event.error = request.error
+    return event
+
+
+def verify_drafts(
+    requests: Sequence[Request], drafts: Sequence[Draft], logits: Tensor
+) -> list[Verdict | None]:
+    """Return one verdict per request, None for requests that failed.
+
+    logits [M, V]: the nodes of all drafts, one draft after the other.
+    """
+
+    def verify(chosen: Sequence[int]) -> list[Verdict]:
+        """Verify the drafts of requests that share a rule."""
+        rows = logits
+        if len(chosen) < len(requests):
+            split = torch.split(logits, [len(draft) for draft in drafts])
+            rows = torch.cat([split[i] for i in chosen])
+        rule = requests[chosen[0]].rule
+        return _verify_by(rule, [requests[i] for i in chosen], [drafts[i] for i in chosen], rows)
+
+    verdicts: list[Verdict | None] = [None] * len(requests)
+    for name in {request.rule.name for request in requests}:
+        chosen = [i for i, request in enumerate(requests) if request.rule.name == name]
+        for i, verdict in zip(chosen, run_isolated(verify, chosen, requests), strict=True):
+            verdicts[i] = verdict
+    return verdicts
+
+
+def _verify_by(
+    rule: Rule, requests: Sequence[Request], drafts: Sequence[Draft], logits: Tensor
+) -> list[Verdict]:
+    noises = [Noise(request.seed, len(request.tokens) - 1) for request in requests]
+    states = [request.state for request in requests]
+    if rule.follow:
+        return rule.follow(drafts, draw_tokens(logits, drafts, states, streams(drafts, noises)))
+    with torch.inference_mode():
+        return rule.verify(drafts, filter_logits(logits, drafts, states), noises)

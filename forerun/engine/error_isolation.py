@@ -1,10 +1,10 @@
-"""Whose failure it is: what is raised while one request is worked on ends that request, and nobody
-else's.
+"""Error isolation: what fails for one request ends that request and no other.
 
-Until a step commits nothing has changed, and a commit only touches the rows of its own request:
-what was worked out for a request that fails is dropped, its pages go back, and the others go on as
-if it had not been there. Only the pass itself and the bookkeeping of the cache belong to everybody;
-what they raise leaves the step."""
+Until a step commits nothing has changed, and a commit touches only the rows of its own request.
+What was computed for a request that fails is dropped, its pages are freed, and the others go on as
+if it had not been there. Only the forward pass and the bookkeeping of the cache concern all
+requests; what they raise leaves the step.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ from forerun.engine.request import Request
 from forerun.errors import ForerunError, StateError
 
 T = TypeVar("T")
-OURS = (StateError, KeyboardInterrupt, SystemExit, GeneratorExit)  # concern more than one request
+SHARED = (StateError, KeyboardInterrupt, SystemExit, GeneratorExit)  # concern all requests
 
 
 class isolate_errors:
-    """Work on one request alone: what is raised becomes its `error`, the first one of a step."""
+    """Context manager for work on one request: what is raised becomes the request's `error`.
 
-    __slots__ = ("request",)  # entered several times a step: a generator takes four times as long
+    A class because it is entered several times a step: a generator takes four times as long.
+    """
+
+    __slots__ = ("request",)
 
     def __init__(self, request: Request) -> None:
         self.request = request
@@ -32,23 +35,23 @@ class isolate_errors:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: object
     ) -> bool:
-        if error is None or isinstance(error, OURS):
+        # BaseException: a panic in a library's Rust code is no Exception.
+        if error is None or isinstance(error, SHARED):
             return False
-        self.request.error = self.request.error or _told(
-            error
-        )  # a panic of a library's Rust side is no Exception
+        self.request.error = self.request.error or _client_error(error)
         return True
 
 
-def together(
+def run_isolated(
     work: Callable[[Sequence[int]], Sequence[T]], chosen: Sequence[int], requests: Sequence[Request]
 ) -> list[T | None]:
-    """What `work` gives for the `chosen` of some requests at once. Where that fails it is done for
-    one after the other,
-    and those that fail alone are to blame: they get None."""
+    """Run `work` for the `chosen` requests at once; where that fails, for one after the other.
+
+    Requests that fail alone get None and their error.
+    """
     try:
         return list(work(chosen))
-    except OURS:
+    except SHARED:
         raise
     except BaseException:
         found: list[T | None] = [None] * len(chosen)
@@ -58,12 +61,11 @@ def together(
         return found
 
 
-def _told(error: BaseException) -> ForerunError:
-    """An error as its client may see it; the cause is for the log."""
+def _client_error(error: BaseException) -> ForerunError:
+    """Return the error that a client may see; its cause is for the log."""
     if isinstance(error, ForerunError):
         return error
-    told = ForerunError(
-        f"the engine failed while it worked on this request: {type(error).__name__}"
-    )
-    told.__cause__ = error
-    return told
+    name = type(error).__name__
+    shown = ForerunError(f"the engine failed while it worked on this request: {name}")
+    shown.__cause__ = error
+    return shown

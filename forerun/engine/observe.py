@@ -1,10 +1,8 @@
-"""What can be seen of a step besides its tokens: log-probabilities, and the whole round for whoever
-watches."""
+"""What can be observed of a step besides its tokens: log-probabilities and traced rounds."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,113 +12,91 @@ from forerun.engine.request import Request
 from forerun.types import Draft, Round, States, TokenLogprobs, Verdict
 from forerun.verify import Noise
 
-SCORED = 16  # rows of logits that are scored at once
+SCORE_ROWS = 16  # rows of logits that are scored at once, to bound the memory
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """A request's rows of a pass's logits [M, V]: few look at them, and to take them is an
-    operation of torch's."""
+def as_fast_array(states: Tensor) -> States:
+    """Return hidden states [T, H] as a numpy array where that shares memory.
 
-    logits: Tensor
-    first: int
-    count: int
-
-    @property
-    def taken(self) -> Tensor:
-        """[N, V]"""
-        return self.logits[self.first : self.first + self.count]
-
-
-def quick(states: Tensor) -> States:
-    """The states of a pass [T, H] as numpy has them, where it can: behind a pass an operation of
-    torch's takes ten times as long as one of numpy's, and every request takes its rows."""
+    Every request takes its rows after a forward pass, and an operation of torch takes ten times as
+    long as one of numpy there.
+    """
     return states.numpy() if states.is_cpu and states.dtype != torch.bfloat16 else states
 
 
-def kept(states: States, first: int, path: Sequence[int]) -> States:
-    """Of the states of a pass [T, H], the rows of `path` (increasing, not none), counted from
-    `first` on. They keep no others alive."""
+def take_rows(states: States, first: int, path: Sequence[int]) -> States:
+    """Return a copy of the rows `first + path` of hidden states [T, H]; `path` ascends."""
     if len(path) == 1 and not isinstance(states, Tensor):
-        at = first + path[0]
-        return states[at : at + 1].copy()
+        row = first + path[0]
+        return states[row : row + 1].copy()
     return states[[first + i for i in path]]
 
 
-def drafter_of(request: Request, draft: Draft) -> str:
-    """The proposer whose draft was verified, by the name it is judged by; who was asked last, where
-    none was."""
-    names, source = (
-        [offer.name for offer in request.offered] or [request.draft],
-        draft.sources[min(1, len(draft) - 1)],
-    )
-    return source if source in names else names[-1]
-
-
-def round_of(
+def trace_round(
     request: Request,
     draft: Draft,
     verdict: Verdict,
     logits: Tensor,
-    rate: float,
+    *,
+    allowed_depth: int,
+    acceptance_rate: float,
     seconds: tuple[float, float],
 ) -> Round:
-    """What there is to see of a step before it is committed. logits [N, V]; `seconds` of drafting
-    and the rest"""
-    laws, noise = logits.float().softmax(-1), Noise(request.seed, len(request.tokens) - 1)
-    depths, last = draft.depths(), verdict.path[-1]
-    drawn = [(draft.parents[i], token) for i, token in enumerate(draft.tokens) if i] + [
-        (last, verdict.tokens[-1])
-    ]
-    noises = [rng.gumbel_scalar(noise.target(depths[node]), token) for node, token in drawn]
+    """Return what a step did for a request, before it is committed.
+
+    logits [N, V]; `seconds` of drafting and of the rest of the step.
+    """
+    probs = logits.float().softmax(-1)
+    noise = Noise(request.seed, len(request.tokens) - 1)
+    depths = draft.depths()
+    drawn = [(draft.parents[node], draft.tokens[node]) for node in range(1, len(draft))]
+    drawn.append((verdict.path[-1], verdict.tokens[-1]))
     if request.params.greedy or not request.rule.coupled:
         noises = [0.0] * len(drawn)
-    chances = [float(laws[node, token]) for node, token in drawn]
-    drafted = [
-        float(draft.probs[parent, token]) if draft.probs is not None and drawn else None
-        for token, parent, drawn in list(zip(draft.tokens, draft.parents, draft.laws, strict=True))[
-            1:
-        ]
-    ]
+    else:
+        noises = [rng.gumbel_scalar(noise.target(depths[node]), token) for node, token in drawn]
     return Round(
-        request.stats.steps,
-        draft,
-        verdict,
-        chances,
-        noises,
-        request.allowed,
-        rate,
-        *seconds,
-        drafted,
+        step=request.stats.steps,
+        draft=draft,
+        verdict=verdict,
+        chances=[float(probs[node, token]) for node, token in drawn],
+        noises=noises,
+        depth=allowed_depth,
+        rate=acceptance_rate,
+        draft_seconds=seconds[0],
+        verify_seconds=seconds[1],
+        drafted=[_draft_prob(draft, node) for node in range(1, len(draft))],
     )
 
 
+def _draft_prob(draft: Draft, node: int) -> float | None:
+    """Return the probability that the drafter gave a sampled node; None for a deterministic one."""
+    if draft.probs is None or not draft.laws[node]:
+        return None
+    return float(draft.probs[draft.parents[node], draft.tokens[node]])
+
+
 def prompt_logprobs_of(logits: Tensor, tokens: Sequence[int], top: int) -> list[TokenLogprobs]:
-    """`logprobs_of` for tokens of a prompt, with their ranks; a few rows at a time, so that it
-    takes little memory."""
+    """Return log-probabilities and ranks of prompt tokens. logits [K, V], K tokens."""
     entries: list[TokenLogprobs] = []
-    for at in range(0, len(tokens), SCORED):
-        rows, part = logits[at : at + SCORED], tokens[at : at + SCORED]
+    for start in range(0, len(tokens), SCORE_ROWS):
+        rows, part = logits[start : start + SCORE_ROWS], tokens[start : start + SCORE_ROWS]
         chosen = rows.gather(1, torch.tensor(part, device=rows.device)[:, None])
         ranks = ((rows > chosen).sum(1) + 1).tolist()
-        entries += map(_with_rank, logprobs_of(rows, part, top), ranks)
+        for entry, rank in zip(logprobs_of(rows, part, top), ranks, strict=True):
+            entry.rank = rank
+            entries.append(entry)
     return entries
 
 
-def _with_rank(entry: TokenLogprobs, rank: int) -> TokenLogprobs:
-    entry.rank = rank
-    return entry
-
-
 def logprobs_of(logits: Tensor, tokens: Sequence[int], top: int) -> list[TokenLogprobs]:
-    """Raw log-probabilities of the chosen tokens and the `top` likeliest. logits [K, V], K
-    tokens"""
-    laws = logits.log_softmax(-1)
-    values, ids = laws.topk(min(top, laws.shape[-1]))
+    """Return raw log-probabilities of K tokens and of the `top` likeliest. logits [K, V]."""
+    logprobs = logits.log_softmax(-1)
+    values, ids = logprobs.topk(min(top, logprobs.shape[-1]))
     return [
         TokenLogprobs(
             token,
-            float(laws[i, token]),
+            float(logprobs[i, token]),
             dict(zip(ids[i].tolist(), values[i].tolist(), strict=True)),
         )
         for i, token in enumerate(tokens)

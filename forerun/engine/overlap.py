@@ -1,68 +1,73 @@
-"""What goes on while the target verifies: who drafts ahead, and what that costs.
+"""Overlapped drafting: proposers that draft on while the target verifies, and what that costs.
 
-Drafting ahead takes cores and memory from the pass beside it. What that takes longer than it would
-alone is a cost of drafting, and no measure of passes.
+Drafting beside a forward pass takes cores and memory bandwidth from it. The time that the pass
+takes longer for it is a cost of drafting, not a measurement of the pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from forerun.draft.proposer import DraftRequest, Proposer
 from forerun.engine.depth import DepthPolicy
-from forerun.engine.request import Request
-from forerun.types import Draft
+from forerun.engine.request import ScheduledRequest
+
+
+@dataclass(slots=True)
+class _Spent:
+    """What one proposer's drafts of a step took."""
+
+    source: str
+    depth: int
+    seconds: float
+    num_requests: int
+    lag: int
 
 
 @dataclass(slots=True)
 class Overlap:
-    """Of one step.
+    """Overlapped drafting of one step.
 
     Attributes:
-        stands: the clock stands still while this thread waits.
-        rows: those that who drafts ahead was asked for, by request.
-        spent: what their drafts took: proposer, depth, seconds, requests, tokens missed.
-        busy: who drafts ahead.
+        waiting_is_free: the clock stands still while this thread waits (it counts CPU time).
+        asked: what overlapping proposers were asked for, by request id.
+        spent: what their drafts took; it is recorded once the forward pass is known.
+        busy: proposers that draft beside the forward pass.
     """
 
     policy: DepthPolicy
-    stands: bool = True
-    rows: dict[Proposer, dict[int, DraftRequest]] = field(default_factory=dict)
-    spent: list[tuple[str, int, float, int, int]] = field(default_factory=list)
+    waiting_is_free: bool = True
+    asked: dict[Proposer, dict[int, DraftRequest]] = field(default_factory=dict)
+    spent: list[_Spent] = field(default_factory=list)
     busy: list[Proposer] = field(default_factory=list)
 
-    def ask(
-        self, proposer: Proposer, requests: Sequence[Request], rows: Sequence[DraftRequest]
+    def note_asked(
+        self, proposer: Proposer, ids: Sequence[int], requests: Sequence[DraftRequest]
     ) -> None:
-        """A proposer is asked for these rows of requests."""
+        """Remember what a proposer is asked to draft, by request id."""
         if proposer.ahead:
-            asked = {request.id: row for request, row in zip(requests, rows, strict=True)}
-            self.rows.setdefault(proposer, {}).update(asked)
+            self.asked.setdefault(proposer, {}).update(zip(ids, requests, strict=True))
 
-    def spend(
-        self, proposer: Proposer, depth: int, seconds: float, requests: int, lag: int = 0
+    def record_draft(
+        self, proposer: Proposer, depth: int, seconds: float, num_requests: int, lag: int = 0
     ) -> None:
-        """Drafting to `depth` for so many requests took so long, and to read what was missed of
-        them."""
+        """Record what drafting took, `lag` missed tokens included."""
         if proposer.ahead:
-            self.spent.append(
-                (proposer.name, depth, seconds + proposer.waited * self.stands, requests, lag)
-            )
+            seconds += proposer.waited * self.waiting_is_free
+            self.spent.append(_Spent(proposer.name, depth, seconds, num_requests, lag))
         else:
-            self.policy.record_draft(proposer.name, depth, seconds, requests, lag)
+            self.policy.record_draft(proposer.name, depth, seconds, num_requests, lag)
 
     @contextmanager
-    def during(self, drafts: Mapping[int, Draft]) -> Iterator[None]:
-        """While the target verifies these drafts of requests."""
-        for proposer, rows in self.rows.items():
-            verified = [request for request in rows if len(drafts[request]) > 1]
+    def during_forward(self, batch: Sequence[ScheduledRequest]) -> Iterator[None]:
+        """Let proposers draft on while the target verifies the drafts of `batch`."""
+        drafts = {s.request.id: s.draft for s in batch if s.draft is not None}
+        for proposer, asked in self.asked.items():
+            verified = [i for i in asked if len(drafts[i]) > 1]
             if verified:
-                proposer.begin_ahead(
-                    [rows[request] for request in verified],
-                    [drafts[request] for request in verified],
-                )
+                proposer.begin_ahead([asked[i] for i in verified], [drafts[i] for i in verified])
                 self.busy.append(proposer)
         try:
             yield
@@ -70,17 +75,17 @@ class Overlap:
             for proposer in self.busy:
                 proposer.end_ahead()
 
-    def record(self, tokens: int, seconds: float, measures: bool) -> None:
-        """The pass of the step, over so many tokens and with all that came of it, took so long;
-        whether that `measures`
-        what one takes: one that reads prompts does not."""
-        longer = 0.0
-        if not measures:
-            self.policy.record_read(tokens, seconds)
+    def record_forward(self, num_tokens: int, seconds: float, decodes: bool) -> None:
+        """Record the step's forward pass over `num_tokens` tokens; `decodes`: it read no prompt."""
+        extra = 0.0
+        if not decodes:
+            self.policy.record_prefill(num_tokens, seconds)
         elif self.busy:
-            longer = max(seconds - self.policy.cost(tokens), 0.0)
+            extra = max(seconds - self.policy.forward_seconds(num_tokens), 0.0)
         else:
-            self.policy.record_pass(tokens, seconds)
-        for name, depth, drafting, requests, lag in self.spent:
-            self.policy.record_draft(name, depth, drafting + longer, requests, lag)
+            self.policy.record_forward(num_tokens, seconds)
+        for spent in self.spent:
+            self.policy.record_draft(
+                spent.source, spent.depth, spent.seconds + extra, spent.num_requests, spent.lag
+            )
         self.policy.end_step()

@@ -1,4 +1,4 @@
-"""What is counted about one request."""
+"""Counters of one request."""
 
 from __future__ import annotations
 
@@ -8,20 +8,25 @@ from typing import Any
 
 from forerun.types import Draft, Verdict
 
-# What became of a step: why it drafted, or did not. EDGE is the pass that ends a prompt, or has one
-# token left to say.
-DRAFTED, NOTHING, UNPAID, RESTED, NO_ROOM, EDGE = (
-    "drafted", "nothing_to_draft", "would_not_pay", "rested", "no_room", "first_or_last",
-)  # fmt: skip
-WORDS = {
-    NOTHING: "nothing to draft in {}", UNPAID: "would not have paid in {}", RESTED: "rested in {}, since it was slower",
-    NO_ROOM: "no room in {}", EDGE: "first or last token in {}",
-}  # fmt: skip
+# Why a step drafted for a request, or did not.
+DRAFTED = "drafted"
+NOTHING = "nothing_to_draft"
+UNPAID = "would_not_pay"
+PAUSED = "rested"
+NO_ROOM = "no_room"
+EDGE = "first_or_last"  # the step that ends the prompt, or has one token left
+REASONS = {
+    NOTHING: "nothing to draft in {}",
+    UNPAID: "would not have paid in {}",
+    PAUSED: "paused in {} because it was slower",
+    NO_ROOM: "no room in {}",
+    EDGE: "first or last token in {}",
+}
 
 
 @dataclass(slots=True)
 class SourceStats:
-    """Tokens one proposer drafted, and how many of them were accepted."""
+    """Tokens that one proposer drafted, and how many of them were accepted."""
 
     drafted: int = 0
     accepted: int = 0
@@ -31,12 +36,17 @@ class SourceStats:
 class RequestStats:
     """Counters of one request.
 
-    steps: target passes that produced tokens. drafted, accepted: draft nodes verified, and those
-        kept.
-    draft_seconds, verify_seconds: time of the steps it took part in, spent proposing and in the
-        target pass with
-    its rule; a step shared by several requests counts in full for each. seconds: from its arrival
-    to its end."""
+    Attributes:
+        steps: target passes that produced tokens.
+        drafted, accepted: draft nodes verified, and those accepted.
+        draft_seconds, verify_seconds: time of its steps, drafting and the rest; a step shared by
+            several requests counts in full for each.
+        seconds: from arrival to end.
+        rounds: (tokens drafted, accepted) of each step.
+        depths: the depth of each step's draft.
+        by_source: the same by proposer.
+        reasons: why steps drafted or did not.
+    """
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -49,19 +59,17 @@ class RequestStats:
     verify_seconds: float = 0.0
     seconds: float = 0.0
     first_token_seconds: float = 0.0
-    rounds: list[tuple[int, int]] = field(
-        default_factory=list
-    )  # of each step: tokens drafted, accepted
-    depths: list[int] = field(default_factory=list)  # of each step: how deep its draft reached
+    rounds: list[tuple[int, int]] = field(default_factory=list)
+    depths: list[int] = field(default_factory=list)
     by_source: defaultdict[str, SourceStats] = field(
         default_factory=lambda: defaultdict(SourceStats)
     )
-    reasons: Counter[str] = field(
-        default_factory=Counter
-    )  # of steps that might have drafted: what became of them
+    reasons: Counter[str] = field(default_factory=Counter)
 
-    def count(self, draft: Draft, verdict: Verdict, drafting: float, verifying: float) -> None:
-        """One verdict, and the seconds that it took to draft and to verify it."""
+    def count(
+        self, draft: Draft, verdict: Verdict, draft_seconds: float, verify_seconds: float
+    ) -> None:
+        """Count one verdict."""
         kept = set(verdict.path)
         for node in range(1, len(draft)):
             for name in draft.sources[node].split("&"):
@@ -73,23 +81,22 @@ class RequestStats:
         self.drafted += len(draft) - 1
         self.accepted += len(verdict.path) - 1
         self.steps += 1
-        self.draft_seconds += drafting
-        self.verify_seconds += verifying
+        self.draft_seconds += draft_seconds
+        self.verify_seconds += verify_seconds
 
     @property
     def why(self) -> str:
-        """How often it drafted and why not more often, in a sentence; "" where nothing might have
-        been drafted."""
+        """A sentence on how often the request drafted and why not more often; "" if it never
+        could."""
         if not self.reasons:
             return ""
-        rest = [
-            WORDS[reason].format(count)
+        drafted = f"drafted in {self.reasons[DRAFTED]} of {self.reasons.total()} steps"
+        others = [
+            REASONS[reason].format(count)
             for reason, count in self.reasons.most_common()
-            if reason in WORDS
+            if reason in REASONS
         ]
-        return "; ".join(
-            [f"drafted in {self.reasons[DRAFTED]} of {self.reasons.total()} steps", *rest]
-        )
+        return "; ".join([drafted, *others])
 
     @property
     def accepted_length(self) -> float:
@@ -97,15 +104,18 @@ class RequestStats:
         return self.completion_tokens / self.steps if self.steps else 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        names = [n for n in self.__slots__ if n not in ("by_source", "rounds", "depths", "reasons")]
-        values: dict[str, Any] = {name: getattr(self, name) for name in names}
-        values = {k: round(v, 6) if isinstance(v, float) else v for k, v in values.items()}
-        sources = {
-            name: {"drafted": s.drafted, "accepted": s.accepted}
-            for name, s in self.by_source.items()
+        """Return plain values for JSON."""
+        nested = ("by_source", "rounds", "depths", "reasons")
+        values: dict[str, Any] = {
+            name: getattr(self, name) for name in self.__slots__ if name not in nested
         }
-        length = round(self.accepted_length, 4)
+        values = {k: round(v, 6) if isinstance(v, float) else v for k, v in values.items()}
         return values | {
-            "accepted_length": length, "by_source": sources, "reasons": dict(self.reasons), "why": self.why,
-        }  # fmt: skip
+            "accepted_length": round(self.accepted_length, 4),
+            "by_source": {
+                name: {"drafted": source.drafted, "accepted": source.accepted}
+                for name, source in self.by_source.items()
+            },
+            "reasons": dict(self.reasons),
+            "why": self.why,
+        }

@@ -272,7 +272,7 @@ def _operation(app: FastAPI, kitchen: Kitchen, metrics: Metrics) -> None:
     @app.get("/server_info")
     async def info() -> dict[str, Any]:
         """What is served and how."""
-        passes, drafts = llm.engine.policy.costs() if CALLER.get().operator else ({}, {})
+        passes, drafts = llm.engine.policy.cost_table() if CALLER.get().operator else ({}, {})
         return {
             "version": __version__,
             "model": kitchen.name,

@@ -178,10 +178,10 @@ class _Now(Collector):
         )
         guard = engine.guard
         yield GaugeMetricFamily(
-            "forerun_worth", "Speed where drafted lately, as a share of plain", guard.worth
+            "forerun_worth", "Speed where drafted lately, as a share of plain", guard.speedup
         )
         yield CounterMetricFamily(
-            "forerun_rests", "Times speculation was slower and was stopped", guard.rests
+            "forerun_rests", "Times speculation was slower and was stopped", guard.pauses
         )
 
 

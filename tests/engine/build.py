@@ -64,8 +64,8 @@ class Foreseeing(Ahead):
 class Eager(DepthPolicy):
     """A policy that has everybody draft, whatever it costs."""
 
-    def choose(self, wishes: Sequence[DraftOption], place: BatchState) -> list[int]:
-        return [min(3, wish.limit) for wish in wishes]
+    def choose(self, options: Sequence[DraftOption], batch: BatchState) -> list[int]:
+        return [min(3, option.limit) for option in options]
 
 
 def engine(

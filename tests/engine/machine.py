@@ -54,14 +54,14 @@ class Policy:
         self.auto = auto
 
     def choose(self, running: Sequence[Playing]) -> list[int]:
-        asked = [i for i, request in enumerate(running) if not self.auto.rests(request.acceptance)]
-        wishes = [
+        asked = [i for i, request in enumerate(running) if not self.auto.is_paused(request.acceptance)]
+        options = [
             DraftOption("model", running[i].left - 1, running[i].acceptance, 1, running[i].missed)
             for i in asked
         ]
         depths = [0] * len(running)
-        if wishes:
-            chosen = self.auto.choose(wishes, BatchState(len(running), len(running), len(asked)))
+        if options:
+            chosen = self.auto.choose(options, BatchState(len(running), len(running), len(asked)))
             for i, depth in zip(asked, chosen, strict=True):
                 depths[i] = depth
         return depths
@@ -129,7 +129,7 @@ def play(
         )
         draft, verify = drafted(level, drafting) + READ * lag, curve(size)
         if auto:
-            auto.record_pass(size, verify * math.exp(dice.gauss(0, NOISE)))
+            auto.record_forward(size, verify * math.exp(dice.gauss(0, NOISE)))
             auto.end_step()
             if level:
                 auto.record_draft(

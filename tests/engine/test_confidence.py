@@ -8,7 +8,7 @@ import pytest
 
 from forerun import LLM, SamplingParams
 from forerun.draft.eagle.module import save_head
-from forerun.engine.acceptance import Acceptance, Chance, ConfidenceBins
+from forerun.engine.acceptance import Acceptance, BetaCounts, ConfidenceBins
 from forerun.engine.depth import HIGHEST, BatchState, DepthPolicy
 from forerun.kernels import native
 from forerun.types import Draft
@@ -26,7 +26,7 @@ def chain(sure: list[int], stood: int) -> tuple[Draft, list[int]]:
 
 def test_chances_begin_as_the_drafters_own_word_and_become_what_was_seen() -> None:
     survival, chance = ConfidenceBins(), random.Random(1)
-    assert [round(x * 32) for x in survival.stands] == 2 * list(range(1, 32, 2)), (
+    assert [round(x * 32) for x in survival.rates] == 2 * list(range(1, 32, 2)), (
         "of first choices, and beside them"
     )
     for _ in range(4000):
@@ -34,8 +34,8 @@ def test_chances_begin_as_the_drafters_own_word_and_become_what_was_seen() -> No
             (i for i in range(4) if chance.random() > 0.3), 4
         )  # of tokens it was 90 % sure of
         survival.add(*chain([14] * 4, length))
-    assert survival.stands[14] == pytest.approx(0.3, abs=0.06)
-    assert survival.stands[3] == pytest.approx(3.5 / 16), "of others nothing was learned"
+    assert survival.rates[14] == pytest.approx(0.3, abs=0.06)
+    assert survival.rates[3] == pytest.approx(3.5 / 16), "of others nothing was learned"
 
 
 def test_what_comes_behind_a_rejected_token_tells_nothing() -> None:
@@ -69,13 +69,13 @@ def test_behind_the_last_token_that_was_said_nothing_is_known() -> None:
 def test_floors_rise_with_what_a_level_costs() -> None:
     floors = []
     for level, row in ((0.01, 0.01), (0.05, 0.05), (0.1, 0.3)):
-        policy, acceptance = DepthPolicy(), Acceptance(Chance(700, 300))
+        policy, acceptance = DepthPolicy(), Acceptance(BetaCounts(700, 300))
         for _ in range(8):
             for tokens in range(1, 9):
-                policy.record_pass(tokens, 1 + row * (tokens - 1))
+                policy.record_forward(tokens, 1 + row * (tokens - 1))
             for depth in range(1, 9):
                 policy.record_draft("eagle3", depth, 0.1 + level * depth)
-        floors.append(policy.floor("eagle3", acceptance, ONE))
+        floors.append(policy.min_chain_prob("eagle3", acceptance, ONE))
     # one token more: level + row, at 2 to 3 tokens a pass of 1.2 to 1.7, with a chance of 0.7
     assert 0.02 < floors[0] < 0.1 < floors[1] < 0.3 < floors[2] <= HIGHEST
 
@@ -85,11 +85,11 @@ def test_of_weighed_nodes_as_many_are_verified_as_pay() -> None:
     policy = DepthPolicy()
     for _ in range(12):
         for tokens, seconds in ((1, 1.0), (2, 1.2), (3, 1.2), (4, 1.2), (5, 2.0), (6, 2.0)):
-            policy.record_pass(tokens, seconds)
-    assert policy.enough([0.5, 0.1, 0.05, 0.04, 0.04], ONE) == 3
-    assert policy.enough([0.1, 0.05, 0.01], ONE) == 0
-    assert policy.enough([0.9, 0.8, 0.8, 0.7, 0.7], ONE) == 5 - (4.2 / 2.0 < 3.5 / 1.2) * 2
-    assert policy.enough([], ONE) == 0
+            policy.record_forward(tokens, seconds)
+    assert policy.num_worth_verifying([0.5, 0.1, 0.05, 0.04, 0.04], ONE) == 3
+    assert policy.num_worth_verifying([0.1, 0.05, 0.01], ONE) == 0
+    assert policy.num_worth_verifying([0.9, 0.8, 0.8, 0.7, 0.7], ONE) == 5 - (4.2 / 2.0 < 3.5 / 1.2) * 2
+    assert policy.num_worth_verifying([], ONE) == 0
 
 
 def test_two_bad_rounds_do_not_silence_a_drafter_that_is_known() -> None:
@@ -98,13 +98,13 @@ def test_two_bad_rounds_do_not_silence_a_drafter_that_is_known() -> None:
         known = Acceptance()
         for _ in range(10):
             policy.record_verdict("eagle3", known, 2, 1)
-    unknown, before = DepthPolicy(), policy.rate("eagle3", fresh)
+    unknown, before = DepthPolicy(), policy.acceptance_rate("eagle3", fresh)
     for each in (policy, unknown):
         acceptance = Acceptance()
         for _ in range(2):
             acceptance.add(2, 0)
         if each is policy:
-            assert policy.rate("eagle3", acceptance) > 0.8 * before
+            assert policy.acceptance_rate("eagle3", acceptance) > 0.8 * before
         else:
             assert unknown.rate("eagle3", acceptance) < 0.7 * unknown.rate("eagle3", Acceptance())
 
@@ -122,9 +122,9 @@ def test_texts_are_the_same_whatever_a_drafter_is_sure_of(
     llm = LLM(tiny.family("llama"), draft=f"eagle3:{tmp_path}/head", kv_tokens=1024, rule=rule)
     params = SamplingParams.pure(max_tokens=40, temperature=temperature, seed=3, ignore_eos=True)
     prompts = [[5, 6, 7], [9] * 6, [3, 1, 4, 1, 5]]
-    llm.engine.policy.floor = lambda *_: 0.3  # type: ignore[method-assign]
-    llm.engine.policy.choose = lambda wishes, _: [2] * len(wishes)  # type: ignore[method-assign]
-    llm.engine.policy.enough = lambda chances, _: len(chances)  # type: ignore[method-assign]
+    llm.engine.policy.min_chain_prob = lambda *_: 0.3  # type: ignore[method-assign]
+    llm.engine.policy.choose = lambda options, _: [2] * len(options)  # type: ignore[method-assign]
+    llm.engine.policy.num_worth_verifying = lambda chances, _: len(chances)  # type: ignore[method-assign]
     llm.engine.guard.allows = lambda: True  # type: ignore[method-assign]
     said = llm.generate(prompts, params)
     drafted = {depth for completion in said for depth in completion.stats.depths}
@@ -134,10 +134,10 @@ def test_texts_are_the_same_whatever_a_drafter_is_sure_of(
         assert [c.token_ids for c in said] == [c.token_ids for c in plain]
         assert drafted >= {1, 2} and max(drafted) > 2, "they end by themselves"
         assert max(nodes) > max(drafted), "and others stand beside them"
-        assert any(sum(survival.seen) for survival in llm.engine.policy.survivals.values())
+        assert any(sum(survival.seen) for survival in llm.engine.policy.confidence.values())
     else:
         assert (
-            not llm.engine.policy.survivals
+            not llm.engine.policy.confidence
             or temperature == 0
-            or not any(sum(survival.seen) for survival in llm.engine.policy.survivals.values())
+            or not any(sum(survival.seen) for survival in llm.engine.policy.confidence.values())
         )

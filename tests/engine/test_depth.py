@@ -8,10 +8,10 @@ import random
 import pytest
 
 from forerun.costs import SETTLED
-from forerun.engine.acceptance import Acceptance, Chance, DraftOption, kind_of_match
+from forerun.engine.acceptance import Acceptance, BetaCounts, DraftOption, kind_of_match
 from forerun.engine.depth import (
     ALLOWANCE,
-    PLAIN,
+    MIN_PLAIN_PASSES,
     PROBE_DEPTH,
     PROBE_SHARE,
     REST,
@@ -28,11 +28,11 @@ def learned(rate: float, draft_cost: float, slope: float) -> tuple[DepthPolicy, 
     s a token."""
     policy, acceptance = (
         DepthPolicy(),
-        Acceptance(Chance(1000 * rate, 1000 * (1 - rate)), Chance(1e6, 0)),
+        Acceptance(BetaCounts(1000 * rate, 1000 * (1 - rate)), BetaCounts(1e6, 0)),
     )
     for _ in range(SETTLED):
         for tokens in range(1, 33):
-            policy.record_pass(tokens, 1 + slope * (tokens - 1))
+            policy.record_forward(tokens, 1 + slope * (tokens - 1))
         for depth in range(1, 17):
             policy.record_draft("model", depth, draft_cost * depth)
     return policy, acceptance
@@ -44,7 +44,7 @@ def test_depth_is_the_optimum_of_the_published_formula() -> None:
         for cost in (0.02, 0.05, 0.1, 0.2):
             policy, acceptance = learned(rate, cost, 0.0)
             (depth,) = policy.choose([DraftOption("model", 16, acceptance)], ONE)
-            a = policy.rate("model", acceptance)
+            a = policy.acceptance_rate("model", acceptance)
             best = max(range(17), key=lambda k: (1 - a ** (k + 1)) / (1 - a) / (1 + cost * k))
             assert depth == best
 
@@ -57,19 +57,19 @@ def test_a_draft_that_costs_more_than_it_brings_is_left_alone() -> None:
 def test_what_is_never_accepted_is_left_alone_whatever_plain_passes_seemed_to_cost() -> None:
     """Two cold plain passes, and none since: that a pass with a draft looks cheaper says nothing
     for the draft, even if it is free."""
-    policy, acceptance = DepthPolicy(), Acceptance(Chance(0, 1000), Chance(1000, 0))
-    for tokens, seconds, passes in ((1, 5.0, PLAIN), (2, 1.0, SETTLED)):
+    policy, acceptance = DepthPolicy(), Acceptance(BetaCounts(0, 1000), BetaCounts(1000, 0))
+    for tokens, seconds, passes in ((1, 5.0, MIN_PLAIN_PASSES), (2, 1.0, SETTLED)):
         for _ in range(passes):
-            policy.record_pass(tokens, seconds)
+            policy.record_forward(tokens, seconds)
             policy.record_draft("model", 1, 1e-9)
     assert policy.choose([DraftOption("model", 8, acceptance)], ONE) == [0]
 
 
 def test_plain_passes_are_measured_before_anything_is_compared_with_them() -> None:
     policy = DepthPolicy()
-    for _ in range(PLAIN):
+    for _ in range(MIN_PLAIN_PASSES):
         assert policy.choose([DraftOption("model", 8, Acceptance())], ONE) == [0]
-        policy.record_pass(1, 1.0)
+        policy.record_forward(1, 1.0)
     assert policy.choose([DraftOption("model", 8, Acceptance())], ONE) != [0]
 
 
@@ -80,7 +80,7 @@ def test_probes_come_soon_and_then_no_more_often_than_they_may_cost() -> None:
     chosen = []
     for _ in range(2000):
         (depth,) = policy.choose([DraftOption("model", 8, acceptance)], ONE)
-        policy.record_pass(1 + depth, 1.0 + 0.05 * depth)
+        policy.record_forward(1 + depth, 1.0 + 0.05 * depth)
         policy.end_step()
         chosen.append(depth)
         if depth:
@@ -100,9 +100,9 @@ def test_what_probes_cost_is_bounded_over_all_requests(cost: float) -> None:
     spent, probed = 0.0, []
     for step in range(20_000):
         if step % 50 == 0:
-            wishes = [DraftOption("model", 8, Acceptance(Chance(0, 1000))) for _ in range(2)]
-        depths = policy.choose(wishes, BatchState(2, 2, 2))
-        policy.record_pass(2, 1.0)
+            options = [DraftOption("model", 8, Acceptance(BetaCounts(0, 1000))) for _ in range(2)]
+        depths = policy.choose(options, BatchState(2, 2, 2))
+        policy.record_forward(2, 1.0)
         policy.end_step()
         spent += 2 * cost * sum(map(bool, depths))
         probed += [step] * any(depths)
@@ -118,7 +118,7 @@ def test_what_a_proposer_reads_before_a_probe_is_part_of_its_price() -> None:
     chosen = []
     for _ in range(1000):
         chosen += policy.choose([DraftOption("model", 8, acceptance, lag=100)], ONE)
-        policy.record_pass(1, 1.0)
+        policy.record_forward(1, 1.0)
         policy.end_step()
     probes = [i for i, depth in enumerate(chosen) if depth]
     assert probes[0] == REST and len(probes) == 3
@@ -148,7 +148,7 @@ def test_who_was_right_goes_on_at_once() -> None:
         policy.record_draft("model", PROBE_DEPTH, 4.0, lag=100)
         for _ in range(1000):
             (depth,) = policy.choose([DraftOption("model", 8, acceptance, lag=100)], ONE)
-            policy.record_pass(1, 1.0)
+            policy.record_forward(1, 1.0)
             policy.end_step()
             if depth:
                 break
@@ -165,9 +165,9 @@ def test_to_ask_whether_a_request_rests_is_a_step_of_its_rest() -> None:
         policy, acceptance = learned(rate=0.05, draft_cost=0.5, slope=0.05)
         chosen = []
         for _ in range(1000):
-            wish = DraftOption("model", 8, acceptance)
-            chosen += [0] if asks and policy.rests(acceptance) else policy.choose([wish], ONE)
-            policy.record_pass(1, 1.0)
+            option = DraftOption("model", 8, acceptance)
+            chosen += [0] if asks and policy.is_paused(acceptance) else policy.choose([option], ONE)
+            policy.record_forward(1, 1.0)
             policy.end_step()
         probes.append([i for i, depth in enumerate(chosen) if depth])
     assert probes[0] == probes[1] and len(probes[0]) >= 3
@@ -178,7 +178,7 @@ def test_a_draft_that_becomes_good_is_taken_up_again() -> None:
     depths = []
     for _ in range(4000):
         (depth,) = policy.choose([DraftOption("model", 8, acceptance)], ONE)
-        policy.record_pass(1, 1.0)
+        policy.record_forward(1, 1.0)
         policy.end_step()
         depths.append(depth)
         if depth:
@@ -188,7 +188,7 @@ def test_a_draft_that_becomes_good_is_taken_up_again() -> None:
 
 def test_the_better_draft_of_a_batch_goes_deeper_and_limits_hold() -> None:
     policy, good = learned(rate=0.9, draft_cost=0.01, slope=0.1)
-    poor = Acceptance(Chance(100, 900))
+    poor = Acceptance(BetaCounts(100, 900))
     depths = policy.choose(
         [
             DraftOption("model", 16, good),
@@ -236,7 +236,7 @@ def played(
     while done < 200:
         depth = (
             0
-            if policy.rests(acceptance)
+            if policy.is_paused(acceptance)
             else policy.choose([DraftOption("model", 200 - done, acceptance)], ONE)[0]
         )
         drafted = min(depth, dice.choice(found))
@@ -244,7 +244,7 @@ def played(
         draft, verify = draft_cost * depth, 1 + slope * drafted
         if depth:
             policy.record_draft("model", depth, measured(draft, ("draft", depth)))
-        policy.record_pass(1 + drafted, measured(verify, drafted))
+        policy.record_forward(1 + drafted, measured(verify, drafted))
         policy.end_step()
         if depth:
             policy.record_verdict("model", acceptance, drafted, accepted)
@@ -283,9 +283,9 @@ def test_a_proposer_that_seldom_has_anything_to_offer_is_asked_only_where_that_p
     hardly ever."""
     for often, asked in ((0.5, True), (0.02, False)):
         policy, acceptance = learned(rate=0.99, draft_cost=0.1, slope=0.1)
-        acceptance.offered = Chance(1000 * often, 1000 * (1 - often))
+        acceptance.offered = BetaCounts(1000 * often, 1000 * (1 - often))
         assert (policy.choose([DraftOption("model", 1, acceptance)], ONE) != [0]) is asked
-    assert policy.rate("model", acceptance) > 0.9  # what is shown of a draft that is there
+    assert policy.acceptance_rate("model", acceptance) > 0.9  # what is shown of a draft that is there
 
 
 def test_copies_are_cut_to_what_pays_and_left_to_a_proposer_that_does_better() -> None:
@@ -293,13 +293,13 @@ def test_copies_are_cut_to_what_pays_and_left_to_a_proposer_that_does_better() -
     matches are its turn."""
     policy, drafter = learned(rate=0.7, draft_cost=0.02, slope=0.05)
     for rate, alone in ((0.02, 0), (0.3, 1), (0.95, 8)):
-        copied = Acceptance(Chance(1000 * rate, 1000 * (1 - rate)))
-        count, speed = policy.worth("suffix, 2 bits", copied, 8, ONE)
+        copied = Acceptance(BetaCounts(1000 * rate, 1000 * (1 - rate)))
+        count, speed = policy.cut_copy("suffix, 2 bits", copied, 8, ONE)
         assert count == alone or (alone == 1 and 1 <= count < 4)
-        assert (speed > policy.hoped(DraftOption("model", 8, drafter), ONE)) is (rate == 0.95)
-    hopeless = Acceptance(Chance(0, 1000))
-    _, speed = policy.worth("suffix, 2 bits", Acceptance(Chance(300, 700)), 8, ONE)
-    assert speed > policy.hoped(DraftOption("model", 8, hopeless), ONE)
+        assert (speed > policy.expected_speed(DraftOption("model", 8, drafter), ONE)) is (rate == 0.95)
+    hopeless = Acceptance(BetaCounts(0, 1000))
+    _, speed = policy.cut_copy("suffix, 2 bits", Acceptance(BetaCounts(300, 700)), 8, ONE)
+    assert speed > policy.expected_speed(DraftOption("model", 8, hopeless), ONE)
 
 
 def test_matches_are_kept_apart_by_powers_of_two() -> None:
@@ -338,11 +338,11 @@ def depths_of(objective: str, slo: float) -> list[int]:
     policy = DepthPolicy(objective, slo)
     for _ in range(SETTLED):
         for tokens in range(1, 33):
-            policy.record_pass(tokens, 1 + 0.02 * (tokens - 1))
+            policy.record_forward(tokens, 1 + 0.02 * (tokens - 1))
         for depth in range(1, 17):
             for requests in (1, 2, 4, 8):
                 policy.record_draft("model", depth, 0.01 * depth, requests)
-    good, poor = Acceptance(Chance(18, 2), Chance(20, 0)), Acceptance(Chance(1, 19), Chance(20, 0))
+    good, poor = Acceptance(BetaCounts(18, 2), BetaCounts(20, 0)), Acceptance(BetaCounts(1, 19), BetaCounts(20, 0))
     return policy.choose(
         [DraftOption("model", 16, good), *(DraftOption("model", 16, poor) for _ in range(7))],
         BatchState(8, 8, 8),
@@ -363,26 +363,26 @@ def test_no_step_is_drafted_for_beyond_its_time() -> None:
 def test_what_one_gains_all_pay_for() -> None:
     """A draft of a tenth of a pass a level, right nine times in ten: worth it for who is alone, and
     not for one of 64 that are answered in the same pass, though the others rest."""
-    for place, drafts in ((ONE, True), (BatchState(64, 64, 1), False)):
+    for batch, drafts in ((ONE, True), (BatchState(64, 64, 1), False)):
         policy, acceptance = learned(rate=0.9, draft_cost=0.1, slope=0.0)
-        assert (policy.choose([DraftOption("model", 8, acceptance)], place) != [0]) is drafts
+        assert (policy.choose([DraftOption("model", 8, acceptance)], batch) != [0]) is drafts
 
 
 def test_no_pass_is_much_larger_than_what_was_measured() -> None:
     """However cheap it seems to be: sizes are found out step by step."""
     policy = DepthPolicy()
-    wishes = [
-        DraftOption("model", 16, Acceptance(Chance(1000, 0), Chance(1000, 0))) for _ in range(16)
+    options = [
+        DraftOption("model", 16, Acceptance(BetaCounts(1000, 0), BetaCounts(1000, 0))) for _ in range(16)
     ]
     largest = 16
     for _ in range(SETTLED):
-        policy.record_pass(largest, 1.0)
+        policy.record_forward(largest, 1.0)
         policy.record_draft("model", 1, 1e-6, 16)
     for _ in range(4):
-        size = 16 + sum(policy.choose(wishes, BatchState(16, 16, 16)))
+        size = 16 + sum(policy.choose(options, BatchState(16, 16, 16)))
         assert largest < size <= max(1.25 * largest, largest + 8)
         for _ in range(SETTLED):
-            policy.record_pass(size, 1.0)
+            policy.record_forward(size, 1.0)
         largest = size
 
 
@@ -394,28 +394,28 @@ def test_beside_a_prompt_that_is_read_drafts_pay_as_they_would_without() -> None
         policy = DepthPolicy(slo=slo)
         for _ in range(SETTLED):
             for tokens in range(1, 65):
-                policy.record_pass(tokens, max(1.0, 0.1 + row * tokens))
+                policy.record_forward(tokens, max(1.0, 0.1 + row * tokens))
             for tokens in (128, 160, 256, 512):
-                policy.record_read(tokens, max(1.3, row * tokens))
+                policy.record_prefill(tokens, max(1.3, row * tokens))
             for depth in (1, 2, 3, 4):
                 policy.record_draft("model", depth, 0.1 * depth, 16)
-        wishes = [
-            DraftOption("model", 16, Acceptance(Chance(90, 10), Chance(100, 0))) for _ in range(16)
+        options = [
+            DraftOption("model", 16, Acceptance(BetaCounts(90, 10), BetaCounts(100, 0))) for _ in range(16)
         ]
-        for place in (BatchState(16, 16, 16), BatchState(16 + 128, 16, 16, prompts=128)):
-            assert any(policy.choose(wishes, place)) is (
-                drafts or (slo > 0 and not place.prompts)
-            ), place
+        for batch in (BatchState(16, 16, 16), BatchState(16 + 128, 16, 16, prompts=128)):
+            assert any(policy.choose(options, batch)) is (
+                drafts or (slo > 0 and not batch.num_prompt_tokens)
+            ), batch
 
 
 def test_where_nothing_pays_nobody_is_thought_of_in_each_step() -> None:
     """However good its drafts are: what choosing takes is felt where many are answered at once."""
     policy, acceptance = learned(rate=0.9, draft_cost=0.1, slope=0.0)
-    wishes = [DraftOption("model", 8, acceptance)]
-    assert policy.choose(wishes, BatchState(64, 64, 1)) == [0] and policy.rests(acceptance)
+    options = [DraftOption("model", 8, acceptance)]
+    assert policy.choose(options, BatchState(64, 64, 1)) == [0] and policy.is_paused(acceptance)
     for _ in range(2 * REST):
         policy.end_step()
-    assert not policy.rests(acceptance) and policy.choose(wishes, ONE) != [0]
+    assert not policy.is_paused(acceptance) and policy.choose(options, ONE) != [0]
 
 
 def test_much_is_not_read_beside_prompts() -> None:
@@ -423,22 +423,22 @@ def test_much_is_not_read_beside_prompts() -> None:
     copies."""
     policy = DepthPolicy()
     for _ in range(20):
-        policy.record_pass(1, 1.0)
+        policy.record_forward(1, 1.0)
         policy.record_draft("model", 1, 0.1)
         policy.record_draft("model", 1, 0.1 + 1.0, 1, 500)
-    place = BatchState(200, 1, 1, 199)
-    assert policy.waits(DraftOption("model", 9, Acceptance(), 1, 100), place)
-    assert not policy.waits(DraftOption("model", 9, Acceptance(), 1, 20), place)
-    assert not policy.waits(DraftOption("suffix", 9, Acceptance(), 1, 100), place)
+    batch = BatchState(200, 1, 1, 199)
+    assert policy.should_wait(DraftOption("model", 9, Acceptance(), 1, 100), batch)
+    assert not policy.should_wait(DraftOption("model", 9, Acceptance(), 1, 20), batch)
+    assert not policy.should_wait(DraftOption("suffix", 9, Acceptance(), 1, 100), batch)
 
 
 def test_prompts_are_read_beside_requests_as_far_as_a_pass_is_stretched() -> None:
     policy = DepthPolicy(slo=0.0)
     assert policy.room(4, 2.0) > 1000, "nothing is known yet"
     for _ in range(SETTLED):
-        policy.record_pass(4, 1.0)
+        policy.record_forward(4, 1.0)
         for tokens in (8, 64, 512):
-            policy.record_read(tokens, 0.5 + tokens / 64)
+            policy.record_prefill(tokens, 0.5 + tokens / 64)
     assert policy.room(4, 2.0) == pytest.approx(96, abs=16)
     assert policy.room(4, 4.0) == pytest.approx(224, abs=32)
     assert policy.room(4, math.inf) > 1000

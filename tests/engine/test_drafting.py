@@ -11,7 +11,7 @@ import pytest
 
 from forerun.draft.compose import Best, Either
 from forerun.draft.proposer import DraftRequest, Proposer
-from forerun.engine.acceptance import Acceptance, Chance, DraftOption, kind_of_match
+from forerun.engine.acceptance import Acceptance, BetaCounts, DraftOption, kind_of_match
 from forerun.engine.depth import DEEPEST, BatchState
 from forerun.engine.engine import Engine
 from forerun.engine.request import Request
@@ -69,7 +69,7 @@ def test_parts_have_costs_and_an_acceptance_of_their_own() -> None:
     rejected.kept.no = 1000.0
     build.finish(engine)
     assert len(first.asked) < 10 < len(second.asked) + len(first.asked)
-    passes, drafts = engine.policy.costs()
+    passes, drafts = engine.policy.cost_table()
     assert passes and {"first", "second"} >= drafts.keys() and "second" in drafts
     assert request.acceptance["second"] is not rejected and request.acceptance["second"].kept.no > 0
 
@@ -264,16 +264,16 @@ def test_copies_that_are_set_aside_are_scored_with_what_the_target_says(
     asked: list[str] = []
 
     def worth(
-        kind: str, acceptance: Acceptance, copied: int, place: BatchState
+        kind: str, acceptance: Acceptance, copied: int, batch: BatchState
     ) -> tuple[int, float]:
         asked.append(kind)
         return 0, 0.0
 
-    def hoped(wish: DraftOption, place: BatchState) -> float:
-        asked.append(wish.source)
+    def expected_speed(option: DraftOption, batch: BatchState) -> float:
+        asked.append(option.source)
         return 1.0
 
-    engine.policy.worth, engine.policy.hoped = worth, hoped  # type: ignore[method-assign]
+    engine.policy.cut_copy, engine.policy.expected_speed = worth, expected_speed  # type: ignore[method-assign]
     request = engine.add(prompt, params, draft="both", depth="auto")
     build.finish(engine)
     assert request.tokens == plain.tokens
@@ -287,9 +287,9 @@ def cheap(proposer: Proposer) -> Engine:
     """An engine whose passes take what their weights do, nearly, whatever the clock says."""
     runner = Runner(tiny.decoder(tiny.family("llama")), tokens=512, page=4, slots=4)
     engine = Engine(runner, {proposer.name: proposer}, rule="match")
-    learned = engine.policy.learned
+    learned = engine.policy.costs
     learned.known, learned.reach = lambda *_: True, lambda tokens: tokens + 64
-    learned.of_pass, learned.of_draft = lambda tokens: 1 + 0.02 * tokens, lambda *_: 0.01
+    learned.forward, learned.draft_cost = lambda tokens: 1 + 0.02 * tokens, lambda *_: 0.01
     return engine
 
 
@@ -327,7 +327,7 @@ def test_a_trace_tells_the_acceptance_of_who_drafted() -> None:
         best = Best(parts)
         engine = cheap(best)
         said(engine, best.name)
-        engine.policy.rate = lambda name, _: rates.get(name, 0.5)  # type: ignore[method-assign]
+        engine.policy.acceptance_rate = lambda name, _: rates.get(name, 0.5)  # type: ignore[method-assign]
         engine.add(
             build.prompts()[1], build.params(1, 0.0, 40), draft=best.name, depth="auto", trace=True
         )
@@ -377,8 +377,8 @@ def test_a_trace_takes_no_rival_for_who_drafted(monkeypatch: pytest.MonkeyPatch)
     best = Best((first, rival))
     engine = cheap(best)
     engine.set_policy(build.Eager())
-    monkeypatch.setattr(engine.policy, "ranked", lambda groups, place: list(range(len(groups))))
-    monkeypatch.setattr(engine.policy, "tried", lambda *_: 0)
+    monkeypatch.setattr(engine.policy, "rank", lambda groups, batch: list(range(len(groups))))
+    monkeypatch.setattr(engine.policy, "pick_rival_probe", lambda *_: 0)
     monkeypatch.setattr(
         engine.policy, "rate", lambda name, _: {"first": 0.25, "rival": 0.75}.get(name, 0.5)
     )
@@ -402,8 +402,8 @@ def test_a_copy_is_looked_at_to_its_end_and_counts_for_who_copied_as_far_as_it_w
     copies = Copies([token ^ 1 for token in text], 2)
     engine = cheap(copies)
     request = engine.add(build.prompts()[1], build.params(1, 0.0, 40), draft="copies", depth="auto")
-    request.acceptance["copies"].kept = Chance(50, 50)
-    request.acceptance[kind_of_match("copies", 2)].kept = Chance(0, 1000)
+    request.acceptance["copies"].kept = BetaCounts(50, 50)
+    request.acceptance[kind_of_match("copies", 2)].kept = BetaCounts(0, 1000)
     build.finish(engine)
     assert request.tokens == text and copies.deepest == DEEPEST
     assert request.acceptance[kind_of_match("copies", 2)].kept.no > 1
@@ -435,7 +435,7 @@ def test_who_has_much_to_read_waits_while_prompts_are_read(monkeypatch: pytest.M
     engine.set_policy(build.Eager())
     waiting: list[int] = []
     monkeypatch.setattr(
-        engine.policy, "waits", lambda wish, place: waiting.append(place.prompts) or True
+        engine.policy, "waits", lambda option, batch: waiting.append(batch.num_prompt_tokens) or True
     )
     first = engine.add(build.prompts()[0], build.params(1, 0.0, 40), draft="both", depth="auto")
     while first.produced < 4:

@@ -191,12 +191,12 @@ def test_prompts_are_read_in_pieces_that_others_have_time_for() -> None:
         engine.set_policy(DepthPolicy(slo=slo))
         engine.stretch = stretch
         for _ in range(SETTLED):
-            engine.policy.record_pass(1, 0.5)
-            engine.policy.record_read(10, 0.5)
-            engine.policy.record_read(26, 1.0)
-            engine.policy.record_read(64, 8.0)
+            engine.policy.record_forward(1, 0.5)
+            engine.policy.record_prefill(10, 0.5)
+            engine.policy.record_prefill(26, 1.0)
+            engine.policy.record_prefill(64, 8.0)
         sizes = []
-        engine.policy.record_read = lambda tokens, seconds, sizes=sizes: sizes.append(tokens)
+        engine.policy.record_prefill = lambda tokens, seconds, sizes=sizes: sizes.append(tokens)
         requests = [engine.add([5, 6], build.params(1, 0.8, 40))]
         engine.step_or_raise()
         requests.append(engine.add(prompt, build.params(1, 0.8, 40)))

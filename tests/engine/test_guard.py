@@ -12,7 +12,7 @@ import pytest
 from forerun import LLM, SamplingParams
 from forerun.draft.proposer import DraftRequest, Proposer
 from forerun.engine.engine import Engine
-from forerun.engine.guard import FRESH, Guard, Judge, Part
+from forerun.engine.guard import FRESH_STEPS, Guard, RequestGuard, GuardSample
 from forerun.engine.stats import RESTED
 from forerun.types import Draft
 from tests import tiny
@@ -34,7 +34,7 @@ def play(
     for step in range(steps):
         one, drafts = 1.2 * slow(step) * chance.uniform(0.8, 1.3), guard.allows()
         said, seconds = (2, 2 * one / gain(step)) if drafts else (1, one)
-        guard.record([Part(Judge(), 2 * drafts, said, drafts)], seconds, drafting=0.0)
+        guard.record([GuardSample(RequestGuard(), 2 * drafts, said, drafts)], seconds, drafting=0.0)
         spent += seconds
         plain += said * one
     return plain / spent
@@ -43,7 +43,7 @@ def play(
 def test_what_pays_goes_on() -> None:
     guard = Guard(cost=lambda tokens: 1.0)
     assert play(guard, 3000, lambda _: 1.1, lambda _: 1.0) > 1.09
-    assert guard.rests == 0 and guard.worth == pytest.approx(1.1, abs=0.25)
+    assert guard.pauses == 0 and guard.speedup == pytest.approx(1.1, abs=0.25)
 
 
 @pytest.mark.parametrize("gain", [0.9, 0.6, 0.2])
@@ -52,14 +52,14 @@ def test_what_does_not_is_stopped(gain: float, caplog: pytest.LogCaptureFixture)
     guard = Guard(cost=lambda tokens: 1.0)
     with caplog.at_level(logging.WARNING):
         assert play(guard, 6000, lambda _: gain, lambda _: 1.0) > 0.975
-    assert guard.rests >= 4 and len(caplog.records) == 1
+    assert guard.pauses >= 4 and len(caplog.records) == 1
     assert "times the speed of plain decoding" in caplog.text
 
 
 def test_what_comes_to_pay_is_found_again() -> None:
     guard = Guard(cost=lambda tokens: 1.0)
     assert play(guard, 8000, lambda step: 0.8 if step < 1000 else 1.5, lambda _: 1.0) > 1.3
-    assert guard.worth == pytest.approx(1.5, abs=0.3)
+    assert guard.speedup == pytest.approx(1.5, abs=0.3)
 
 
 def test_a_machine_that_slows_down_is_no_reason() -> None:
@@ -67,15 +67,15 @@ def test_a_machine_that_slows_down_is_no_reason() -> None:
     stopped."""
     guard = Guard(cost=lambda tokens: 1.0)
     assert play(guard, 6000, lambda _: 1.2, lambda step: 1.0 if step // 700 % 2 else 2.5) > 1.15
-    assert guard.rests <= 1
+    assert guard.pauses <= 1
 
 
 def test_a_wrong_belief_is_no_reason() -> None:
     """The policy takes plain passes for three times as fast, or as slow, as they are."""
-    for belief in (0.33, 3.0):
-        guard = Guard(cost=lambda tokens, belief=belief: belief)  # type: ignore[misc]
-        assert play(guard, 6000, lambda _: 1.3, lambda _: 1.0) > 1.25 and guard.rests == 0
-        guard = Guard(cost=lambda tokens, belief=belief: belief)  # type: ignore[misc]
+    for estimate in (0.33, 3.0):
+        guard = Guard(cost=lambda tokens, estimate=estimate: estimate)  # type: ignore[misc]
+        assert play(guard, 6000, lambda _: 1.3, lambda _: 1.0) > 1.25 and guard.pauses == 0
+        guard = Guard(cost=lambda tokens, estimate=estimate: estimate)  # type: ignore[misc]
         fast = play(guard, 6000, lambda _: 0.8, lambda _: 1.0)
         assert fast > 0.96, "plain steps come before a judgement"
 
@@ -85,10 +85,10 @@ def test_a_process_that_was_put_aside_is_no_reason() -> None:
     guard = Guard(cost=lambda tokens: 1.0)
     gain = lambda step: 0.1 if step < 8 or step % 100 == 50 else 1.3  # noqa: E731
     play(guard, 6000, gain, lambda _: 1.0)
-    assert guard.rests == 0
+    assert guard.pauses == 0
 
 
-def judged(judge: Judge, steps: int, gain: float, seed: int = 1) -> float:
+def judged(judge: RequestGuard, steps: int, gain: float, seed: int = 1) -> float:
     """Steps of one request whose drafts of two tokens cost a plain step, and of which so many
     tokens more come in the mean; the speed, over that of plain decoding."""
     chance, said, took = random.Random(seed), 0, 0.0
@@ -102,9 +102,9 @@ def judged(judge: Judge, steps: int, gain: float, seed: int = 1) -> float:
 
 def test_one_request_that_loses_is_stopped_and_who_gains_is_not() -> None:
     for seed in range(10):
-        assert judged(Judge(), 3000, gain=0.5, seed=seed) > 0.95
-        assert judged(Judge(), 3000, gain=1.4, seed=seed) > 1.18  # 1.2 without anybody judging
-    judge = Judge()
+        assert judged(RequestGuard(), 3000, gain=0.5, seed=seed) > 0.95
+        assert judged(RequestGuard(), 3000, gain=1.4, seed=seed) > 1.18  # 1.2 without anybody judging
+    judge = RequestGuard()
     judge.record(1, 80.0)  # a draft model read the prompt
     assert judge.allows()
     judged(judge, 200, gain=0.0)
@@ -115,17 +115,17 @@ def test_one_request_that_loses_is_stopped_and_who_gains_is_not() -> None:
 
 def test_what_a_request_takes_is_its_part_of_what_a_step_takes_more() -> None:
     """Four requests, a row more costs a tenth of the pass: one drafts four, one nothing."""
-    judges = [Judge() for _ in range(4)]
+    judges = [RequestGuard() for _ in range(4)]
     guard = Guard(cost=lambda tokens: 1.0 + 0.1 * (tokens - 4))
     for _ in range(5):
-        parts = [Part(judges[0], 4, 1, True), *(Part(judge, 0, 1, False) for judge in judges[1:])]
+        parts = [GuardSample(judges[0], 4, 1, True), *(GuardSample(judge, 0, 1, False) for judge in judges[1:])]
         guard.record(parts, seconds=1.5, drafting=0.1)
     assert judges[0].lost == pytest.approx(5 * 4 * 0.5, rel=0.05) and [
         j.lost for j in judges[1:]
     ] == [0, 0, 0]
     for _ in range(4):
         guard.record(
-            [Part(judges[0], 4, 1, True), *(Part(j, 0, 1, False) for j in judges[1:])],
+            [GuardSample(judges[0], 4, 1, True), *(GuardSample(j, 0, 1, False) for j in judges[1:])],
             1.5,
             drafting=0.1,
         )
@@ -204,4 +204,4 @@ def test_nothing_is_drafted_while_it_rests_but_what_was_insisted_on() -> None:
         and said.stats.drafted > 0
         and guard.paused_steps == before
     )
-    assert guard.fresh > FRESH
+    assert guard.fresh > FRESH_STEPS

@@ -126,9 +126,9 @@ def test_what_is_kept_of_requests_that_rest_long_is_dropped(
 ) -> None:
     """Each of them rests twice, the second time the engine does as well."""
     monkeypatch.setattr(drafting, "LONG", 3)
-    monkeypatch.setattr(drafting, "WARM", 1)
+    monkeypatch.setattr(drafting, "FIRST_SHARE", 1)
     engine = build.engine("llama", [draft], chunk=3, tokens=tokens)
-    engine.clock = engine.whole = lambda: (
+    engine.drafting.clock = engine.drafting.wall_clock = lambda: (
         0.0
     )  # the guard must not judge by the speed of this machine
     engine.set_policy(build.Eager())

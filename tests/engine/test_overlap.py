@@ -56,7 +56,7 @@ def known() -> DepthPolicy:
     """A policy that has seen passes of a second over five tokens."""
     policy = DepthPolicy()
     for _ in range(20):
-        policy.record_pass(5, 1.0)
+        policy.record_forward(5, 1.0)
     return policy
 
 
@@ -74,7 +74,7 @@ def test_what_a_pass_takes_longer_is_a_cost_of_drafting(stands: bool) -> None:
     policy = known()
     for _ in range(20):
         step(policy, Busy(), stands=stands).record(5, 1.4, measures=True)
-    passes, drafts = policy.costs()
+    passes, drafts = policy.cost_table()
     assert passes[5] == pytest.approx(1.0, rel=0.02), "and no measure of passes"
     assert drafts["busy"][2] == pytest.approx(0.5 + 0.25 * stands + 0.4, rel=0.05)
 
@@ -83,7 +83,7 @@ def test_without_anybody_ahead_a_pass_is_measured() -> None:
     policy = known()
     for _ in range(20):
         step(policy, Busy(), drafted=[]).record(5, 1.4, measures=True)
-    assert policy.costs()[0][5] > 1.1
+    assert policy.cost_table()[0][5] > 1.1
 
 
 def test_it_ends_where_the_pass_fails() -> None:
@@ -101,6 +101,6 @@ def test_rests_end_whatever_a_step_measures(drafted: list[int], measures: bool) 
     again as soon."""
     policy, paused_steps = known(), Acceptance(rest=5)
     for _ in range(5):
-        assert policy.rests(paused_steps)
+        assert policy.is_paused(paused_steps)
         step(policy, Busy(), drafted=drafted).record(5, 1.0, measures)
-    assert not policy.rests(paused_steps)
+    assert not policy.is_paused(paused_steps)

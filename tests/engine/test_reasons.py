@@ -38,7 +38,7 @@ def test_plain_decoding_has_none() -> None:
 
 def test_what_would_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "forerun.engine.depth.Auto.choose", lambda self, wishes, tokens: [0] * len(wishes)
+        "forerun.engine.depth.Auto.choose", lambda self, options, tokens: [0] * len(options)
     )
     stats, drafted = counted("model", "auto")
     assert stats.reasons[UNPAID] == stats.steps - stats.reasons[EDGE] > 5 and not any(drafted)
@@ -46,7 +46,7 @@ def test_what_would_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_guard_that_lets_nobody_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     """But for who asked for a depth."""
-    monkeypatch.setattr("forerun.engine.guard.Guard.lets", lambda self: False)
+    monkeypatch.setattr("forerun.engine.guard.Guard.allows", lambda self: False)
     assert counted("model", "auto")[0].reasons.keys() == {RESTED}
     assert counted("model", 2)[0].reasons[DRAFTED] > 3
 

@@ -28,29 +28,29 @@ class Machine:
     def request(self, rates: Rates, tokens: int) -> float:
         """Tokens a pass's time of one request."""
         states: dict[str, Acceptance] = defaultdict(Acceptance)
-        produced, seconds, place = 0, 0.0, BatchState(1, 1, 1)
+        produced, seconds, batch = 0, 0.0, BatchState(1, 1, 1)
         while produced < tokens:
-            wishes = [DraftOption(name, 64, states[name]) for name in self.drafters]
-            tried = self.policy.tried(wishes, 0.0, place)
-            if tried is not None:
-                name = self.drafters[tried]
+            options = [DraftOption(name, 64, states[name]) for name in self.drafters]
+            pick_rival_probe = self.policy.pick_rival_probe(options, 0.0, batch)
+            if pick_rival_probe is not None:
+                name = self.drafters[pick_rival_probe]
                 seconds += self.drafted(name, PROBE_DEPTH)
                 told = self.accepted(rates[name], PROBE_DEPTH)
-            first = wishes[self.policy.ranked([[wish] for wish in wishes], place)[0]]
+            first = options[self.policy.rank([[option] for option in options], batch)[0]]
             depth = (
-                0 if self.policy.rests(first.acceptance) else self.policy.choose([first], place)[0]
+                0 if self.policy.is_paused(first.acceptance) else self.policy.choose([first], batch)[0]
             )
             if depth:
                 seconds += self.drafted(first.source, depth)
             stood = self.accepted(rates[first.source], depth)
             if depth:
                 self.policy.record_verdict(first.source, first.acceptance, depth, stood)
-            if tried is not None:
+            if pick_rival_probe is not None:
                 reach = min(told, stood + 1)  # the target has said no more than that
                 deep = reach if reach == stood + 1 else PROBE_DEPTH
                 self.policy.record_verdict(name, states[name], deep, reach)
             taken = PASS + ROW * depth
-            self.policy.record_pass(1 + depth, taken)
+            self.policy.record_forward(1 + depth, taken)
             self.policy.end_step()
             seconds, produced = seconds + taken, produced + stood + 1
         return produced / seconds
@@ -99,18 +99,18 @@ def test_where_none_is_worth_it_little_is_lost(rate: float) -> None:
 def test_a_rival_is_not_tried_before_anything_is_known_nor_in_every_step() -> None:
     policy, state = DepthPolicy(), {name: Acceptance() for name in "ab"}
     rivals = [DraftOption(name, 64, state[name]) for name in "ab"]
-    assert [policy.tried(rivals, 0.0, BatchState(1, 1, 1)) for _ in range(10)] == [None] * 10, (
+    assert [policy.pick_rival_probe(rivals, 0.0, BatchState(1, 1, 1)) for _ in range(10)] == [None] * 10, (
         "no pass was measured yet"
     )
     for _ in range(10):
-        policy.record_pass(1, PASS)
-    tried = []
+        policy.record_forward(1, PASS)
+    pick_rival_probe = []
     for _ in range(200):
-        i = policy.tried(rivals, 0.0, BatchState(1, 1, 1))
+        i = policy.pick_rival_probe(rivals, 0.0, BatchState(1, 1, 1))
         if i is not None:
-            tried.append(rivals[i].source)
+            pick_rival_probe.append(rivals[i].source)
             policy.record_verdict(rivals[i].source, rivals[i].acceptance, PROBE_DEPTH, 0)
-    assert set(tried) == set("ab") and 10 < len(tried) < 100, (
+    assert set(pick_rival_probe) == set("ab") and 10 < len(pick_rival_probe) < 100, (
         "as far as the credit goes, and less the more is known"
     )
 
@@ -120,8 +120,8 @@ def test_a_rival_is_not_tried_where_it_could_not_do_better() -> None:
     settles it."""
     policy, rival = DepthPolicy(), DraftOption("a", 8, Acceptance())
     for _ in range(10):
-        policy.record_pass(1, PASS)
-        policy.record_pass(9, PASS + 8 * ROW)
+        policy.record_forward(1, PASS)
+        policy.record_forward(9, PASS + 8 * ROW)
         policy.record_draft("a", 8, 8 * LEVEL)
-    assert [policy.tried([rival], 100.0, BatchState(1, 1, 1)) for _ in range(100)] == [None] * 100
-    assert 0 in [policy.tried([rival], 3.0, BatchState(1, 1, 1)) for _ in range(100)]
+    assert [policy.pick_rival_probe([rival], 100.0, BatchState(1, 1, 1)) for _ in range(100)] == [None] * 100
+    assert 0 in [policy.pick_rival_probe([rival], 3.0, BatchState(1, 1, 1)) for _ in range(100)]

@@ -100,13 +100,13 @@ def params(i: int, temperature: float, **options: Any) -> SamplingParams:
 
 
 def run(
-    target: Engine, wishes: list[SamplingParams], draft: str, depth: int | str = 4
+    target: Engine, options: list[SamplingParams], draft: str, depth: int | str = 4
 ) -> list[Request]:
     """All at once, a step between arrivals."""
     requests = []
-    for i, wish in enumerate(wishes):
+    for i, option in enumerate(options):
         tokens = tokenizer().encode(PROMPTS[i % len(PROMPTS)])
-        requests.append(target.add(tokens, wish, draft=draft, depth=depth))
+        requests.append(target.add(tokens, option, draft=draft, depth=depth))
         target.step()
     build.finish(target)
     return requests
@@ -119,16 +119,16 @@ def said(requests: list[Request]) -> list[tuple[list[int], str | None]]:
 @functools.cache
 def plain(temperature: float) -> list[tuple[list[int], str | None]]:
     """Each request alone, without speculation."""
-    return [alone(i, wish) for i, wish in enumerate(wishes(temperature))]
+    return [alone(i, option) for i, option in enumerate(options(temperature))]
 
 
-def wishes(temperature: float) -> list[SamplingParams]:
+def options(temperature: float) -> list[SamplingParams]:
     return [params(i, temperature) for i in range(10)]
 
 
-def alone(i: int, wish: SamplingParams) -> tuple[list[int], str | None]:
+def alone(i: int, option: SamplingParams) -> tuple[list[int], str | None]:
     target = engine()
-    request = target.add(tokenizer().encode(PROMPTS[i % len(PROMPTS)]), wish, draft="off")
+    request = target.add(tokenizer().encode(PROMPTS[i % len(PROMPTS)]), option, draft="off")
     build.finish(target)
     return list(request.output), request.finish_reason
 
@@ -137,14 +137,14 @@ def alone(i: int, wish: SamplingParams) -> tuple[list[int], str | None]:
 @pytest.mark.parametrize("draft", [*DRAFTS, "off"])
 def test_same_tokens_with_every_draft(draft: str, temperature: float) -> None:
     for depth in (4, "auto"):
-        requests = run(engine(), wishes(temperature), draft, depth)
+        requests = run(engine(), options(temperature), draft, depth)
         assert said(requests) == plain(temperature)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_same_tokens_in_small_chunks_and_a_small_pool(draft: str, temperature: float) -> None:
-    requests = run(engine(chunk=3, tokens=120), wishes(temperature), draft)
+    requests = run(engine(chunk=3, tokens=120), options(temperature), draft)
     assert said(requests) == plain(temperature)
     assert sum(r.stats.preemptions for r in requests) > 0
 
@@ -154,7 +154,7 @@ def test_the_tests_above_are_worth_something() -> None:
     themselves."""
     for draft in DRAFTS:
         sources: Counter[str] = Counter()
-        for request in run(engine(), wishes(0.8), draft):
+        for request in run(engine(), options(0.8), draft):
             for name, source in request.stats.by_source.items():
                 sources[name] += source.accepted
         assert sources["grammar"] > 20 and sum(sources.values()) > sources["grammar"]
@@ -188,8 +188,8 @@ def test_what_has_ended_fits_the_grammar(name: str) -> None:
     ]
     target, texts = engine(), Counter[int]()
     requests = [
-        target.add(tokenizer().encode(PROMPTS[i % 4]), wish, draft="suffix")
-        for i, wish in enumerate(many)
+        target.add(tokenizer().encode(PROMPTS[i % 4]), option, draft="suffix")
+        for i, option in enumerate(many)
     ]
     pieces: dict[int, str] = dict.fromkeys((r.id for r in requests), "")
     while target.busy:
@@ -204,7 +204,7 @@ def test_what_has_ended_fits_the_grammar(name: str) -> None:
 
 
 def test_forced_tokens_are_accepted_whole_and_are_not_drafted_by_plain_decoding() -> None:
-    wish = SamplingParams(max_tokens=30, grammar=Grammar.of("choice", ["true alphabet null false"]))
+    option = SamplingParams(max_tokens=30, grammar=Grammar.of("choice", ["true alphabet null false"]))
     for draft, depth in (
         ("ngram", 16),
         ("ngram", 3),
@@ -214,7 +214,7 @@ def test_forced_tokens_are_accepted_whole_and_are_not_drafted_by_plain_decoding(
         ("ngram", 0),
     ):
         target = engine()
-        request = target.add(tokenizer().encode("x = "), wish, draft=draft, depth=depth)
+        request = target.add(tokenizer().encode("x = "), option, draft=draft, depth=depth)
         events: list[Event] = []
         while target.busy:
             events += target.step()
@@ -235,9 +235,9 @@ def test_forced_tokens_are_accepted_whole_and_are_not_drafted_by_plain_decoding(
 @pytest.mark.parametrize("draft", ["off", *DRAFTS])
 def test_a_limit_cuts_a_grammar(draft: str) -> None:
     for limit in range(1, 12):
-        wish = params(0, 0.8, max_tokens=limit)
-        (request,) = run(engine(), [wish], draft)
-        assert said([request]) == [alone(0, wish)] and request.produced <= limit
+        option = params(0, 0.8, max_tokens=limit)
+        (request,) = run(engine(), [option], draft)
+        assert said([request]) == [alone(0, option)] and request.produced <= limit
 
 
 OTHERS = {
@@ -256,22 +256,22 @@ OTHERS = {
 @pytest.mark.parametrize("name", OTHERS)
 def test_beside_other_parameters(name: str, draft: str) -> None:
     many = [params(i, 0.8, **OTHERS[name]) for i in range(5)]
-    expected = [alone(i, wish) for i, wish in enumerate(many)]
+    expected = [alone(i, option) for i, option in enumerate(many)]
     assert said(run(engine(), many, draft)) == expected
     assert any(reason == "stop" for _, reason in expected)
 
 
 @pytest.mark.parametrize("draft", ["off", "suffix"])
 def test_without_end_tokens_the_text_ends_with_the_grammar(draft: str) -> None:
-    wish = params(0, 0.8, ignore_eos=True, grammar=GRAMMARS["schema"], max_tokens=90)
-    (request,) = run(engine(), [wish], draft)
+    option = params(0, 0.8, ignore_eos=True, grammar=GRAMMARS["schema"], max_tokens=90)
+    (request,) = run(engine(), [option], draft)
     assert request.finish_reason == "stop"
     assert fits_schema(json.loads(tokenizer().decode(list(request.output))))
 
 
 def test_the_end_wins_over_min_tokens_where_nothing_else_is_left() -> None:
-    wish = SamplingParams(min_tokens=20, max_tokens=30, grammar=Grammar.of("choice", ["null"]))
-    output, reason = alone(0, wish)
+    option = SamplingParams(min_tokens=20, max_tokens=30, grammar=Grammar.of("choice", ["null"]))
+    output, reason = alone(0, option)
     assert (tokenizer().decode(output), output[-1], reason) == ("null", END, "stop")
     longer = SamplingParams(min_tokens=20, max_tokens=30, grammar=Grammar.of("regex", "a+"))
     assert len(alone(0, replace(longer, logit_bias={END: 100.0}))[0]) == 21
@@ -299,13 +299,13 @@ def test_bounds_of_a_grammar_are_met_at_the_same_token_with_drafts_and_without(
     """Looking ahead fills the lexer sooner; a new one then decides by the text alone. Others go
     on."""
     monkeypatch.setattr(compiler, "STATES", states)
-    wish = SamplingParams(max_tokens=40, temperature=temperature, seed=3, grammar=EXPLODING)
+    option = SamplingParams(max_tokens=40, temperature=temperature, seed=3, grammar=EXPLODING)
     found = []
     for draft in ("off", "ngram", "model", "tree"):
         target = engine()
         request, other = (
             target.add(tokenizer().encode(PROMPTS[i]), own, draft=draft, depth=4)
-            for i, own in enumerate([wish, params(1, temperature)])
+            for i, own in enumerate([option, params(1, temperature)])
         )
         while target.busy:
             target.step()
@@ -322,8 +322,8 @@ def test_whoever_waits_for_a_mask_does_not_hold_up_others(monkeypatch: pytest.Mo
     quick = target.add(tokenizer().encode(PROMPTS[1]), params(1, 0.8), draft="ngram", depth=3)
     matcher = slow.state.grammar
     assert matcher is not None
-    tried = matcher._tried
-    monkeypatch.setattr(matcher, "_tried", lambda path: gate.wait(20) and tried(path))
+    pick_rival_probe = matcher._tried
+    monkeypatch.setattr(matcher, "_tried", lambda path: gate.wait(20) and pick_rival_probe(path))
     while quick.finish_reason is None:
         target.step()
     assert not slow.output and slow.finish_reason is None
@@ -377,7 +377,7 @@ def iterate(target: Engine) -> list[Event]:
 def test_beside_requests_without_a_grammar() -> None:
     free = SamplingParams(temperature=0.8, seed=1, max_tokens=30, ignore_eos=True)
     mixed = [params(0, 0.8), free, params(2, 0.8), free]
-    assert said(run(engine(), mixed, "tree")) == [alone(i, wish) for i, wish in enumerate(mixed)]
+    assert said(run(engine(), mixed, "tree")) == [alone(i, option) for i, option in enumerate(mixed)]
 
 
 def test_aborts_leave_nothing_behind() -> None:
@@ -393,7 +393,7 @@ def test_aborts_leave_nothing_behind() -> None:
 @pytest.mark.parametrize("rule", ["token", "block", "tree"])
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_ratio_rules_are_greedy_at_temperature_zero(rule: str, draft: str) -> None:
-    assert said(run(engine(rule), wishes(0.0), draft)) == plain(0.0)
+    assert said(run(engine(rule), options(0.0), draft)) == plain(0.0)
 
 
 @pytest.mark.parametrize(
@@ -410,7 +410,7 @@ def test_ratio_rules_keep_the_distribution(rule: str, draft: str) -> None:
             SamplingParams(temperature=2.5, seed=s, max_tokens=9, grammar=grammar) for s in seeds
         ]
         requests = [
-            target.add(tokenizer().encode("abab grey"), wish, draft=name, depth=3) for wish in many
+            target.add(tokenizer().encode("abab grey"), option, draft=name, depth=3) for option in many
         ]
         build.finish(target)
         counts.append(Counter(tokenizer().decode(list(r.output)) for r in requests))
