@@ -108,7 +108,7 @@ def test_drafting_for_many_at_once_is_another_matter_than_for_one() -> None:
     costs = CostModel()
     for _ in range(SETTLED):
         costs.add_draft("model", 2, 1.0)
-        costs.add_draft("model", 2, 6.0, requests=20)
+        costs.add_draft("model", 2, 6.0, num_requests=20)
     assert costs.draft("model", 2) == pytest.approx(1.0)
     assert costs.draft("model", 2, 15) == pytest.approx(1.0)  # the most below that was measured
     assert costs.draft("model", 2, 30) == pytest.approx(6.0)

@@ -575,7 +575,8 @@ class Drafting:
 
     def during_forward(self, batch: Sequence[ScheduledRequest]) -> AbstractContextManager[None]:
         """Let proposers that can draft on while the target verifies `batch`."""
-        return self.overlap.during_forward(batch)
+        drafts = {s.request.id: s.draft for s in batch if s.draft is not None}
+        return self.overlap.during_forward(drafts)
 
     def hidden_layers(self, request: Request) -> tuple[int, ...]:
         """Return the hidden-state layers that the request's proposer wants."""

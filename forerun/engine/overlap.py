@@ -6,13 +6,13 @@ takes longer for it is a cost of drafting, not a measurement of the pass.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from forerun.draft.proposer import DraftRequest, Proposer
 from forerun.engine.depth import DepthPolicy
-from forerun.engine.request import ScheduledRequest
+from forerun.types import Draft
 
 
 @dataclass(slots=True)
@@ -61,9 +61,8 @@ class Overlap:
             self.policy.record_draft(proposer.name, depth, seconds, num_requests, lag)
 
     @contextmanager
-    def during_forward(self, batch: Sequence[ScheduledRequest]) -> Iterator[None]:
-        """Let proposers draft on while the target verifies the drafts of `batch`."""
-        drafts = {s.request.id: s.draft for s in batch if s.draft is not None}
+    def during_forward(self, drafts: Mapping[int, Draft]) -> Iterator[None]:
+        """Let proposers draft on while the target verifies `drafts`, by request id."""
         for proposer, asked in self.asked.items():
             verified = [i for i in asked if len(drafts[i]) > 1]
             if verified:

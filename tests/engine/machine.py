@@ -54,7 +54,9 @@ class Policy:
         self.auto = auto
 
     def choose(self, running: Sequence[Playing]) -> list[int]:
-        asked = [i for i, request in enumerate(running) if not self.auto.is_paused(request.acceptance)]
+        asked = [
+            i for i, request in enumerate(running) if not self.auto.is_paused(request.acceptance)
+        ]
         options = [
             DraftOption("model", running[i].left - 1, running[i].acceptance, 1, running[i].missed)
             for i in asked

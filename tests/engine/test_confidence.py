@@ -9,7 +9,7 @@ import pytest
 from forerun import LLM, SamplingParams
 from forerun.draft.eagle.module import save_head
 from forerun.engine.acceptance import Acceptance, BetaCounts, ConfidenceBins
-from forerun.engine.depth import HIGHEST, BatchState, DepthPolicy
+from forerun.engine.depth import MAX_FLOOR, BatchState, DepthPolicy
 from forerun.kernels import native
 from forerun.types import Draft
 from tests import tiny
@@ -41,11 +41,11 @@ def test_chances_begin_as_the_drafters_own_word_and_become_what_was_seen() -> No
 def test_what_comes_behind_a_rejected_token_tells_nothing() -> None:
     survival = ConfidenceBins()
     survival.add(*chain([15, 8, 2], 1))
-    assert [survival.seen[i] for i in (15, 8, 2)] == [1, 1, 0] and survival.yes[
+    assert [survival.seen[i] for i in (15, 8, 2)] == [1, 1, 0] and survival.accepted[
         8
-    ] == 0 < survival.yes[15]
+    ] == 0 < survival.accepted[15]
     survival.add(*chain([15, 8, 2], 3))
-    assert survival.seen[2] == 1 == survival.yes[2]
+    assert survival.seen[2] == 1 == survival.accepted[2]
 
 
 def test_of_a_tree_only_what_was_asked_counts() -> None:
@@ -56,14 +56,14 @@ def test_of_a_tree_only_what_was_asked_counts() -> None:
     draft.sure = [9, 5, 4, 3, 2]
     survival.add(draft, [0, 2, 5])
     assert [survival.seen[i] for i in draft.sure] == [1, 1, 0, 1, 1]
-    assert [survival.yes[i] for i in draft.sure] == [0, 1, 0, 0, 1]
+    assert [survival.accepted[i] for i in draft.sure] == [0, 1, 0, 0, 1]
 
 
 def test_behind_the_last_token_that_was_said_nothing_is_known() -> None:
     """A draft that was not verified to its end tells as much as the target has said."""
     survival, (draft, path) = ConfidenceBins(), chain([15, 8, 2], 2)
     survival.add(draft, path, is_open=True)
-    assert [survival.seen[i] for i in (15, 8, 2)] == [1, 1, 0] and survival.yes[8] == 1
+    assert [survival.seen[i] for i in (15, 8, 2)] == [1, 1, 0] and survival.accepted[8] == 1
 
 
 def test_floors_rise_with_what_a_level_costs() -> None:
@@ -77,7 +77,7 @@ def test_floors_rise_with_what_a_level_costs() -> None:
                 policy.record_draft("eagle3", depth, 0.1 + level * depth)
         floors.append(policy.min_chain_prob("eagle3", acceptance, ONE))
     # one token more: level + row, at 2 to 3 tokens a pass of 1.2 to 1.7, with a chance of 0.7
-    assert 0.02 < floors[0] < 0.1 < floors[1] < 0.3 < floors[2] <= HIGHEST
+    assert 0.02 < floors[0] < 0.1 < floors[1] < 0.3 < floors[2] <= MAX_FLOOR
 
 
 def test_of_weighed_nodes_as_many_are_verified_as_pay() -> None:
@@ -88,7 +88,10 @@ def test_of_weighed_nodes_as_many_are_verified_as_pay() -> None:
             policy.record_forward(tokens, seconds)
     assert policy.num_worth_verifying([0.5, 0.1, 0.05, 0.04, 0.04], ONE) == 3
     assert policy.num_worth_verifying([0.1, 0.05, 0.01], ONE) == 0
-    assert policy.num_worth_verifying([0.9, 0.8, 0.8, 0.7, 0.7], ONE) == 5 - (4.2 / 2.0 < 3.5 / 1.2) * 2
+    assert (
+        policy.num_worth_verifying([0.9, 0.8, 0.8, 0.7, 0.7], ONE)
+        == 5 - (4.2 / 2.0 < 3.5 / 1.2) * 2
+    )
     assert policy.num_worth_verifying([], ONE) == 0
 
 
@@ -106,7 +109,9 @@ def test_two_bad_rounds_do_not_silence_a_drafter_that_is_known() -> None:
         if each is policy:
             assert policy.acceptance_rate("eagle3", acceptance) > 0.8 * before
         else:
-            assert unknown.rate("eagle3", acceptance) < 0.7 * unknown.rate("eagle3", Acceptance())
+            assert unknown.acceptance_rate("eagle3", acceptance) < 0.7 * unknown.acceptance_rate(
+                "eagle3", Acceptance()
+            )
 
 
 @pytest.mark.parametrize("rule", ["match", "token"])

@@ -24,11 +24,11 @@ def experienced() -> DepthPolicy:
         for tokens in (1, 2, 5):
             policy.record_forward(tokens, 0.01 + 0.001 * tokens)
         policy.record_draft("eagle3", 2, 0.002)
-        policy.record_draft("eagle3", 2, 0.003, requests=4)
+        policy.record_draft("eagle3", 2, 0.003, num_requests=4)
         policy.record_verdict("eagle3", Acceptance(), 4, 3)
         draft = Draft.chain(1, [2, 3], "eagle3")
         draft.sure = [15, 20]
-        policy.survival("eagle3", True).add(draft, [0, 1])
+        policy.bins("eagle3", True).add(draft, [0, 1])
     return policy
 
 
@@ -47,17 +47,17 @@ def test_another_process_begins_with_it(tmp_path: Path) -> None:
             first.policy.costs.forward(tokens), rel=0.02
         )
     assert other.costs.draft("eagle3", 2, 4) == pytest.approx(0.003, rel=0.05)
-    assert other.rate("eagle3", Acceptance()) == pytest.approx(
+    assert other.acceptance_rate("eagle3", Acceptance()) == pytest.approx(
         first.policy.acceptance_rate("eagle3", Acceptance())
     )
-    assert other.survival("eagle3", True).rates == first.policy.survival("eagle3", True).rates
-    assert other.survival("eagle3", False).rates == DepthPolicy().survival("x", False).rates
+    assert other.bins("eagle3", True).rates == first.policy.bins("eagle3", True).rates
+    assert other.bins("eagle3", False).rates == DepthPolicy().survival("x", False).rates
 
 
 def test_what_it_knows_gives_way(tmp_path: Path) -> None:
     """A machine that became three times slower is believed after some passes."""
     first = CostStore(experienced(), tmp_path / "x.json")
-    first._passes = 0
+    first._saved_passes = 0
     first.save()
     policy = CostStore(DepthPolicy(), tmp_path / "x.json").policy
     for _ in range(60):
@@ -191,7 +191,7 @@ def test_a_damaged_file_is_replaced(tmp_path: Path, capsys: pytest.CaptureFixtur
     path = tmp_path / "x.json"
     path.write_text("[" * 100_000)
     first = CostStore(experienced(), path)
-    first._passes = 0
+    first._saved_passes = 0
     first.save()
     capsys.readouterr()
     assert (
@@ -203,7 +203,7 @@ def test_a_damaged_file_is_replaced(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_a_place_that_cannot_be_written_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     kept = CostStore(experienced(), tmp_path / "file" / "x.json")
-    kept._passes = 0
+    kept._saved_passes = 0
     kept.save()
     assert kept.path is None
     kept.save()
@@ -222,7 +222,7 @@ def test_the_text_is_the_same_with_it(
     )
     plain = LLM(tiny.spoken(), **options).generate("The name of the name", params)[0].token_ids
     assert not list(tmp_path.rglob("*.json"))
-    monkeypatch.setattr(learned, "SMALLEST", 0)
+    monkeypatch.setattr(learned, "MIN_WEIGHT_BYTES", 0)
     monkeypatch.setattr(learned, "MIN_PASSES", 1)
     first = LLM(tiny.spoken(), rule=rule, **options)
     first.generate("The name of the name", params)

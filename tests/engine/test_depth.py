@@ -10,11 +10,11 @@ import pytest
 from forerun.costs import SETTLED
 from forerun.engine.acceptance import Acceptance, BetaCounts, DraftOption, kind_of_match
 from forerun.engine.depth import (
-    ALLOWANCE,
     MIN_PLAIN_PASSES,
+    PAUSE_STEPS,
+    PROBE_ALLOWANCE,
     PROBE_DEPTH,
     PROBE_SHARE,
-    REST,
     BatchState,
     DepthPolicy,
 )
@@ -86,9 +86,9 @@ def test_probes_come_soon_and_then_no_more_often_than_they_may_cost() -> None:
         if depth:
             policy.record_verdict("model", acceptance, depth, 0)
     probes = [i for i, depth in enumerate(chosen) if depth]
-    assert probes[:3] == [REST, 2 * REST, 3 * REST]
+    assert probes[:3] == [PAUSE_STEPS, 2 * PAUSE_STEPS, 3 * PAUSE_STEPS]
     gaps = [b - a for a, b in itertools.pairwise(probes)]
-    assert sum(gaps[-10:]) / 10 >= 29 and 0.3 * len(probes) < ALLOWANCE + 2000 * PROBE_SHARE
+    assert sum(gaps[-10:]) / 10 >= 29 and 0.3 * len(probes) < PROBE_ALLOWANCE + 2000 * PROBE_SHARE
 
 
 @pytest.mark.parametrize("cost", [0.01, 0.5, 50.0])
@@ -106,7 +106,7 @@ def test_what_probes_cost_is_bounded_over_all_requests(cost: float) -> None:
         policy.end_step()
         spent += 2 * cost * sum(map(bool, depths))
         probed += [step] * any(depths)
-    assert spent <= 2 * cost + ALLOWANCE + 20_000 * PROBE_SHARE
+    assert spent <= 2 * cost + PROBE_ALLOWANCE + 20_000 * PROBE_SHARE
     assert len(probed) >= 2 and probed[-1] > 9_000
 
 
@@ -121,7 +121,7 @@ def test_what_a_proposer_reads_before_a_probe_is_part_of_its_price() -> None:
         policy.record_forward(1, 1.0)
         policy.end_step()
     probes = [i for i, depth in enumerate(chosen) if depth]
-    assert probes[0] == REST and len(probes) == 3
+    assert probes[0] == PAUSE_STEPS and len(probes) == 3
     assert all(300 < b - a < 450 for a, b in itertools.pairwise(probes))
 
 
@@ -285,7 +285,9 @@ def test_a_proposer_that_seldom_has_anything_to_offer_is_asked_only_where_that_p
         policy, acceptance = learned(rate=0.99, draft_cost=0.1, slope=0.1)
         acceptance.offered = BetaCounts(1000 * often, 1000 * (1 - often))
         assert (policy.choose([DraftOption("model", 1, acceptance)], ONE) != [0]) is asked
-    assert policy.acceptance_rate("model", acceptance) > 0.9  # what is shown of a draft that is there
+    assert (
+        policy.acceptance_rate("model", acceptance) > 0.9
+    )  # what is shown of a draft that is there
 
 
 def test_copies_are_cut_to_what_pays_and_left_to_a_proposer_that_does_better() -> None:
@@ -296,7 +298,9 @@ def test_copies_are_cut_to_what_pays_and_left_to_a_proposer_that_does_better() -
         copied = Acceptance(BetaCounts(1000 * rate, 1000 * (1 - rate)))
         count, speed = policy.cut_copy("suffix, 2 bits", copied, 8, ONE)
         assert count == alone or (alone == 1 and 1 <= count < 4)
-        assert (speed > policy.expected_speed(DraftOption("model", 8, drafter), ONE)) is (rate == 0.95)
+        assert (speed > policy.expected_speed(DraftOption("model", 8, drafter), ONE)) is (
+            rate == 0.95
+        )
     hopeless = Acceptance(BetaCounts(0, 1000))
     _, speed = policy.cut_copy("suffix, 2 bits", Acceptance(BetaCounts(300, 700)), 8, ONE)
     assert speed > policy.expected_speed(DraftOption("model", 8, hopeless), ONE)
@@ -342,7 +346,10 @@ def depths_of(objective: str, slo: float) -> list[int]:
         for depth in range(1, 17):
             for requests in (1, 2, 4, 8):
                 policy.record_draft("model", depth, 0.01 * depth, requests)
-    good, poor = Acceptance(BetaCounts(18, 2), BetaCounts(20, 0)), Acceptance(BetaCounts(1, 19), BetaCounts(20, 0))
+    good, poor = (
+        Acceptance(BetaCounts(18, 2), BetaCounts(20, 0)),
+        Acceptance(BetaCounts(1, 19), BetaCounts(20, 0)),
+    )
     return policy.choose(
         [DraftOption("model", 16, good), *(DraftOption("model", 16, poor) for _ in range(7))],
         BatchState(8, 8, 8),
@@ -372,7 +379,8 @@ def test_no_pass_is_much_larger_than_what_was_measured() -> None:
     """However cheap it seems to be: sizes are found out step by step."""
     policy = DepthPolicy()
     options = [
-        DraftOption("model", 16, Acceptance(BetaCounts(1000, 0), BetaCounts(1000, 0))) for _ in range(16)
+        DraftOption("model", 16, Acceptance(BetaCounts(1000, 0), BetaCounts(1000, 0)))
+        for _ in range(16)
     ]
     largest = 16
     for _ in range(SETTLED):
@@ -400,9 +408,10 @@ def test_beside_a_prompt_that_is_read_drafts_pay_as_they_would_without() -> None
             for depth in (1, 2, 3, 4):
                 policy.record_draft("model", depth, 0.1 * depth, 16)
         options = [
-            DraftOption("model", 16, Acceptance(BetaCounts(90, 10), BetaCounts(100, 0))) for _ in range(16)
+            DraftOption("model", 16, Acceptance(BetaCounts(90, 10), BetaCounts(100, 0)))
+            for _ in range(16)
         ]
-        for batch in (BatchState(16, 16, 16), BatchState(16 + 128, 16, 16, prompts=128)):
+        for batch in (BatchState(16, 16, 16), BatchState(16 + 128, 16, 16, num_prompt_tokens=128)):
             assert any(policy.choose(options, batch)) is (
                 drafts or (slo > 0 and not batch.num_prompt_tokens)
             ), batch
@@ -413,7 +422,7 @@ def test_where_nothing_pays_nobody_is_thought_of_in_each_step() -> None:
     policy, acceptance = learned(rate=0.9, draft_cost=0.1, slope=0.0)
     options = [DraftOption("model", 8, acceptance)]
     assert policy.choose(options, BatchState(64, 64, 1)) == [0] and policy.is_paused(acceptance)
-    for _ in range(2 * REST):
+    for _ in range(2 * PAUSE_STEPS):
         policy.end_step()
     assert not policy.is_paused(acceptance) and policy.choose(options, ONE) != [0]
 

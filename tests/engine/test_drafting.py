@@ -65,13 +65,16 @@ def test_parts_have_costs_and_an_acceptance_of_their_own() -> None:
     first, second = Sometimes("first", 1), Sometimes("second", 1)
     engine = engine_of(first, second)
     request = engine.add(build.prompts()[1], build.params(1, 0.8, 100), draft="both", depth="auto")
-    rejected = request.acceptance["first"]
+    rejected = engine.drafting.state(request).acceptance["first"]
     rejected.kept.no = 1000.0
     build.finish(engine)
     assert len(first.asked) < 10 < len(second.asked) + len(first.asked)
     passes, drafts = engine.policy.cost_table()
     assert passes and {"first", "second"} >= drafts.keys() and "second" in drafts
-    assert request.acceptance["second"] is not rejected and request.acceptance["second"].kept.no > 0
+    assert (
+        engine.drafting.state(request).acceptance["second"] is not rejected
+        and engine.drafting.state(request).acceptance["second"].kept.no > 0
+    )
 
 
 class Wrong(Proposer):
@@ -279,7 +282,7 @@ def test_copies_that_are_set_aside_are_scored_with_what_the_target_says(
     assert request.tokens == plain.tokens
     assert set(asked) == {kind, "second"}
     assert set(request.stats.by_source) == {"second"}
-    learned = request.acceptance[kind].kept
+    learned = engine.drafting.state(request).acceptance[kind].kept
     assert (learned.yes > 0) == right and (learned.no > 0) == (not right)
 
 
@@ -312,7 +315,7 @@ def test_the_best_copy_of_all_is_verified_and_the_others_are_scored() -> None:
         assert request.tokens == text and not best.rivals
         assert set(request.stats.by_source) == {"long"} and request.stats.steps < 12
         wrong, right = (
-            request.acceptance[kind_of_match(name, match)].kept
+            engine.drafting.state(request).acceptance[kind_of_match(name, match)].kept
             for name, match in (("short", 2), ("long", 40))
         )
         assert wrong.no > 1 and not wrong.yes and not right.no
@@ -380,7 +383,9 @@ def test_a_trace_takes_no_rival_for_who_drafted(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(engine.policy, "rank", lambda groups, batch: list(range(len(groups))))
     monkeypatch.setattr(engine.policy, "pick_rival_probe", lambda *_: 0)
     monkeypatch.setattr(
-        engine.policy, "rate", lambda name, _: {"first": 0.25, "rival": 0.75}.get(name, 0.5)
+        engine.policy,
+        "acceptance_rate",
+        lambda name, _: {"first": 0.25, "rival": 0.75}.get(name, 0.5),
     )
     engine.add(
         build.prompts()[1], build.params(1, 0.0, 40), draft=best.name, depth="auto", trace=True
@@ -402,13 +407,14 @@ def test_a_copy_is_looked_at_to_its_end_and_counts_for_who_copied_as_far_as_it_w
     copies = Copies([token ^ 1 for token in text], 2)
     engine = cheap(copies)
     request = engine.add(build.prompts()[1], build.params(1, 0.0, 40), draft="copies", depth="auto")
-    request.acceptance["copies"].kept = BetaCounts(50, 50)
-    request.acceptance[kind_of_match("copies", 2)].kept = BetaCounts(0, 1000)
+    engine.drafting.state(request).acceptance["copies"].kept = BetaCounts(50, 50)
+    engine.drafting.state(request).acceptance[kind_of_match("copies", 2)].kept = BetaCounts(0, 1000)
     build.finish(engine)
     assert request.tokens == text and copies.deepest == DEEPEST
-    assert request.acceptance[kind_of_match("copies", 2)].kept.no > 1
+    assert engine.drafting.state(request).acceptance[kind_of_match("copies", 2)].kept.no > 1
     assert (
-        request.acceptance["copies"].offered.no > 1 and not request.acceptance["copies"].offered.yes
+        engine.drafting.state(request).acceptance["copies"].offered.no > 1
+        and not engine.drafting.state(request).acceptance["copies"].offered.yes
     )
 
 
@@ -435,7 +441,9 @@ def test_who_has_much_to_read_waits_while_prompts_are_read(monkeypatch: pytest.M
     engine.set_policy(build.Eager())
     waiting: list[int] = []
     monkeypatch.setattr(
-        engine.policy, "waits", lambda option, batch: waiting.append(batch.num_prompt_tokens) or True
+        engine.policy,
+        "should_wait",
+        lambda option, batch: waiting.append(batch.num_prompt_tokens) or True,
     )
     first = engine.add(build.prompts()[0], build.params(1, 0.0, 40), draft="both", depth="auto")
     while first.produced < 4:

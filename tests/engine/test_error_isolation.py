@@ -162,7 +162,13 @@ def in_the_rule(
     patch: pytest.MonkeyPatch, engine: Engine, requests: list[Request], error: BaseException
 ) -> None:
     victim = requests[VICTIM]
-    raising(verdicts, "_by", lambda _, chosen, *__: victim in chosen and late(victim), error, patch)
+    raising(
+        verdicts,
+        "_verify_by",
+        lambda _, chosen, *__: victim in chosen and late(victim),
+        error,
+        patch,
+    )
 
 
 def in_its_text(
@@ -197,7 +203,7 @@ def in_its_trace(
     victim = requests[VICTIM]
     raising(
         engine_module,
-        "round_of",
+        "trace_round",
         lambda request, *_: request is victim and late(victim),
         error,
         patch,
@@ -374,8 +380,8 @@ def test_what_cannot_be_remembered_is_said_all_the_same(engine: Engine) -> None:
     with patched() as patch:
         engine.reset()
         request = engine.add(build.prompts()[0], params(0), draft="suffix")
-        request.judge.paused_steps = 100_000
-        while not request.dropped:
+        engine.drafting.state(request).guard.paused_steps = 100_000
+        while not engine.drafting.state(request).released:
             engine.step_or_raise()
         raising(
             engine.proposers["suffix"],
@@ -386,7 +392,7 @@ def test_what_cannot_be_remembered_is_said_all_the_same(engine: Engine) -> None:
         )
         while engine.busy:
             engine.step_or_raise()
-    assert request.finish_reason in ("stop", "length") and request.dropped
+    assert request.finish_reason in ("stop", "length") and engine.drafting.state(request).released
     build.check_idle(engine)
 
 

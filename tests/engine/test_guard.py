@@ -12,8 +12,8 @@ import pytest
 from forerun import LLM, SamplingParams
 from forerun.draft.proposer import DraftRequest, Proposer
 from forerun.engine.engine import Engine
-from forerun.engine.guard import FRESH_STEPS, Guard, RequestGuard, GuardSample
-from forerun.engine.stats import RESTED
+from forerun.engine.guard import FRESH_STEPS, Guard, GuardSample, RequestGuard
+from forerun.engine.stats import PAUSED
 from forerun.types import Draft
 from tests import tiny
 from tests.engine import build
@@ -103,14 +103,16 @@ def judged(judge: RequestGuard, steps: int, gain: float, seed: int = 1) -> float
 def test_one_request_that_loses_is_stopped_and_who_gains_is_not() -> None:
     for seed in range(10):
         assert judged(RequestGuard(), 3000, gain=0.5, seed=seed) > 0.95
-        assert judged(RequestGuard(), 3000, gain=1.4, seed=seed) > 1.18  # 1.2 without anybody judging
+        assert (
+            judged(RequestGuard(), 3000, gain=1.4, seed=seed) > 1.18
+        )  # 1.2 without anybody judging
     judge = RequestGuard()
     judge.record(1, 80.0)  # a draft model read the prompt
     assert judge.allows()
     judged(judge, 200, gain=0.0)
-    assert judge.paused_steps and judge.pause > 128
+    assert judge.paused_steps and judge.next_pause > 128
     judged(judge, 3000, gain=1.5)
-    assert judge.pause == 128, "who has paid again begins with a short rest"
+    assert judge.next_pause == 128, "who has paid again begins with a short rest"
 
 
 def test_what_a_request_takes_is_its_part_of_what_a_step_takes_more() -> None:
@@ -118,14 +120,20 @@ def test_what_a_request_takes_is_its_part_of_what_a_step_takes_more() -> None:
     judges = [RequestGuard() for _ in range(4)]
     guard = Guard(cost=lambda tokens: 1.0 + 0.1 * (tokens - 4))
     for _ in range(5):
-        parts = [GuardSample(judges[0], 4, 1, True), *(GuardSample(judge, 0, 1, False) for judge in judges[1:])]
+        parts = [
+            GuardSample(judges[0], 4, 1, True),
+            *(GuardSample(judge, 0, 1, False) for judge in judges[1:]),
+        ]
         guard.record(parts, seconds=1.5, drafting=0.1)
     assert judges[0].lost == pytest.approx(5 * 4 * 0.5, rel=0.05) and [
         j.lost for j in judges[1:]
     ] == [0, 0, 0]
     for _ in range(4):
         guard.record(
-            [GuardSample(judges[0], 4, 1, True), *(GuardSample(j, 0, 1, False) for j in judges[1:])],
+            [
+                GuardSample(judges[0], 4, 1, True),
+                *(GuardSample(j, 0, 1, False) for j in judges[1:]),
+            ],
             1.5,
             drafting=0.1,
         )
@@ -135,7 +143,7 @@ def test_what_a_request_takes_is_its_part_of_what_a_step_takes_more() -> None:
 class Wrong(build.Eager):
     """Whatever becomes of it, too, where rows are dear."""
 
-    def cost(self, tokens: float) -> float:
+    def forward_seconds(self, tokens: float) -> float:
         return 0.6 + 0.4 * tokens
 
 
@@ -182,7 +190,7 @@ def test_a_request_whose_drafts_fail_rests_and_its_neighbour_goes_on() -> None:
     for request, said in zip(requests, plain, strict=True):
         assert list(request.output) == said.token_ids
     bad, good = (request.stats for request in requests)
-    assert bad.reasons[RESTED] > 100 and good.reasons[RESTED] == 0 and good.accepted > 100
+    assert bad.reasons[PAUSED] > 100 and good.reasons[PAUSED] == 0 and good.accepted > 100
 
 
 def test_nothing_is_drafted_while_it_rests_but_what_was_insisted_on() -> None:

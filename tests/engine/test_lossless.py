@@ -125,8 +125,8 @@ def test_what_is_kept_of_requests_that_rest_long_is_dropped(
     draft: str, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each of them rests twice, the second time the engine does as well."""
-    monkeypatch.setattr(drafting, "LONG", 3)
-    monkeypatch.setattr(drafting, "FIRST_SHARE", 1)
+    monkeypatch.setattr(drafting, "LONG_PAUSE", 3)
+    monkeypatch.setattr(drafting, "WARM_UP", 1)
     engine = build.engine("llama", [draft], chunk=3, tokens=tokens)
     engine.drafting.clock = engine.drafting.wall_clock = lambda: (
         0.0
@@ -142,11 +142,11 @@ def test_what_is_kept_of_requests_that_rest_long_is_dropped(
             break
         if step in (4, 12):
             for request in requests:
-                request.judge.paused_steps = 5
+                engine.drafting.state(request).guard.paused_steps = 5
             engine.guard.paused_steps = engine.guard.fresh = 5 * (step == 12)
         before = {request.id: len(request.tokens) for request in requests}
         engine.step_or_raise()
-        dropped |= {request.id for request in requests if request.dropped}
+        dropped |= {request.id for request in requests if engine.drafting.state(request).released}
         late += sum(len(r.tokens) > before[r.id] + 1 for r in requests if r.id in dropped)
     same_as_plain(requests, "llama", 0.8)
     assert dropped

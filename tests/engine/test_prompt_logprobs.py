@@ -80,7 +80,7 @@ def test_they_are_those_of_a_plain_pass(family: str, chunk: int, scores: int) ->
     """In chunks, with few rows of logits in a pass, beside others that generate; scored alone or
     before an answer."""
     engine = build.engine(family, ["tree"], chunk=chunk)
-    engine.scheduler.scores = scores
+    engine.scheduler.max_scored = scores
     prompts = build.prompts(6)
     busy = engine.add(prompts[3], build.params(0, 0.8), draft="tree", depth=3)
     requests = [
@@ -100,7 +100,7 @@ def test_they_are_those_of_a_plain_pass(family: str, chunk: int, scores: int) ->
 def test_no_more_rows_of_logits_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Logits of a whole prompt would take gigabytes on a large vocabulary."""
     engine = build.engine("llama", ["ngram"])
-    engine.scheduler.scores = 5
+    engine.scheduler.max_scored = 5
     rows: list[int] = []
     forward = engine.target.forward
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from forerun.engine.stats import DRAFTED, EDGE, NO_ROOM, NOTHING, RESTED, UNPAID, RequestStats
+from forerun.engine.stats import DRAFTED, EDGE, NO_ROOM, NOTHING, PAUSED, UNPAID, RequestStats
 from tests.engine import build
 
 
@@ -38,7 +38,7 @@ def test_plain_decoding_has_none() -> None:
 
 def test_what_would_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "forerun.engine.depth.Auto.choose", lambda self, options, tokens: [0] * len(options)
+        "forerun.engine.depth.DepthPolicy.choose", lambda self, options, tokens: [0] * len(options)
     )
     stats, drafted = counted("model", "auto")
     assert stats.reasons[UNPAID] == stats.steps - stats.reasons[EDGE] > 5 and not any(drafted)
@@ -47,7 +47,7 @@ def test_what_would_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_guard_that_lets_nobody_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     """But for who asked for a depth."""
     monkeypatch.setattr("forerun.engine.guard.Guard.allows", lambda self: False)
-    assert counted("model", "auto")[0].reasons.keys() == {RESTED}
+    assert counted("model", "auto")[0].reasons.keys() == {PAUSED}
     assert counted("model", 2)[0].reasons[DRAFTED] > 3
 
 
@@ -61,9 +61,9 @@ def test_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_sentence() -> None:
     stats = RequestStats()
-    stats.reasons.update({DRAFTED: 30, NOTHING: 12, UNPAID: 5, RESTED: 2, NO_ROOM: 1, EDGE: 2})
+    stats.reasons.update({DRAFTED: 30, NOTHING: 12, UNPAID: 5, PAUSED: 2, NO_ROOM: 1, EDGE: 2})
     assert stats.why == (
-        "drafted in 30 of 52 steps; nothing to draft in 12; would not have paid in 5; rested in 2, since it was slower;"
+        "drafted in 30 of 52 steps; nothing to draft in 12; would not have paid in 5; paused in 2 because it was slower;"
         " first or last token in 2; no room in 1"
     )
     assert stats.as_dict()["reasons"] == dict(stats.reasons)

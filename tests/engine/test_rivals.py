@@ -38,7 +38,9 @@ class Machine:
                 told = self.accepted(rates[name], PROBE_DEPTH)
             first = options[self.policy.rank([[option] for option in options], batch)[0]]
             depth = (
-                0 if self.policy.is_paused(first.acceptance) else self.policy.choose([first], batch)[0]
+                0
+                if self.policy.is_paused(first.acceptance)
+                else self.policy.choose([first], batch)[0]
             )
             if depth:
                 seconds += self.drafted(first.source, depth)
@@ -99,9 +101,9 @@ def test_where_none_is_worth_it_little_is_lost(rate: float) -> None:
 def test_a_rival_is_not_tried_before_anything_is_known_nor_in_every_step() -> None:
     policy, state = DepthPolicy(), {name: Acceptance() for name in "ab"}
     rivals = [DraftOption(name, 64, state[name]) for name in "ab"]
-    assert [policy.pick_rival_probe(rivals, 0.0, BatchState(1, 1, 1)) for _ in range(10)] == [None] * 10, (
-        "no pass was measured yet"
-    )
+    assert [policy.pick_rival_probe(rivals, 0.0, BatchState(1, 1, 1)) for _ in range(10)] == [
+        None
+    ] * 10, "no pass was measured yet"
     for _ in range(10):
         policy.record_forward(1, PASS)
     pick_rival_probe = []
@@ -123,5 +125,7 @@ def test_a_rival_is_not_tried_where_it_could_not_do_better() -> None:
         policy.record_forward(1, PASS)
         policy.record_forward(9, PASS + 8 * ROW)
         policy.record_draft("a", 8, 8 * LEVEL)
-    assert [policy.pick_rival_probe([rival], 100.0, BatchState(1, 1, 1)) for _ in range(100)] == [None] * 100
+    assert [policy.pick_rival_probe([rival], 100.0, BatchState(1, 1, 1)) for _ in range(100)] == [
+        None
+    ] * 100
     assert 0 in [policy.pick_rival_probe([rival], 3.0, BatchState(1, 1, 1)) for _ in range(100)]

@@ -204,7 +204,9 @@ def test_what_has_ended_fits_the_grammar(name: str) -> None:
 
 
 def test_forced_tokens_are_accepted_whole_and_are_not_drafted_by_plain_decoding() -> None:
-    option = SamplingParams(max_tokens=30, grammar=Grammar.of("choice", ["true alphabet null false"]))
+    option = SamplingParams(
+        max_tokens=30, grammar=Grammar.of("choice", ["true alphabet null false"])
+    )
     for draft, depth in (
         ("ngram", 16),
         ("ngram", 3),
@@ -377,7 +379,9 @@ def iterate(target: Engine) -> list[Event]:
 def test_beside_requests_without_a_grammar() -> None:
     free = SamplingParams(temperature=0.8, seed=1, max_tokens=30, ignore_eos=True)
     mixed = [params(0, 0.8), free, params(2, 0.8), free]
-    assert said(run(engine(), mixed, "tree")) == [alone(i, option) for i, option in enumerate(mixed)]
+    assert said(run(engine(), mixed, "tree")) == [
+        alone(i, option) for i, option in enumerate(mixed)
+    ]
 
 
 def test_aborts_leave_nothing_behind() -> None:
@@ -410,7 +414,8 @@ def test_ratio_rules_keep_the_distribution(rule: str, draft: str) -> None:
             SamplingParams(temperature=2.5, seed=s, max_tokens=9, grammar=grammar) for s in seeds
         ]
         requests = [
-            target.add(tokenizer().encode("abab grey"), option, draft=name, depth=3) for option in many
+            target.add(tokenizer().encode("abab grey"), option, draft=name, depth=3)
+            for option in many
         ]
         build.finish(target)
         counts.append(Counter(tokenizer().decode(list(r.output)) for r in requests))

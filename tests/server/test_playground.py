@@ -373,7 +373,7 @@ def test_a_round_says_what_became_of_each_node_and_why_so_deep(open_page, page_u
     for _ in range(i):
         page.click("#round-next")
     why = page.text_content("#round-why")
-    a, k = rounds[i]["rate"], rounds[i]["depth"]
+    a, k = rounds[i]["acceptance_rate"], rounds[i]["depth"]
     assert (
         f"At {round(100 * a)} % expected acceptance, depth {k} gives {expected_tokens(a, k):.2f} tokens"
         in why
@@ -384,18 +384,18 @@ def test_why_covers_every_case(open_page, page_url) -> None:
     page = open_page(page_url)
     cases = [
         (
-            {"depth": 4, "rate": 0.8},
+            {"depth": 4, "acceptance_rate": 0.8},
             "auto",
             COSTS,
             "3.36 tokens for 0.72 ms, where no draft gives 1 for 0.52 ms: 2.43 times",
         ),
-        ({"depth": 4, "rate": 0.8}, "auto", {}, "without measured costs"),
-        ({"depth": 4, "rate": None}, "auto", COSTS, "Not knowing"),
-        ({"depth": 4, "rate": 0.05}, "auto", COSTS, "a probe"),
-        ({"depth": 0, "rate": 0.02}, "auto", COSTS, "so none"),
-        ({"depth": 0, "rate": 0.9}, "auto", COSTS, "rests between probes"),
-        ({"depth": 3, "rate": 0.9}, 3, COSTS, "Depth 3 was asked for."),
-        ({"depth": 0, "rate": 0.9}, 3, COSTS, "no room"),
+        ({"depth": 4, "acceptance_rate": 0.8}, "auto", {}, "without measured costs"),
+        ({"depth": 4, "acceptance_rate": None}, "auto", COSTS, "Not knowing"),
+        ({"depth": 4, "acceptance_rate": 0.05}, "auto", COSTS, "a probe"),
+        ({"depth": 0, "acceptance_rate": 0.02}, "auto", COSTS, "so none"),
+        ({"depth": 0, "acceptance_rate": 0.9}, "auto", COSTS, "rests between probes"),
+        ({"depth": 3, "acceptance_rate": 0.9}, 3, COSTS, "Depth 3 was asked for."),
+        ({"depth": 0, "acceptance_rate": 0.9}, 3, COSTS, "no room"),
     ]
     for round_, asked, costs, words in cases:
         draft = [{"parent": i, "source": "suffix"} for i in range(round_["depth"])]
