@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from forerun.config import Config
+    from forerun.draft.proposer import DraftRequest, Proposer
     from forerun.errors import CapacityError, ConfigError, ForerunError, LoadError, RequestError
     from forerun.llm import LLM, Completion, Stream
     from forerun.sampling.grammar import Grammar
     from forerun.sampling.params import SamplingParams
-    from forerun.types import Event
+    from forerun.types import Draft, Event
 
 __version__ = "0.1.0"
 
@@ -22,11 +23,14 @@ _HOMES = {
     "Completion": "forerun.llm",
     "Config": "forerun.config",
     "ConfigError": "forerun.errors",
+    "Draft": "forerun.types",
+    "DraftRequest": "forerun.draft.proposer",
     "Event": "forerun.types",
     "ForerunError": "forerun.errors",
     "Grammar": "forerun.sampling.grammar",
     "LLM": "forerun.llm",
     "LoadError": "forerun.errors",
+    "Proposer": "forerun.draft.proposer",
     "RequestError": "forerun.errors",
     "SamplingParams": "forerun.sampling.params",
     "Stream": "forerun.llm",
@@ -38,10 +42,13 @@ __all__ = [
     "Completion",
     "Config",
     "ConfigError",
+    "Draft",
+    "DraftRequest",
     "Event",
     "ForerunError",
     "Grammar",
     "LoadError",
+    "Proposer",
     "RequestError",
     "SamplingParams",
     "Stream",

@@ -4,7 +4,7 @@ keywords are these."""
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, TypedDict
 
 from forerun.draft_spec import joined
 from forerun.errors import ConfigError, shorten, suggest
@@ -26,6 +26,32 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "kernels": ("auto", "native", "torch"),
     "objective": ("throughput", "latency", "energy"),
 }
+
+
+class Options(TypedDict, total=False):
+    """The options of `Config` but the model and the draft, for editors and type checkers."""
+
+    depth: int | str
+    width: int
+    draft_threshold: float
+    rule: str
+    dtype: str
+    quantization: str | None
+    draft_quantization: str
+    draft_shortlist: str | None
+    kernels: str
+    device: str
+    draft_device: str
+    tensor_parallel: int
+    threads: int
+    draft_threads: int
+    context: int | None
+    max_rows: int
+    chunk: int
+    objective: str
+    slo_ms: int
+    page: int
+    kv_tokens: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

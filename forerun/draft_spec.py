@@ -8,10 +8,12 @@ then `&` and `?`. The second draft of a kind is called, for instance, model#2.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
 
 from forerun.errors import ConfigError, shorten, shown, suggest
 
@@ -175,6 +177,18 @@ def drafts_in(text: str) -> list[str]:
     return found
 
 
+@functools.cache
+def plugins() -> dict[str, EntryPoint]:
+    """Return drafters that installed packages register (entry points `forerun.drafters`)."""
+    found = entry_points(group="forerun.drafters")
+    return {entry.name: entry for entry in found if is_name(entry.name)}
+
+
+def is_name(name: object) -> bool:
+    """Return True if a drafter may have this name."""
+    return isinstance(name, str) and re.fullmatch(r"[A-Za-z][\w-]{0,63}", name) is not None
+
+
 class _Reader:
     """Reads an option from left to right."""
 
@@ -275,7 +289,7 @@ def _check(name: str, argument: str, place: str) -> None:
             f" (its first layers), self:layers=0-9,20-29 (these) or self:layers=auto (as is found to pay), or"
             f" self:window=1024 (of its keys){place}"
         )
-    if name not in (*LOADED, *SIMPLE, *COPYING, "self"):
+    if name not in (*LOADED, *SIMPLE, *COPYING, "self") and name not in plugins():
         known = [*SIMPLE, *(f"{n}:..." for n in ("retrieval", "self", *LOADED))]
         raise ConfigError(f"there is no draft {shown(name)}{place}: {suggest(name, known)}")
     if name in ("off", "auto", "ngram", "suffix") and argument:

@@ -1,30 +1,32 @@
-"""LLM: a model and its engine behind two calls, `generate` and `stream`."""
+"""LLM: a model and its engine behind `generate`, `chat` and `stream`."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self, Unpack
 
 import torch
 
 from forerun import rng
-from forerun.config import Config
+from forerun.config import Config, Options
+from forerun.draft.compose import Either
 from forerun.draft.corpus import Index
-from forerun.draft.proposer import Reference, view_of
+from forerun.draft.proposer import Proposer, Reference, view_of
 from forerun.draft.registry import automatic, make_proposers, with_references
 from forerun.draft_loading import Loader, open_index, share_memory
-from forerun.draft_spec import draft_name, read_draft
+from forerun.draft_spec import draft_name, is_name, read_draft
 from forerun.engine.cost_store import open_cost_store
 from forerun.engine.depth import DepthPolicy
 from forerun.engine.engine import Engine
 from forerun.engine.request import Request
 from forerun.engine.stats import RequestStats
-from forerun.errors import RequestError, StateError, shorten
+from forerun.errors import ConfigError, RequestError, StateError, shorten
 from forerun.kernels import native
 from forerun.load import load_tokenizer, make_runner, pick_device, within_machine
 from forerun.measure.energy import JoulesClock
@@ -36,23 +38,27 @@ from forerun.runtime.native import NativeDecoder
 from forerun.sampling.params import DEFAULT, SamplingParams
 from forerun.types import Event, PromptLogprobs, TokenLogprobs
 
+PROMPT_KINDS = "a prompt is a string, a list of token ids or a list of chat messages"
+CHARACTERS = 16  # of a token, more than any text has on average
+Prompt = str | Sequence[int] | Sequence[Message]
+
 
 @dataclass(frozen=True, slots=True)
 class Completion:
     """One finished output.
 
     Attributes:
-        text: the output as text, without the stop string or end-of-text token; "" without a
-            tokenizer.
-        token_ids: the output's tokens, the one that ended it included.
-        finish_reason: stop (a stop string or token), length (max_tokens or the context), or abort.
-        stats: what it took: steps, drafted, accepted, accepted_length, by_source, seconds.
-        sources: for each token, the proposer whose draft was accepted, or "" for the target's own.
-        logprobs: one entry a token where the parameters asked for them.
-        seed: the seed it was drawn with; the same seed gives the same tokens.
+        text: the output, without the stop string or end-of-text token; "" without a tokenizer.
+        token_ids: the output's tokens, including the one that ended it.
+        finish_reason: "stop" (a stop string or token), "length" (max_tokens or the context) or
+            "abort".
+        stats: counters: steps, drafted, accepted, accepted_length, by_source, seconds.
+        sources: for each token the proposer whose draft was accepted, or "" for the target's own.
+        logprobs: one entry per token if the parameters asked for them.
+        seed: the seed of the request; the same seed gives the same tokens.
         prompt_token_ids: the prompt as the model read it.
-        prompt_logprobs: one entry a token of the prompt where the parameters asked for them, None
-            for the first.
+        prompt_logprobs: one entry per prompt token if the parameters asked for them; None for the
+            first.
     """
 
     text: str
@@ -66,8 +72,8 @@ class Completion:
     prompt_logprobs: PromptLogprobs | None = None
 
 
-class Job:
-    """A request and what has come of it until now."""
+class _Run:
+    """A request in progress and the events that it has produced."""
 
     def __init__(self, request: Request) -> None:
         self.request = request
@@ -76,109 +82,172 @@ class Job:
         self.done = False
 
     def receive(self, event: Event) -> None:
-        """The next of its events."""
+        """Take the request's next event."""
         self.inbox.append(event)
         self.events.append(event)
         self.done = event.finish_reason is not None
 
     def check(self) -> None:
-        """Raise what ended this request, if that was not its own end."""
+        """Raise the error that ended the request, if there is one."""
         if self.request.error:
             raise self.request.error
 
     def completion(self) -> Completion:
-        """What there is so far."""
-        request, wants = self.request, self.request.params.logprobs is not None
+        """Return the output so far."""
+        request, params = self.request, self.request.params
+        logprobs = None
+        if params.logprobs is not None:
+            logprobs = [entry for event in self.events for entry in event.logprobs or ()]
+        prompt_logprobs = None
+        if params.prompt_logprobs is not None:
+            prompt_logprobs = list(request.prompt_logprobs)
         return Completion(
             text="".join(event.text for event in self.events),
             token_ids=list(request.output),
             finish_reason=request.finish_reason or "abort",
             stats=request.stats,
             sources=[source for event in self.events for source in event.sources],
-            logprobs=[entry for event in self.events for entry in event.logprobs or ()]
-            if wants
-            else None,
+            logprobs=logprobs,
             seed=request.seed,
             prompt_token_ids=request.tokens[: request.prompt_length],
-            prompt_logprobs=None
-            if request.params.prompt_logprobs is None
-            else list(request.prompt_logprobs),
+            prompt_logprobs=prompt_logprobs,
         )
-
-
-WHAT_IS_A_PROMPT = "a prompt is a string, a list of token ids or a list of chat messages"
-CHARACTERS = 16  # of a token, more than any text has on average
-Prompt = str | Sequence[int] | Sequence[Message]
 
 
 class LLM:
     """A model that generates with speculation. `LLM()` is the default model, SmolLM2-135M-Instruct.
 
-    Not thread-safe: one thread at a time.
+    Not thread-safe: one thread at a time. Use it as a context manager, or call `close`, to free the
+    model's memory at a definite moment.
 
     Usage:
-        llm = LLM("path/or/hub-id", draft="model:path/of/a/smaller/one")
-        llm.generate(["def fib(n):"], SamplingParams(temperature=0.8, seed=1))[0].text
-        for event in llm.stream("def fib(n):"): print(event.text, end="")
-
-    `recommended` are the sampling parameters that the model's authors set. They hold where a
-    request gives none of its own; `sampling` are those together with forerun's default for the
-    rest.
+        with LLM("path/or/hub-id", draft="model:path/of/a/smaller/one") as llm:
+            params = SamplingParams(temperature=0.8, seed=1)
+            print(llm.generate("def fib(n):", params)[0].text)
+            print(llm.chat([{"role": "user", "content": "Hello"}])[0].text)
+            for event in llm.stream("def fib(n):"):
+                print(event.text, end="")
 
     Args:
-        model: as in `Config`; None is the default model.
-        options: the fields of `Config`.
+        model: a GGUF file, a directory, or a name (see `Config`); None is the default model.
+        draft: a draft as in `Config`, or a `Proposer` of your own.
+        options: the other fields of `Config`.
+
+    Attributes:
+        config: the options.
+        draft: the name of the proposer that requests use by default.
+        recommended: sampling parameters that the model's authors set; they hold where a request
+            gives none.
+
+    Raises:
+        ConfigError: options that do not exist or contradict each other.
+        LoadError: the model cannot be read.
+        CapacityError: it does not fit into memory.
     """
 
-    def __init__(self, model: str | Path | None = None, **options: Any) -> None:
-        config = self.config = within_machine(
-            Config.of(model=None if model is None else str(model), **options)
-        )
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        draft: str | Sequence[str] | Proposer = "auto",
+        **options: Unpack[Options],
+    ) -> None:
+        own = draft if isinstance(draft, Proposer) else None
+        name = None if model is None else str(model)
+        config = Config.of(model=name, draft="off" if own else draft, **options)
+        config = self.config = within_machine(config)
         clock = JoulesClock() if config.objective == "energy" else None
         if config.threads:
             torch.set_num_threads(config.threads)
         device = pick_device(config.device)
-        drafting = device if config.draft_device == "auto" else pick_device(config.draft_device)
+        draft_device = device if config.draft_device == "auto" else pick_device(config.draft_device)
         directory = find_model(config.model)
-        tokenizer = self.tokenizer = load_tokenizer(directory, check=True)
+        self.tokenizer = load_tokenizer(directory, check=True)
         self.recommended = recommended(directory)
         target = make_runner(config, directory, device)
         native.reserve(config.draft_threads)
         view = view_of(target.decoder)
         instructions = native.instructions() if view.form else ""
         spec = automatic(config.draft, directory, instructions, target.decoder.weight_bits)
-        load = Loader(config, directory, tokenizer, target, drafting)
+        load = Loader(config, directory, self.tokenizer, target, draft_device)
         proposers = make_proposers(
             read_draft(spec), load, view, target.cache, config.width, config.draft_threshold
         )
         if config.kv_tokens is None:
             share_memory(config, target, proposers.values())
-        self.draft = draft_name(spec)
         policy = DepthPolicy(config.objective, config.slo_ms / 1e3)
         self.engine = Engine(
             target,
             proposers,
             rule=config.rule,
             chunk=config.chunk,
-            tokenizer=tokenizer,
+            tokenizer=self.tokenizer,
             policy=policy,
             clock=clock,
         )
-        decoder = target.decoder
+        self.draft = draft_name(spec)
+        self._runs: dict[int, _Run] = {}
+        self._closed = False
+        if own:
+            self.draft = own.name or "custom"
+            self.add_drafter(self.draft, own)
+        self.cost_store = open_cost_store(
+            policy, directory, target.decoder.weight_bytes, self._cost_facts(device)
+        )
+
+    def _cost_facts(self, device: torch.device) -> list[Any]:
+        """Return what measured costs depend on besides the model and the machine."""
+        config = self.config
         facts = [
-            decoder.precision,
+            self.decoder.precision,
             config.threads,
             native.threads(),
             native.reserved(),
             str(device),
             config.draft,
             config.width,
-            *(["energy"] if config.objective == "energy" else []),  # costs are joules then
-            *([config.draft_device] if config.draft_device != "auto" else []),
-            *([config.tensor_parallel] if config.tensor_parallel > 1 else []),
         ]
-        self.cost_store = open_cost_store(policy, directory, decoder.weight_bytes, facts)
-        self._jobs: dict[int, Job] = {}
+        if config.objective == "energy":
+            facts.append("energy")  # costs are joules then
+        if config.draft_device != "auto":
+            facts.append(config.draft_device)
+        if config.tensor_parallel > 1:
+            facts.append(config.tensor_parallel)
+        return facts
+
+    def __repr__(self) -> str:
+        if self._closed:
+            return f"LLM({self.config.model!r}, closed)"
+        return (
+            f"LLM({self.config.model!r}, draft={self.draft!r}, rule={self.config.rule!r},"
+            f" precision={self.decoder.precision!r}, context={self.decoder.context})"
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Drop all requests and free the model; further calls raise StateError."""
+        if self._closed:
+            return
+        self._closed = True
+        self.cost_store.save()
+        self._runs.clear()
+        del self.engine
+
+    def __getattr__(self, name: str) -> Any:
+        # Reached for missing attributes only: the engine of an LLM that was closed.
+        if name == "engine" and vars(self).get("_closed"):
+            raise StateError("this LLM was closed: make another one")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     @property
     def decoder(self) -> Decoder | NativeDecoder:
@@ -187,24 +256,47 @@ class LLM:
 
     @property
     def room(self) -> int:
-        """Most tokens of a prompt and its output together."""
+        """The most tokens of a prompt and its output together."""
         pages = self.engine.target.cache.pages
         return min(self.decoder.context, pages.count * pages.size)
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """The sampling parameters of a request that gives none: the authors' values, else forerun's
-        default."""
+        """The sampling parameters of a request that gives none: the authors' values, otherwise
+        forerun's default."""
         return {**DEFAULT, **self.recommended}
 
     def index(self, directory: Path) -> Index:
-        """An index that `forerun index` made for this model. Raises LoadError, RequestError."""
+        """Open an index that `forerun index` made for this model. Raises LoadError, RequestError."""
         return open_index(directory, self.tokenizer, self.decoder.config.vocab)
+
+    def add_drafter(self, name: str, proposer: Proposer) -> None:
+        """Register a proposer of your own: requests choose it with `draft=name`.
+
+        It composes with others like any draft: `draft="suffix|mine"`.
+
+        Raises:
+            ConfigError: the name is taken or cannot be used, or `proposer` is no Proposer.
+        """
+        if not isinstance(proposer, Proposer):
+            raise ConfigError(
+                f"{shorten(proposer)} is no drafter: derive its class from forerun.Proposer"
+            )
+        if not is_name(name):
+            raise ConfigError(
+                f"a drafter cannot be called {shorten(name)}: take letters, digits, - and _"
+            )
+        proposers = self.engine.proposers
+        if name in proposers:
+            raise ConfigError(f"there is a drafter {name!r} already: choose another name")
+        proposer.name = name
+        proposers[name] = proposer
+        proposers[with_references(name)] = Either((proposers["reference"], proposer))
 
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | None = None,
+        sampling_params: SamplingParams | None = None,
         *,
         draft: str | None = None,
         depth: int | str | None = None,
@@ -216,64 +308,92 @@ class LLM:
         Args:
             prompts: a string, a list of token ids, a list of chat messages ({"role", "content"}),
                 or a list of those.
-            params: how to choose tokens and when to stop; what is not given is as the model's
-                authors set it, or else forerun's default (temperature 0.8, top_k 40, top_p 0.95,
-                min_p 0.05).
-            draft: off, or a proposer of this engine (ngram, suffix, model), for this call; None is
-                the engine's own.
-            depth: auto or a number, for this call; None is the engine's own.
-            prediction: what the output will probably be, such as the file before an edit: it is
+            sampling_params: how to choose tokens and when to stop. What is not given is as the
+                model's authors set it, otherwise forerun's default (temperature 0.8, top_k 40,
+                top_p 0.95, min_p 0.05).
+            draft: "off", or a proposer of this engine ("ngram", "suffix", "model"), for this call;
+                None is the engine's own.
+            depth: "auto" or a number, for this call; None is the engine's own.
+            prediction: what the output will probably be, such as the file before an edit; it is
                 drafted from where the output agrees with it.
-            documents: texts the output may quote; drafted from where it does.
+            documents: texts that the output may quote; drafted from where it does.
 
         Returns:
-            `params.n` completions a prompt, in the order of the prompts.
+            `sampling_params.n` completions per prompt, in the order of the prompts.
 
         Raises:
             RequestError, CapacityError: a prompt or parameters that cannot be served; nothing is
                 generated then.
         """
-        params = _checked(params).resolved(self.recommended)
-        jobs: list[Job] = []
+        params = _checked(sampling_params).resolved(self.recommended)
+        runs: list[_Run] = []
         try:
             references = self.references(prediction, documents)
             for prompt in _as_list(prompts):
-                jobs += self._add(self.tokens(prompt), params, draft, depth, references)
-            while any(not job.done for job in jobs):
+                runs += self._add(self.tokens(prompt), params, draft, depth, references)
+            while any(not run.done for run in runs):
                 self._step()
         finally:
-            self._drop(jobs)
+            self._drop(runs)
             self.cost_store.save()
-        for job in jobs:
-            job.check()
-        return [job.completion() for job in jobs]
+        for run in runs:
+            run.check()
+        return [run.completion() for run in runs]
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | None = None,
+        *,
+        draft: str | None = None,
+        depth: int | str | None = None,
+        prediction: str | None = None,
+        documents: Sequence[str] = (),
+    ) -> list[Completion]:
+        """Answer one conversation or many; otherwise like `generate`.
+
+        messages: dicts with "role" and "content", or a list of such lists.
+        """
+        items = list(messages) if _is_list(messages) else []
+        if not items or not all(isinstance(item, Mapping) or _is_list(item) for item in items):
+            raise RequestError(
+                'messages are a list such as [{"role": "user", "content": "Hello"}], or a list of'
+                f" those, not {shorten(messages)}"
+            )
+        return self.generate(
+            messages,
+            sampling_params,
+            draft=draft,
+            depth=depth,
+            prediction=prediction,
+            documents=documents,
+        )
 
     def stream(
         self,
         prompt: Prompt,
-        params: SamplingParams | None = None,
+        sampling_params: SamplingParams | None = None,
         *,
         draft: str | None = None,
         depth: int | str | None = None,
         prediction: str | None = None,
         documents: Sequence[str] = (),
     ) -> Stream:
-        """Complete one prompt and give its events as they come. Arguments as for `generate`; n must
-        be 1.
+        """Complete one prompt and return its events as they come. Arguments as for `generate`; n
+        must be 1.
 
         The request runs while there is a loop over the stream. Leaving the loop pauses it: another
-        loop continues with the next event, and a stream that nobody keeps is dropped.
+        loop continues with the next event, and a stream that is garbage-collected is dropped.
         """
-        params = _checked(params).resolved(self.recommended)
+        params = _checked(sampling_params).resolved(self.recommended)
         if params.n != 1:
             raise RequestError(
                 f"stream gives one completion, not n={params.n}: use generate, or several streams"
             )
-        (job,) = self._add(
-            self.tokens(prompt), params, draft, depth, self.references(prediction, documents)
-        )
-        self._pause(job)  # until a loop begins
-        return Stream(self, job)
+        references = self.references(prediction, documents)
+        (run,) = self._add(self.tokens(prompt), params, draft, depth, references)
+        self._pause(run)  # until a loop begins
+        return Stream(self, run)
 
     def forget(self) -> None:
         """Drop what proposers remember of finished requests: for privacy between users, and for
@@ -281,36 +401,12 @@ class LLM:
         for proposer in self.engine.proposers.values():
             proposer.forget()
 
-    def _add(
-        self,
-        tokens: list[int],
-        params: SamplingParams,
-        draft: str | None,
-        depth: int | str | None,
-        references: Sequence[Reference],
-    ) -> list[Job]:
-        if not isinstance(draft, str | None):
-            raise RequestError(
-                f"draft={shorten(draft)} is no draft: give the name of one, such as 'suffix' or 'off'; a proposer of your"
-                " own is put into llm.engine.proposers under its name"
-            )
-        draft = self.draft if draft in (None, "auto") else draft
-        depth = self.config.depth if depth is None else depth
-        references = [reference.behind(len(tokens)) for reference in references]
-        if references and draft != "off":
-            draft = with_references(draft)
-        jobs = []
-        for mine in separate(params):
-            job = Job(
-                self.engine.add(tokens, mine, draft=draft, depth=depth, references=references)
-            )
-            self._jobs[job.request.id] = job
-            jobs.append(job)
-        return jobs
-
     def references(self, prediction: str | None, documents: Sequence[str]) -> list[Reference]:
-        """A prediction and documents as references, indexed once for any number of prompts. Raises
-        RequestError."""
+        """Index a prediction and documents once, for any number of prompts.
+
+        Raises:
+            RequestError: they are no texts, or too long.
+        """
         if not isinstance(prediction, str | None):
             raise RequestError(f"prediction={shorten(prediction)} is no text: give a string")
         if not _is_list(documents) or not all(isinstance(text, str) for text in documents):
@@ -324,76 +420,100 @@ class LLM:
             raise RequestError(
                 f"prediction and documents are too long: give at most {limit} tokens in all"
             )
-        if not texts:
-            return []
-        vocab, encode = self.decoder.config.vocab, self._text().encode
-        references = [  # up to a token that the model has not: some tokenizers have more
-            Reference(
-                name, tuple(takewhile(lambda token: token < vocab, encode(text, special=False))), start=0,
-                whole=name == "prediction",
-            )
-            for name, text in texts
-        ]  # fmt: skip
+        references = [self._reference(name, text) for name, text in texts]
         total = sum(len(reference.tokens) for reference in references)
         if total > limit:
             raise RequestError(
                 f"prediction and documents have {total} tokens: give at most {limit} in all"
             )
         for reference in references:
-            _ = (
-                reference.index,
-                reference.packed,
-            )  # made here, so that the engine's steps do not wait for it
+            reference.build()  # here, so that the engine's steps do not wait for it
         return references
 
-    def _step(self) -> None:
-        """One step of the engine, and its events to their jobs.
+    def _reference(self, name: str, text: str) -> Reference:
+        """Return a text as a reference, cut at a token that the model has not got: some tokenizers
+        have more."""
+        vocab, encoded = self.decoder.config.vocab, self._text().encode(text, special=False)
+        tokens = tuple(takewhile(lambda token: token < vocab, encoded))
+        return Reference(name, tokens, start=0, whole=name == "prediction")
 
-        What is raised here, Ctrl-C too, may have cut the step in half: the engine starts over, and
-        every request that was running has an error.
+    def _add(
+        self,
+        tokens: list[int],
+        params: SamplingParams,
+        draft: str | None,
+        depth: int | str | None,
+        references: Sequence[Reference],
+    ) -> list[_Run]:
+        """Queue a prompt's n requests."""
+        if not isinstance(draft, str | None):
+            raise RequestError(
+                f"draft={shorten(draft)} is no draft: give the name of one, such as 'suffix' or"
+                " 'off'; register a drafter of your own with llm.add_drafter"
+            )
+        draft = self.draft if draft in (None, "auto") else draft
+        depth = self.config.depth if depth is None else depth
+        references = [reference.behind(len(tokens)) for reference in references]
+        if references and draft != "off":
+            draft = with_references(draft)
+        runs = []
+        for each in separate(params):
+            request = self.engine.add(tokens, each, draft=draft, depth=depth, references=references)
+            run = self._runs[request.id] = _Run(request)
+            runs.append(run)
+        return runs
+
+    def _step(self) -> None:
+        """Run one step of the engine and hand its events to their requests.
+
+        What is raised here, including Ctrl-C, may have cut the step in half: the engine starts
+        over, and every request that was running gets an error.
         """
         try:
             for event in self.engine.step():
-                if event.request_id in self._jobs:
-                    self._jobs[event.request_id].receive(event)
+                if event.request_id in self._runs:
+                    self._runs[event.request_id].receive(event)
         except BaseException as error:
-            name = type(error).__name__
-            why = f"a step of the engine was cut short by {name}, and this request with it: begin it anew"
-            for job in self._jobs.values():
-                job.request.error = job.request.error or StateError(why)
-            self._jobs.clear()
+            message = (
+                f"a step of the engine was cut short by {type(error).__name__}, and this request"
+                " with it: begin it anew"
+            )
+            for run in self._runs.values():
+                run.request.error = run.request.error or StateError(message)
+            self._runs.clear()
             with suppress(StateError):  # a part of the model may be gone
                 self.engine.reset()
             raise
 
-    def _pause(self, job: Job) -> None:
-        """Take a job out of the engine before its end."""
-        self._jobs.pop(job.request.id, None)
-        self.engine.pause(job.request)
+    def _pause(self, run: _Run) -> None:
+        """Take a request out of the engine before its end."""
+        self._runs.pop(run.request.id, None)
+        self.engine.pause(run.request)
 
-    def _resume(self, job: Job) -> None:
-        """Let a job go on, if it was paused."""
-        if job.request.id not in self._jobs:
-            self._jobs[job.request.id] = job
-            self.engine.resume(job.request)
+    def _resume(self, run: _Run) -> None:
+        """Let a paused request go on."""
+        if run.request.id not in self._runs:
+            self._runs[run.request.id] = run
+            self.engine.resume(run.request)
 
-    def _drop(self, jobs: Sequence[Job]) -> None:
-        for job in jobs:
-            self._jobs.pop(job.request.id, None)
-            if not job.request.paused:  # the engine has it no more
-                self.engine.abort(job.request)
+    def _drop(self, runs: Sequence[_Run]) -> None:
+        """End requests; paused ones are not in the engine."""
+        for run in runs:
+            self._runs.pop(run.request.id, None)
+            if not run.request.paused:
+                self.engine.abort(run.request)
 
     def tokens(self, prompt: Prompt) -> list[int]:
-        """A prompt as the model reads it. Raises RequestError."""
+        """Return a prompt's token ids as the model reads it. Raises RequestError."""
         if isinstance(prompt, str):
             return self._text().encode(prompt)
         if not _is_list(prompt):
-            raise RequestError(WHAT_IS_A_PROMPT)
+            raise RequestError(PROMPT_KINDS)
         if prompt and all(isinstance(item, dict) for item in prompt):
             return self._text().chat(prompt)  # type: ignore[arg-type]
         if all(isinstance(item, int) and not isinstance(item, bool) for item in prompt):
             return list(prompt)  # type: ignore[arg-type]
-        raise RequestError(WHAT_IS_A_PROMPT)
+        raise RequestError(PROMPT_KINDS)
 
     def _text(self) -> Tokenizer:
         if self.tokenizer is None:
@@ -407,71 +527,73 @@ class Stream:
     """The events of one request, each of them once.
 
     Leaving a loop early pauses the request, and another loop continues it: the tokens are the same
-    as without the pause. `completion` is the output so far.
+    as without the pause.
     """
 
-    def __init__(self, llm: LLM, job: Job) -> None:
-        self._llm, self._job = llm, job
+    def __init__(self, llm: LLM, run: _Run) -> None:
+        self._llm, self._run = llm, run
         self._stopped, self._ended = False, False
 
     def stop(self) -> None:
-        """End the request: the loop ends with the step in progress. A signal's handler may call
-        this at any moment."""
+        """End the request: the loop ends with the step in progress. A signal handler may call this
+        at any moment."""
         self._stopped = True
 
     def __iter__(self) -> Iterator[Event]:
-        """Raises RequestError where all events were given before, and whatever ended the
-        request."""
-        llm, job = self._llm, self._job
-        job.check()
+        """Yield the events that were not given before.
+
+        Raises:
+            RequestError: all events were given before.
+            ForerunError: whatever ended the request.
+        """
+        llm, run = self._llm, self._run
+        run.check()
         if self._ended:
             raise RequestError(
-                "this stream has ended, and gives its events once: its output is stream.completion; call llm.stream"
-                " for another one"
+                "this stream has ended, and gives its events once: its output is"
+                " stream.completion; call llm.stream for another one"
             )
         try:
-            while job.inbox or not (job.done or self._stopped):
-                if job.inbox:
-                    yield job.inbox.popleft()
+            while run.inbox or not (run.done or self._stopped):
+                if run.inbox:
+                    yield run.inbox.popleft()
                 else:
-                    job.check()  # the engine may have started over and dropped it
-                    llm._resume(
-                        job
-                    )  # it is paused before the first step, and when another loop over it was left
+                    run.check()  # the engine may have started over and dropped it
+                    llm._resume(run)  # before the first step, and when an earlier loop was left
                     llm._step()
             self._ended = True
-            job.check()
+            run.check()
         finally:
             if self._ended:
-                llm._drop([job])
+                llm._drop([run])
             else:
-                llm._pause(job)
+                llm._pause(run)
             llm.cost_store.save()
 
     @property
     def completion(self) -> Completion:
         """The output so far, whole once the loop has ended."""
-        return self._job.completion()
+        return self._run.completion()
 
 
 def separate(params: SamplingParams) -> list[SamplingParams]:
-    """The parameters of each of n completions, with a seed of its own where one was given."""
+    """Return the parameters of each of n completions, each with its own seed if one was given."""
     if params.seed is None:
         return [params] * params.n
     return [replace(params, seed=derive_seed(params.seed, i)) for i in range(params.n)]
 
 
 def derive_seed(seed: int, index: int) -> int:
-    """The seed of completion `index` of n: the first is `seed` itself."""
+    """Return the seed of completion `index` of n: the first one's is `seed` itself."""
     return seed if index == 0 else rng.mix(seed + rng.GOLDEN * index) >> 1
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or many, as many. A list of ints or of messages is one prompt."""
+    """Return one prompt or many as a list; a list of ints or of messages is one prompt."""
     if isinstance(prompts, str):
         return [prompts]
     if not _is_list(prompts):
-        raise RequestError(WHAT_IS_A_PROMPT)
+        raise RequestError(PROMPT_KINDS)
     items = list(prompts)
     if not items:
         raise RequestError(
@@ -482,17 +604,16 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return items  # type: ignore[return-value]
 
 
-def _is_list(prompt: object) -> bool:
-    """Whether this may be a list of tokens, messages or prompts: bytes are sequences of numbers,
-    but no prompt."""
-    return isinstance(prompt, Sequence) and not isinstance(
-        prompt, str | bytes | bytearray | memoryview
+def _is_list(value: object) -> bool:
+    """Return True for sequences of tokens, messages or prompts; bytes are sequences of numbers, but
+    no prompt."""
+    return isinstance(value, Sequence) and not isinstance(
+        value, str | bytes | bytearray | memoryview
     )
 
 
 def _checked(params: object) -> SamplingParams:
-    """Sampling parameters as they were given, or the default ones for None. Raises RequestError for
-    anything else."""
+    """Return the given sampling parameters, or the default ones for None. Raises RequestError."""
     if params is None:
         return SamplingParams()
     if isinstance(params, SamplingParams):
@@ -502,4 +623,4 @@ def _checked(params: object) -> SamplingParams:
         advice = "make them with SamplingParams(**params)"
     elif isinstance(params, list | tuple):
         advice = "give one for all prompts, or call generate for each prompt"
-    raise RequestError(f"params={shorten(params)} are no SamplingParams: {advice}")
+    raise RequestError(f"sampling_params={shorten(params)} are no SamplingParams: {advice}")

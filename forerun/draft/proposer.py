@@ -188,6 +188,10 @@ class Reference:
         )  # what cached_property would make again
         return other
 
+    def build(self) -> None:
+        """Compute what drafting needs, which is kept."""
+        _ = self.index, self.packed
+
     @cached_property
     def packed(self) -> bytes:
         """Its tokens as 32-bit integers, for the search of bytes."""

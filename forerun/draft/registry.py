@@ -28,7 +28,7 @@ from forerun.draft.recycle import Recycle, Successors
 from forerun.draft.reference import References
 from forerun.draft.retrieval import Retrieval
 from forerun.draft.suffix import Suffix
-from forerun.draft_spec import Leaf, Said, Several
+from forerun.draft_spec import Leaf, Said, Several, plugins
 from forerun.errors import LoadError, one_line
 from forerun.models.config import OWN_DRAFTER
 from forerun.models.files import read_header, read_object, weight_files
@@ -372,6 +372,9 @@ def make_proposers(
         if kind == "block":
             block = load_block(find_model(argument, pickled=True), target)
             proposers[name] = Block(block, target, **room, width=width, threshold=threshold)
+        if name not in proposers and kind in plugins():
+            proposers[name] = load_plugin(kind, argument)
+            proposers[name].name = name
         if leaf.number > 1:
             proposers[name].name = name
     plain = said if str(said) not in ("off", "auto") else Leaf("suffix")
@@ -389,6 +392,27 @@ def make_proposers(
         | found
         | {with_references(n): Either((references, p)) for n, p in proposers.items()}
     )
+
+
+def load_plugin(name: str, argument: str) -> Proposer:
+    """Make a drafter that an installed package registers.
+
+    Its entry point names a Proposer class, or a function that returns a proposer; it is called with
+    what stands behind the colon of `--draft name:argument`, if anything does.
+
+    Raises:
+        LoadError: it cannot be imported or made.
+    """
+    try:
+        make = plugins()[name].load()
+        made = make(argument) if argument else make()
+    except Exception as error:
+        raise LoadError(f"the drafter {name!r} of an installed package failed: {error!r}") from error
+    if not isinstance(made, Proposer):
+        raise LoadError(
+            f"the drafter {name!r} of an installed package gave {made!r}, which is no Proposer"
+        )
+    return made
 
 
 def _behind(name: str, said: Said) -> Said:

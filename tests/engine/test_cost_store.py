@@ -51,7 +51,7 @@ def test_another_process_begins_with_it(tmp_path: Path) -> None:
         first.policy.acceptance_rate("eagle3", Acceptance())
     )
     assert other.bins("eagle3", True).rates == first.policy.bins("eagle3", True).rates
-    assert other.bins("eagle3", False).rates == DepthPolicy().survival("x", False).rates
+    assert other.bins("eagle3", False).rates == DepthPolicy().bins("x", False).rates
 
 
 def test_what_it_knows_gives_way(tmp_path: Path) -> None:
