@@ -4,7 +4,9 @@ before any work."""
 import gc
 import itertools
 import weakref
+from collections.abc import Sequence
 from contextlib import nullcontext
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,10 +14,20 @@ from typing import Any
 import pytest
 import torch
 
-from forerun import LLM, Config, ConfigError, RequestError, SamplingParams, load
+from forerun import (
+    LLM,
+    Config,
+    ConfigError,
+    LoadError,
+    RequestError,
+    SamplingParams,
+    draft_spec,
+    load,
+)
 from forerun import draft_loading as loader
+from forerun.draft import registry
 from forerun.draft.automaton import SuffixAutomaton
-from forerun.draft.proposer import Proposer
+from forerun.draft.proposer import DraftRequest, Proposer
 from forerun.draft_loading import share_memory
 from forerun.errors import StateError
 from forerun.kernels import native
@@ -23,6 +35,7 @@ from forerun.llm import derive_seed
 from forerun.load import pick_device
 from forerun.models.config import note
 from forerun.runtime.torch_runner import Runner
+from forerun.types import Draft
 from tests import other_words, tiny
 
 
@@ -149,7 +162,7 @@ def test_leaving_a_stream_early_gives_its_place_back(llm: LLM) -> None:
     stream = llm.stream(PROMPT, SamplingParams.pure(max_tokens=50, ignore_eos=True))
     for _ in stream:
         break
-    assert not llm.engine.busy and not llm._jobs
+    assert not llm.engine.busy and not llm._runs
     so_far = stream.completion
     assert so_far.finish_reason == "abort" and so_far.token_ids and so_far.stats.seconds > 0
     llm.generate(PROMPT, SamplingParams.pure(max_tokens=1))
@@ -234,7 +247,7 @@ def test_streams_without_a_loop_cost_nothing(llm: LLM) -> None:
     assert len(llm.engine.requests) == 3
     del events, half
     gc.collect()
-    assert not llm.engine.requests and not llm._jobs
+    assert not llm.engine.requests and not llm._runs
     assert llm.generate(PROMPT, params)[0].token_ids == plain.token_ids
     assert [list(stream)[-1].finish_reason for stream in kept] == [plain.finish_reason] * len(kept)
 
@@ -278,7 +291,7 @@ def test_a_step_that_was_cut_short_leaves_a_whole_engine(
         list(running)
     with pytest.raises(StateError, match="cut short"):
         list(open_)
-    assert not llm.engine.busy and not llm._jobs
+    assert not llm.engine.busy and not llm._runs
     list(paused), list(left)
     assert [s.completion.token_ids for s in (paused, left)] == [plain.token_ids] * 2
     assert llm.generate(PROMPT, params)[0].token_ids == plain.token_ids
@@ -545,3 +558,87 @@ def test_caches_of_drafters_come_out_of_the_same_memory(monkeypatch: pytest.Monk
         llm.generate("the name", params)[0].token_ids
         == alone.generate("the name", params, draft="off")[0].token_ids
     )
+
+
+class Repeating(Proposer):
+    """Continues as the text went on the last time that it said its last token."""
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        drafts = []
+        for request in requests:
+            *before, last = request.tokens
+            found = [i for i, token in enumerate(before) if token == last]
+            copied = list(request.tokens[found[-1] + 1 :][: request.depth]) if found else []
+            drafts.append(Draft.chain(last, copied, self.name))
+        return drafts
+
+
+@pytest.fixture
+def greedy() -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+
+
+def test_a_drafter_of_ones_own(greedy: SamplingParams) -> None:
+    """It drafts alone, behind others and with references, and the text stays the same."""
+    prompt = "import os\nimport sys\n" * 3
+    with LLM(tiny.spoken(), draft=Repeating(), kv_tokens=2048) as llm:
+        assert llm.draft == "custom" and "draft='custom'" in repr(llm)
+        llm.add_drafter("mine", Repeating())
+        plain = llm.generate(prompt, greedy, draft="off")[0]
+        for draft, options in (
+            (None, {}),
+            ("ngram|mine", {}),
+            ("mine", {"documents": ["import os\nimport sys"]}),
+        ):
+            found = llm.generate(prompt, greedy, draft=draft, **options)[0]
+            assert found.token_ids == plain.token_ids
+            assert found.stats.drafted > 0
+
+
+@pytest.mark.parametrize("name", ["suffix", "mine", "a b", "", "off|x", 3])
+def test_a_drafter_needs_a_name_of_its_own(name: Any) -> None:
+    llm = LLM(tiny.spoken(), draft="off", kv_tokens=1024)
+    llm.add_drafter("mine", Repeating())
+    with pytest.raises(ConfigError, match=r"called|already"):
+        llm.add_drafter(name, Repeating())
+    with pytest.raises(ConfigError, match="Proposer"):
+        llm.add_drafter("other", Repeating)  # type: ignore[arg-type]
+
+
+def test_a_drafter_of_an_installed_package(
+    greedy: SamplingParams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = "forerun.drafters"
+    found = {
+        "theirs": EntryPoint("theirs", "tests.test_llm:Repeating", group),
+        "gone": EntryPoint("gone", "tests.nowhere:Repeating", group),
+        "other": EntryPoint("other", "tests.test_llm:pytest.approx", group),
+    }
+    monkeypatch.setattr(draft_spec, "plugins", lambda: found)
+    monkeypatch.setattr(registry, "plugins", lambda: found)
+    llm = LLM(tiny.spoken(), draft="ngram|theirs", kv_tokens=2048)
+    assert llm.generate("import os\n" * 4, greedy)[0].stats.drafted > 0
+    for name in ("gone", "other:3"):
+        with pytest.raises(LoadError, match="installed package"):
+            LLM(tiny.spoken(), draft=name, kv_tokens=1024)
+
+
+def test_chat_is_generate_with_messages(greedy: SamplingParams) -> None:
+    llm = LLM(tiny.spoken(), draft="off", kv_tokens=2048)
+    messages = [{"role": "user", "content": "Hello"}]
+    (expected,) = llm.generate(messages, greedy)
+    assert [found.text for found in llm.chat([messages] * 2, greedy)] == [expected.text] * 2
+    for wrong in ("Hello", [], [1], None):
+        with pytest.raises(RequestError, match="messages are a list"):
+            llm.chat(wrong)  # type: ignore[arg-type]
+
+
+def test_a_closed_model_says_so() -> None:
+    with LLM(tiny.spoken(), draft="off", kv_tokens=1024) as llm:
+        stream = llm.stream("Hello", SamplingParams(max_tokens=4))
+    llm.close()
+    assert "closed" in repr(llm)
+    with pytest.raises(StateError, match="closed"):
+        llm.generate("Hello")
+    with pytest.raises(StateError, match="closed"):
+        list(stream)

@@ -1,0 +1,176 @@
+"""The shape of the code: names, docstrings, line length, import direction, the public surface."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections import Counter, defaultdict
+from pathlib import Path
+
+import pytest
+
+import forerun
+
+PACKAGE = Path(forerun.__file__).parent
+FILES = sorted(PACKAGE.rglob("*.py"))
+IDS = [str(path.relative_to(PACKAGE)) for path in FILES]
+MAX_COLUMNS = 100
+MAX_LINES = 700  # of a file
+MAX_FUNCTION = 70  # lines of a function's body
+# Lines marked `# fmt: skip`, which tables alone may be.
+MAX_UNFORMATTED = 30
+# Modules that a single other module imports should be part of it, unless they are concepts.
+MAX_SINGLE_IMPORTER = 25
+# Beginnings of docstrings that are no sentence and no noun phrase.
+FRAGMENTS = ("Of ", "Who ", "Whose ", "Whom ", "For whom", "What ", "Whether ", "How ", "Where ")
+
+# Each layer imports from itself and from those below it.
+LAYERS = [
+    {"errors", "types", "rng", "utils", "hardware", "worker_process", "cli.progress"},
+    {"config", "costs", "draft_spec", "kernels", "sampling", "verify"},
+    {"models"},
+    {"cache"},
+    {"runtime", "load"},
+    {"draft", "draft_loading"},
+    {"catalog"},
+    {"engine"},
+    {"llm", "measure", "cli.completion", "cli.flags", "cli.terminal"},
+    {"bench", "check", "server", "train"},
+    {"cluster"},
+    {"cli", "__main__", "__init__"},
+]
+
+
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
+
+
+def layer_of(module: str) -> int:
+    """The layer of a module below `forerun`: that of its longest prefix in the table."""
+    parts = module.split(".")
+    for end in range(len(parts), 0, -1):
+        for level, names in enumerate(LAYERS):
+            if ".".join(parts[:end]) in names:
+                return level
+    raise AssertionError(f"{module} has no layer: add it to LAYERS")
+
+
+def imported(path: Path) -> set[str]:
+    """Modules below `forerun` that a file imports, inside functions too."""
+    modules = {module_of(file) for file in FILES}
+    found = set()
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("forerun"):
+            base = (node.module or "").removeprefix("forerun").removeprefix(".")
+            for alias in node.names:
+                name = f"{base}.{alias.name}".removeprefix(".")
+                found.add(name if name in modules else base)
+    return found - {""}
+
+
+@pytest.mark.parametrize("path", FILES, ids=IDS)
+def test_lines_fit(path: Path) -> None:
+    lines = path.read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= MAX_LINES
+    long = [i for i, line in enumerate(lines, start=1) if len(line) > MAX_COLUMNS]
+    assert not long, f"lines of more than {MAX_COLUMNS} columns: {long}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=IDS)
+def test_docstrings_are_sentences(path: Path) -> None:
+    tree = tree_of(path)
+    if path.name != "__main__.py":
+        assert ast.get_docstring(tree), "a module needs a docstring"
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        text = ast.get_docstring(node) or ""
+        assert not text.startswith(FRAGMENTS), f"line {node.lineno}: {text.splitlines()[0]}"
+        if isinstance(node, ast.ClassDef):
+            assert text or node.name.startswith("_"), f"{node.name} needs a docstring"
+        elif node.end_lineno:
+            length = node.end_lineno - node.body[0].lineno + 1
+            assert length <= MAX_FUNCTION, f"{node.name} has {length} lines"
+
+
+def test_tables_alone_are_unformatted() -> None:
+    marked = [
+        path for path in FILES for line in path.read_text().splitlines() if "fmt: skip" in line
+    ]
+    assert len(marked) <= MAX_UNFORMATTED, Counter(module_of(path) for path in marked)
+
+
+@pytest.mark.parametrize("path", FILES, ids=IDS)
+def test_imports_go_down(path: Path) -> None:
+    module = module_of(path)
+    if not module or module in ("__init__", "__main__"):
+        return
+    for other in imported(path):
+        assert layer_of(other) <= layer_of(module), f"{module} imports {other}"
+
+
+def test_tools_do_not_import_each_other() -> None:
+    """What bench, the certificate, the server and training share is in `measure` or below."""
+    tools = {"bench", "check", "server", "train"}
+    for path in FILES:
+        mine = module_of(path).split(".")[0]
+        if mine in tools:
+            others = {name.split(".")[0] for name in imported(path)} & tools - {mine}
+            assert not others, f"{module_of(path)} imports {others}"
+
+
+def test_few_modules_have_a_single_importer() -> None:
+    importers: dict[str, set[str]] = defaultdict(set)
+    for path in FILES:
+        for other in imported(path):
+            importers[other].add(module_of(path))
+    verbs = {module_of(path) for path in FILES if path.name in ("cli.py", "__init__.py")}
+    alone = [
+        name
+        for name, found in sorted(importers.items())
+        if len(found) == 1 and name not in verbs and not name.startswith("cli.")
+    ]
+    assert len(alone) < MAX_SINGLE_IMPORTER, alone
+
+
+def test_no_class_name_is_used_twice() -> None:
+    names = Counter(
+        node.name
+        for path in FILES
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    )
+    assert not {name: count for name, count in names.items() if count > 1}
+
+
+def test_exported_names() -> None:
+    assert forerun.__all__ == sorted(forerun.__all__, key=lambda name: (not name.isupper(), name))
+    for name in forerun.__all__:
+        assert getattr(forerun, name).__doc__, name
+
+
+def test_typed_options_are_those_of_the_configuration() -> None:
+    from dataclasses import fields
+
+    from forerun.config import Config, Options
+
+    known = {field.name for field in fields(Config)} - {"model", "draft"}
+    assert set(Options.__annotations__) == known
+
+
+def test_rule_names_are_those_of_verify() -> None:
+    from forerun.config import RULE_NAMES
+    from forerun.verify import RULES
+
+    assert tuple(RULES) == RULE_NAMES
+
+
+def test_numbers_at_random_are_imported_with_the_file() -> None:
+    """numpy loads its generators where `np.random` is first looked up, and what it compiles
+    swallows a Ctrl-C then."""
+    assert not [path for path in FILES if "np.random" in path.read_text()]
