@@ -1,10 +1,10 @@
-"""What travels between the parts: drafts, verdicts, forward passes, events.
+"""Values that pass between the parts: drafts, verdicts, forward passes, events.
 
-Structure (tokens, parents, paths) is host data, one object a request, ragged: nothing is padded and
-nothing depends on what else is in the batch. Whatever has a vocabulary axis is a tensor on the
-model's device.
-Letters: N nodes of a draft, T flat tokens of a pass, M flat positions that need logits, V
-vocabulary, H hidden."""
+Structure (tokens, parents, paths) is host data, one object per request, ragged: nothing is padded
+and nothing depends on what else is in the batch. Whatever has a vocabulary axis is a tensor on the
+model's device. Letters in shapes: N nodes of a draft, T flat tokens of a forward pass, M flat
+positions that need logits, V vocabulary, H hidden size. `docs/glossary.md` explains the terms.
+"""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ if TYPE_CHECKING:
     from forerun.errors import ForerunError
 
 
-MEMORY = "memory"  # the source of drafts that come from other requests than the one they are for,
-RECYCLE = "recycle"  # and of those that may: from what the target has thought,
-RETRIEVAL = "retrieval"  # or from documents that the operator has
-OTHERS = (MEMORY, RECYCLE, RETRIEVAL)  # what is not told of where it does not stand
-SALT = "\n"  # stands in a tenant between a client and whatever it tells its requests apart by
-SIXTEENTHS = 16  # parts of a probability that are told apart (SURE in the native kernels)
-BESIDE = 3  # tokens that a native round thinks of beside each that it says, at most (BESIDE there)
+# Sources of drafts that may hold other requests' text.
+MEMORY = "memory"  # copies from earlier requests
+RECYCLE = "recycle"  # tables of what the target predicted
+RETRIEVAL = "retrieval"  # documents of the operator
+OTHERS = (MEMORY, RECYCLE, RETRIEVAL)  # whose tokens are not traced where they were rejected
+SALT = "\n"  # separates a tenant from what its client tells requests apart by
+NUM_CONFIDENCE_BINS = 16  # bins of a drafter's probabilities (SURE in the native kernels)
+BESIDE = 3  # siblings that a native round considers per drafted token (BESIDE there)
 
 
-States: TypeAlias = (
-    "Tensor | np.ndarray"  # hidden states [n, H]; in main memory numpy's, which is sooner there
-)
+# Hidden states [n, H]; numpy arrays in main memory, where they are faster.
+States: TypeAlias = "Tensor | np.ndarray"
 
 
-class Law(IntEnum):
-    """How a drafted token was drawn, given everything drafted before it: what its q is."""
+class Proposal(IntEnum):
+    """How a drafted token was chosen, given everything drafted before it: what its q is."""
 
     DETERMINISTIC = 0  # a function of the context: q is one-hot
     SAMPLED = 1  # drawn from probs[parent]
@@ -45,87 +45,106 @@ class Law(IntEnum):
 
 @dataclass(slots=True)
 class Draft:
-    """One request's draft tree. Node 0 is the root, the last committed token; a parent precedes its
-    children.
+    """One request's draft tree. Node 0 is the root, the last committed token.
 
-    `parents[0]` is -1; siblings stand in the order in which they were chosen. `probs` [N, V]
-    float64 holds, for node i, the law its SAMPLED or WITHOUT_REPLACEMENT children were really drawn
-    from; None when all are GIVEN. `match` says of copied tokens how many before them agreed with
-    the text, 0 where nothing was copied; `sure` of each node but the root, where it is known, the
-    sixteenth that the probability falls into which its drafter gave it, 16 higher for those that
-    stand beside its first choice, and `chances` how likely it is to stand with all before it, where
-    nodes come in that order."""
+    Attributes:
+        tokens: token ids, the root's first.
+        parents: each node's parent, -1 for the root; a parent precedes its children, and siblings
+            stand in the order in which they were chosen.
+        sources: the name of each node's proposer, "" for the root.
+        proposals: how each node was chosen.
+        probs: float64 [N, V]; row i is the distribution that the sampled children of node i were
+            really drawn from. None if all nodes are deterministic.
+        match_length: for copies, the tokens before them that agreed with the text; otherwise 0.
+        confidence_bins: for each node but the root, the bin of the probability that its drafter
+            gave it, plus NUM_CONFIDENCE_BINS for siblings of its first choice. Empty if unknown.
+        path_probs: for each node but the root, the estimated probability that it is accepted with
+            all before it; nodes are in descending order then. Empty if unknown.
+    """
 
     tokens: list[int]
     parents: list[int]
     sources: list[str]
-    laws: list[Law]
+    proposals: list[Proposal]
     probs: np.ndarray | None = None
-    match: int = 0
-    sure: list[int] = field(default_factory=list)
-    chances: list[float] = field(default_factory=list)
+    match_length: int = 0
+    confidence_bins: list[int] = field(default_factory=list)
+    path_probs: list[float] = field(default_factory=list)
 
     @classmethod
     def root(cls, token: int) -> Draft:
-        """The tree of a request that does not speculate."""
-        return cls([token], [-1], [""], [Law.DETERMINISTIC])
+        """Return the tree of a request that does not speculate."""
+        return cls([token], [-1], [""], [Proposal.DETERMINISTIC])
 
     @classmethod
-    def chain(cls, root: int, tokens: list[int], source: str, match: int = 0) -> Draft:
-        """A deterministic continuation of the root."""
+    def chain(cls, root: int, tokens: list[int], source: str, match_length: int = 0) -> Draft:
+        """Return a deterministic continuation of the root."""
         n = len(tokens)
         return cls(
-            [root, *tokens],
-            list(range(-1, n)),
-            ["", *[source] * n],
-            [Law.DETERMINISTIC] * (n + 1),
-            match=match,
+            tokens=[root, *tokens],
+            parents=list(range(-1, n)),
+            sources=["", *[source] * n],
+            proposals=[Proposal.DETERMINISTIC] * (n + 1),
+            match_length=match_length,
         )
 
     def first(self, count: int) -> Draft:
-        """The root and the `count` nodes behind it, of a chain or of a draft whose tokens are
-        GIVEN."""
+        """Return the root and the `count` nodes behind it.
+
+        Only for chains and for drafts without sampled nodes: cutting must not depend on draws.
+        """
         end = count + 1
-        parts = self.tokens[:end], self.parents[:end], self.sources[:end], self.laws[:end]
-        probs = None if self.probs is None else self.probs[:end]
         return Draft(
-            *parts, probs, match=self.match, sure=self.sure[:count], chances=self.chances[:count]
+            self.tokens[:end],
+            self.parents[:end],
+            self.sources[:end],
+            self.proposals[:end],
+            None if self.probs is None else self.probs[:end],
+            self.match_length,
+            self.confidence_bins[:count],
+            self.path_probs[:count],
         )
 
     def behind(self, node: int) -> Draft:
-        """What stands behind a node of a chain, of which that is the root then."""
+        """Return the rest of a chain, of which `node` becomes the root."""
         count = len(self) - node
-        probs = None if self.probs is None else self.probs[node:]
-        sources, laws = ["", *self.sources[node + 1 :]], [Law.DETERMINISTIC, *self.laws[node + 1 :]]
-        return Draft(self.tokens[node:], list(range(-1, count - 1)), sources, laws, probs)
+        return Draft(
+            self.tokens[node:],
+            list(range(-1, count - 1)),
+            ["", *self.sources[node + 1 :]],
+            [Proposal.DETERMINISTIC, *self.proposals[node + 1 :]],
+            None if self.probs is None else self.probs[node:],
+        )
 
-    def add(self, token: int, parent: int, source: str, law: Law = Law.DETERMINISTIC) -> int:
+    def add(
+        self, token: int, parent: int, source: str, proposal: Proposal = Proposal.DETERMINISTIC
+    ) -> int:
         """Append a node below `parent`; returns its index."""
         self.tokens.append(token)
         self.parents.append(parent)
         self.sources.append(source)
-        self.laws.append(law)
+        self.proposals.append(proposal)
         return len(self.tokens) - 1
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def depths(self) -> list[int]:
-        """Distance of each node from the root."""
+        """Return each node's distance from the root."""
         depths = [0]
         for parent in self.parents[1:]:
             depths.append(depths[parent] + 1)
         return depths
 
     def children(self) -> list[list[int]]:
-        """The children of each node, in the order in which they were chosen."""
+        """Return the children of each node, in the order in which they were chosen."""
         children: list[list[int]] = [[] for _ in self.tokens]
         for node, parent in enumerate(self.parents[1:], start=1):
             children[parent].append(node)
         return children
 
-    def followed(self, tokens: Sequence[int]) -> list[int]:
-        """The nodes that say these tokens one by one, from the root on, as far as there are any."""
+    def match_tokens(self, tokens: Sequence[int]) -> list[int]:
+        """Return the path of nodes that have these tokens one by one, as far as there are any."""
         children, path = self.children(), [0]
         for token in tokens:
             nodes = [child for child in children[path[-1]] if self.tokens[child] == token]
@@ -135,7 +154,7 @@ class Draft:
         return path
 
     def path_to(self, node: int) -> list[int]:
-        """Nodes from the root to `node`, both included."""
+        """Return the nodes from the root to `node`, both included."""
         path = []
         while node >= 0:
             path.append(node)
@@ -157,7 +176,7 @@ class Verdict:
 
 @dataclass(slots=True)
 class Forward:
-    """What one pass of the model gives: logits [M, V] of the wanted positions, features {boundary:
+    """The result of a forward pass: logits [M, V] of the wanted positions, features {boundary:
     [T, H]}.
 
     Boundary i is the hidden state that enters layer i; boundary `layers` is what the last layer
@@ -232,5 +251,5 @@ class Event:
 
     @property
     def text(self) -> str:
-        """What became printable with this event."""
+        """The text that became printable with this event."""
         return "".join(self.pieces)

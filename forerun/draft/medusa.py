@@ -272,7 +272,7 @@ class Grower:
         if self.native is None or not all(tree.is_plain for tree in trees):
             return False
         stands = (
-            trees[0].row.stands
+            trees[0].row.confidence_rates
         )  # a guess, which differs between temperatures alone; rows without have no floor
         said = self.native.round([tree.link(0) for tree in trees], entered, stands)
         for tree, own in zip(trees, said, strict=True):
@@ -321,8 +321,8 @@ class MedusaProposer(Proposer):
             width,
             (target.layers,),
         )
-        self.stops = self.weighs = self.grower.native is not None
-        self.beside = BESIDE if self.stops else 0
+        self.ends_chains = self.reports_confidence = self.grower.native is not None
+        self.extra_nodes = BESIDE if self.ends_chains else 0
         self._states: dict[
             int, tuple[int, States]
         ] = {}  # by slot: position and state of its last token

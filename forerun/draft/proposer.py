@@ -1,9 +1,8 @@
-"""What a proposer is and what it may know of a request.
+"""Proposers: what a drafter is, what it is asked for, and what it may know of its target.
 
-A proposer keeps its own state by slot and reads, when asked, whatever committed tokens it has
-missed (its lag): there is no callback for "accepted" and no special case for "all accepted". It
-never sees the engine, the target's cache or a verdict, and any failure to propose is a root without
-children, never an error."""
+A drafter of your own derives from `Proposer` and implements `propose`; `docs/write-a-drafter.md` has
+one of thirty lines. It never has to be right: whatever it proposes, the target decides.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +10,12 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from forerun.cache.kv import KVCache
 from forerun.draft.automaton import SuffixAutomaton
 from forerun.errors import ConfigError, ForerunError, shorten
 from forerun.kernels import reference as kernels
@@ -30,17 +28,339 @@ from forerun.sampling.params import SamplingParams
 from forerun.types import Draft, States
 from forerun.verify import Noise
 
+if TYPE_CHECKING:
+    from forerun.cache.kv import KVCache
+
+State = TypeVar("State")
+
+
+@dataclass(slots=True)
+class DraftRequest:
+    """What a proposer is asked for: one request's draft in one step.
+
+    Attributes:
+        slot: the request's place in the device tables; the key of the proposer's own state.
+        tokens: all committed tokens, prompt and output, read-only; the last one is the draft's
+            root.
+        params: the request's sampling parameters.
+        noise: the step's noise; `noise.target(depth)` is what the target will draw with after a
+            node at `depth`.
+        depth: how deep the draft may be, at least 1.
+        coupled: the rule compares tokens: all nodes are deterministic, and drawing with the
+            target's noise makes them agree more often. Otherwise nodes may be sampled, with
+            `Draft.probs` the distributions they were drawn from.
+        branching: the draft may be a tree; otherwise it must be a chain.
+        confidence_rates: float32 [2 * NUM_CONFIDENCE_BINS], how often tokens are accepted by the
+            probability that the drafter gave them; None if the draft must have the depth asked for.
+        min_prob: a chain may end where the probability that all of it is accepted, by
+            `confidence_rates`, falls below this.
+    """
+
+    slot: int
+    tokens: Sequence[int]
+    params: SamplingParams
+    noise: Noise
+    depth: int
+    coupled: bool = True
+    branching: bool = True
+    confidence_rates: array[float] | None = None
+    min_prob: float = 0.0
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A text that came with a request and may help to draft its output.
+
+    All completions of a request share it.
+
+    Attributes:
+        name: what statistics call drafts from it: prediction or document.
+        tokens: the text as token ids.
+        start: the number of prompt tokens; the output begins there.
+        whole: the output is expected to follow the text from its beginning to its end.
+    """
+
+    name: str
+    tokens: tuple[int, ...]
+    start: int
+    whole: bool
+
+    def behind(self, start: int) -> Reference:
+        """Return the same text, with the same index, for a prompt of `start` tokens."""
+        other = replace(self, start=start)
+        # cached_property stores its value there; it would be computed again otherwise.
+        vars(other).update({"index": self.index, "packed": self.packed})
+        return other
+
+    def build(self) -> None:
+        """Compute what drafting needs; it is kept."""
+        _ = self.index, self.packed
+
+    @cached_property
+    def packed(self) -> bytes:
+        """The tokens as 32-bit integers, for a search of bytes."""
+        return array("i", self.tokens).tobytes()
+
+    @cached_property
+    def index(self) -> SuffixAutomaton:
+        """The text's suffix automaton; making it takes some microseconds per token."""
+        automaton = SuffixAutomaton()
+        for token in self.tokens:
+            automaton.append(token)
+        return automaton
+
+
+class Proposer:
+    """Base class of all drafters. Only `propose` must be implemented.
+
+    A drafter that keeps state of a request implements `open` and `close` too, and finds it by
+    `DraftRequest.slot`. It reads the committed tokens that it has missed in `propose`: there is no
+    special case for accepted, rejected, resumed or paused requests.
+
+    Class attributes (or instance attributes, where they depend on options):
+        name: what statistics call the drafter.
+        width: the most nodes per level; the engine reserves room for them,
+        extra_nodes: and for so many more at any depth.
+        aux_hidden_layers: the target's hidden states that `observe` wants: i is what enters layer
+            i, the number of layers is what leaves the last one.
+        wants_logits: `learn` wants the target's logits.
+        copies_text: looking up a draft costs the same at any depth, and `Draft.match_length` says
+            how long a match it follows.
+        ends_chains: chains end by themselves, as `DraftRequest.min_prob` says.
+        reports_confidence: drafts have `Draft.path_probs`, by `DraftRequest.confidence_rates`; as
+            many nodes are verified as pay.
+        always_observes: it is shown every token even while it does not draft for a request.
+        overlaps: it drafts on between `begin_overlap` and `end_overlap` while the target verifies,
+        wait_seconds: and `propose` waited so long for that.
+        merges_drafts, rivals, parts: for drafters composed of others, see `compose`.
+    """
+
+    name = ""
+    width = 1
+    extra_nodes = 0
+    aux_hidden_layers: tuple[int, ...] = ()
+    wants_logits = False
+    copies_text = False
+    ends_chains = False
+    reports_confidence = False
+    always_observes = False
+    overlaps = False
+    wait_seconds = 0.0
+    merges_drafts = False
+    rivals: tuple[Proposer, ...] = ()
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        """Return one draft per request, at most `depth` deep; `Draft.root` where there is nothing.
+
+        A call must not change what later calls propose for other requests.
+        """
+        raise NotImplementedError
+
+    def open(
+        self,
+        slot: int,
+        tokens: Sequence[int],
+        references: Sequence[Reference] = (),
+        tenant: str = "",
+    ) -> None:
+        """Start a request in `slot`, at first or after a preemption, with its `tokens` so far.
+
+        What is kept of a request after its end may serve requests of the same `tenant` only.
+        """
+
+    def close(self, slot: int, finished: Sequence[int] | None = None) -> None:
+        """Free the slot. `finished` is the whole text if the request ended, None if it was
+        preempted."""
+
+    def observe(self, slot: int, start: int, features: Mapping[int, States]) -> None:
+        """Read the target's hidden states {layer: [n, H]} of committed tokens from `start` on.
+
+        It is called for each layer of `aux_hidden_layers`, once per committed token and in order,
+        but not for tokens of a cached prefix.
+        """
+
+    def learn(
+        self, slot: int, before: Sequence[int], tokens: Sequence[int], logits: Tensor
+    ) -> None:
+        """Read the target's raw logits [N, V] behind each of `tokens`, the root and what was
+        drafted.
+
+        `before` has each token's predecessor, -1 where there is none. The next forward pass
+        overwrites the logits.
+        """
+
+    def remember(self, tenant: str, tokens: Sequence[int]) -> None:
+        """Take a tenant's text that ended in another engine as if it had ended here."""
+
+    def forget(self) -> None:
+        """Drop everything kept of requests that have ended."""
+
+    def reset(self) -> None:
+        """Drop everything, running requests too: the engine starts over after a failure."""
+
+    def begin_overlap(self, requests: Sequence[DraftRequest], drafts: Sequence[Draft]) -> None:
+        """Draft on while the target verifies `drafts` of requests asked for in this step."""
+
+    def end_overlap(self) -> None:
+        """Stop drafting on: the target has verified."""
+
+    def kv(self) -> KVCache | None:
+        """Return the drafter's KV cache, if it has one; it may be another's."""
+        return None
+
+    def make_room(self, tokens: int) -> None:
+        """Start over with a cache of `tokens` tokens, if there is one."""
+
+    def most(self, depth: int) -> int:
+        """Return the most nodes of a draft of this depth, without the root."""
+        return depth * self.width + self.extra_nodes
+
+    @property
+    def parts(self) -> Sequence[Proposer]:
+        """The drafters that are asked in turn, each with costs and acceptance of its own."""
+        return (self,)
+
+
+class PerSlotProposer(Proposer, Generic[State]):
+    """Base of drafters that draft for one request at a time, from its state in `slots`."""
+
+    def __init__(self) -> None:
+        self.slots: dict[int, State] = {}
+
+    def close(self, slot: int, finished: Sequence[int] | None = None) -> None:
+        self.slots.pop(slot, None)
+
+    def reset(self) -> None:
+        self.slots.clear()
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        return [self.draft(request, self.slots[request.slot]) for request in requests]
+
+    def draft(self, request: DraftRequest, state: State) -> Draft:
+        """Return the draft of one request."""
+        raise NotImplementedError
+
+
+class CompositeProposer(Proposer):
+    """Base of drafters made of others, which are told what happens to a request."""
+
+    told: Sequence[Proposer]
+
+    def open(
+        self,
+        slot: int,
+        tokens: Sequence[int],
+        references: Sequence[Reference] = (),
+        tenant: str = "",
+    ) -> None:
+        for part in self.told:
+            part.open(slot, tokens, references, tenant)
+
+    def close(self, slot: int, finished: Sequence[int] | None = None) -> None:
+        for part in self.told:
+            part.close(slot, finished)
+
+    def observe(self, slot: int, start: int, features: Mapping[int, States]) -> None:
+        for part in self.told:
+            if part.aux_hidden_layers:
+                part.observe(
+                    slot, start, {layer: features[layer] for layer in part.aux_hidden_layers}
+                )
+
+    def learn(
+        self, slot: int, before: Sequence[int], tokens: Sequence[int], logits: Tensor
+    ) -> None:
+        for part in self.told:
+            if part.wants_logits:
+                part.learn(slot, before, tokens, logits)
+
+    def forget(self) -> None:
+        for part in self.told:
+            part.forget()
+
+    def reset(self) -> None:
+        for part in self.told:
+            part.reset()
+
+
+def drafts_of(proposer: Proposer, requests: Sequence[DraftRequest], vocab: int) -> list[Draft]:
+    """Ask a proposer for drafts, and check that they are what was asked for.
+
+    Raises:
+        ForerunError: they are not. There is no room for a draft that is too large, and what it
+            overwrote might belong to other requests.
+    """
+    found = proposer.propose(requests)
+    if not isinstance(found, list | tuple) or len(found) != len(requests):
+        gave = f"{len(found)} drafts" if isinstance(found, list | tuple) else shorten(found)
+        raise ForerunError(
+            f"the drafter {proposer.name!r} was asked for a list of {len(requests)} drafts and gave"
+            f" {gave}: give one per request, Draft.root(request.tokens[-1]) where there is nothing"
+            " to draft"
+        )
+    for request, draft in zip(requests, found, strict=True):
+        try:
+            fault = _fault(proposer, request, draft, vocab)
+        except (TypeError, ValueError, AttributeError, IndexError) as error:
+            fault = f"gave something that is no Draft ({error})"
+        if fault:
+            raise ForerunError(f"the drafter {proposer.name!r} {fault}")
+    return list(found)
+
+
+def _fault(proposer: Proposer, request: DraftRequest, draft: Draft, vocab: int) -> str:
+    """Return what is wrong with a draft, "" if nothing is."""
+    if not isinstance(draft, Draft):
+        return f"gave {shorten(draft)}, which is no Draft: use Draft.root and add, or Draft.chain"
+    count = len(draft.tokens)
+    lengths = {len(draft.parents), len(draft.sources), len(draft.proposals)}
+    if not count or lengths != {count}:
+        return (
+            f"gave a draft of {count} tokens, {len(draft.parents)} parents, {len(draft.sources)}"
+            f" sources, {len(draft.proposals)} proposals: it needs a root, and one of each per node"
+        )
+    root = request.tokens[-1]
+    if draft.tokens[0] != root or draft.parents[0] != -1:
+        return (
+            f"gave a draft that begins with token {draft.tokens[0]}: its root is"
+            f" request.tokens[-1], {root}"
+        )
+    if not all(0 <= parent < node for node, parent in enumerate(draft.parents[1:], start=1)):
+        return "gave a draft with a node before its parent: parents come before their children"
+    if not request.branching and draft.parents != list(range(-1, count - 1)):
+        return "gave a tree under a rule that takes chains: look at request.branching"
+    depth, most = max(draft.depths()), proposer.most(request.depth)
+    if depth > request.depth or count - 1 > most:
+        return (
+            f"was asked for {most} tokens, {request.depth} deep, and gave {count - 1}, {depth} deep:"
+            " keep to request.depth, and set its width to the most nodes of a level"
+        )
+    if not 0 <= min(draft.tokens) <= max(draft.tokens) < vocab:
+        return f"gave a token that is not in the vocabulary of {vocab}"
+    if any(draft.proposals):
+        if request.coupled:
+            return (
+                "gave sampled tokens under a rule that wants Proposal.DETERMINISTIC: look at"
+                " request.coupled"
+            )
+        if not isinstance(draft.probs, np.ndarray) or draft.probs.shape != (count, vocab):
+            return (
+                "gave sampled tokens without the distributions that they were drawn from: probs is"
+                f" [{count}, {vocab}]"
+            )
+    return ""
+
 
 @dataclass(frozen=True, slots=True)
 class TargetView:
-    """A target as its drafters see it.
+    """A target as its drafters see it: sizes, embedding, last norm, output head.
 
     Attributes:
         config: its shape.
         hidden, layers, vocab: its sizes.
         context: most tokens of one request.
-        table, scale: the embedding [V, H] as it is stored, dense or packed, and what its rows are
-            multiplied with.
+        table, scale: the embedding [V, H] as it is stored, dense or packed, and the factor of its
+            rows.
         normalise: the norm before its head, [T, H] -> [T, H] in float32 at least.
         head: its head: states that are normalised, [T, H] -> logits [T, V] in float32 at least.
         packed, softcap: its head on the native kernels, None where they do not run, and what bounds
@@ -65,7 +385,7 @@ class TargetView:
     form: str | None
 
     def embed(self, ids: Tensor) -> Tensor:
-        """What enters its first layer for a token, position apart. ids [T] -> float32 [T, H]"""
+        """Return the input of the first layer, without positions. ids [T] -> float32 [T, H]."""
         return self.table[ids].float() * self.scale
 
     def __deepcopy__(self, _: Any) -> TargetView:
@@ -73,7 +393,7 @@ class TargetView:
 
 
 def view_of(decoder: Decoder | NativeDecoder, form: str | None = "int8") -> TargetView:
-    """The view of a loaded target; `form` for its drafters where the native kernels run."""
+    """Return the view of a loaded target; `form` is for drafters on the native kernels."""
     config, norm = decoder.config, decoder.weights.norm
 
     def normalise(x: Tensor) -> Tensor:
@@ -103,20 +423,20 @@ def view_of(decoder: Decoder | NativeDecoder, form: str | None = "int8") -> Targ
 
 
 class _Divided:
-    """The embedding and the head of a target that several processes have parts of: no drafter can
-    share them."""
+    """Embedding and head of a target divided between processes: no drafter can share them."""
 
     def _refuse(self, *_: Any) -> NoReturn:
         raise ConfigError(
-            "this drafter shares the embedding or the head of its target, of which each process has a part: draft with"
-            " suffix, recycle, retrieval or a draft model, or leave tensor_parallel out"
+            "this drafter shares the embedding or the head of its target, of which each process has"
+            " a part: draft with suffix, recycle, retrieval or a draft model, or leave"
+            " tensor_parallel out"
         )
 
     __getitem__ = __call__ = __getattr__ = _refuse
 
 
 def _product(decoder: Decoder | NativeDecoder) -> Callable[[Tensor], Tensor]:
-    """The product with the target's own head, its weights shared."""
+    """Return the product with the target's own output head; its weights are shared."""
     if isinstance(decoder, PartDecoder):
         return _Divided()
     if isinstance(decoder, NativeDecoder):
@@ -128,299 +448,3 @@ def _product(decoder: Decoder | NativeDecoder) -> Callable[[Tensor], Tensor]:
 
 def _precise(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-Kept = TypeVar("Kept")
-
-
-@dataclass(slots=True)
-class DraftRequest:
-    """The view of one request a proposer gets for one round.
-
-    Attributes:
-        slot: the request's place in the device tables; the key of the proposer's own state.
-        tokens: all committed tokens, prompt and output, read-only; the last one is the root.
-        params: the request's sampling parameters, in case the proposer draws as the target will.
-        noise: the round's noise; `noise.target(depth)` is what the target will draw with after a
-            node at `depth`.
-        depth: how deep the draft may be, at least 1.
-        coupled: the rule matches tokens: every node is GIVEN, and sharing the target's noise pays.
-            Otherwise nodes may be SAMPLED, with `Draft.probs` the law they were really drawn from.
-        branching: the rule takes trees; otherwise the draft must be a chain.
-        stands, floor: a chain may end where the chance that it stands falls below `floor`, a
-            product of what `stands` says of its tokens (see `ConfidenceBins`). None, where it may
-            not: the depth was asked for.
-    """
-
-    slot: int
-    tokens: Sequence[int]
-    params: SamplingParams
-    noise: Noise
-    depth: int
-    coupled: bool = True
-    branching: bool = True
-    stands: array[float] | None = None
-    floor: float = 0.0
-
-
-@dataclass(frozen=True)
-class Reference:
-    """A text that came with a request and may help to draft its output. All completions of a
-    request share it.
-
-    Attributes:
-        name: what statistics call drafts from it: prediction or document.
-        tokens: the text as token ids.
-        start: how many tokens the prompt has; the output begins there.
-        whole: the output is expected to follow the text from its beginning to its end.
-    """
-
-    name: str
-    tokens: tuple[int, ...]
-    start: int
-    whole: bool
-
-    def behind(self, start: int) -> Reference:
-        """The same text for a prompt of `start` tokens, with the same index."""
-        other = replace(self, start=start)
-        vars(other).update(
-            {"index": self.index, "packed": self.packed}
-        )  # what cached_property would make again
-        return other
-
-    def build(self) -> None:
-        """Compute what drafting needs, which is kept."""
-        _ = self.index, self.packed
-
-    @cached_property
-    def packed(self) -> bytes:
-        """Its tokens as 32-bit integers, for the search of bytes."""
-        return array("i", self.tokens).tobytes()
-
-    @cached_property
-    def index(self) -> SuffixAutomaton:
-        """Its suffix automaton: to make it takes some microseconds a token."""
-        automaton = SuffixAutomaton()
-        for token in self.tokens:
-            automaton.append(token)
-        return automaton
-
-
-class Proposer:
-    """Base of all proposers.
-
-    Attributes:
-        name: what statistics call it.
-        width: the most nodes of a level; room is kept for so many,
-        beside: and for so many more, wherever they stand.
-        boundaries: the target's hidden states it wants: i enters layer i, the number of layers is
-            what left the last.
-        stops: it ends chains by itself, as `DraftRequest.floor` says.
-        weighs: it says of each node how likely it is to stand (`Draft.chances`), by
-            `DraftRequest.stands`; as many of them are verified as pay.
-        learns: it wants the target's laws, too.
-        merges: it may make one draft of what several say.
-        sees_all: what it keeps of a request is more than drafts need: it is shown everything,
-            whether it drafts or not.
-        copies: to look what it has takes the same however deep, and `Draft.match` says what that is
-            worth.
-        rivals: those of its parts of which only the best is asked, who might draft where others do.
-        ahead: it drafts on while the target verifies, between `begin_ahead` and `end_ahead`,
-        waited: and so long `propose` waited for what goes on, in seconds.
-    """
-
-    name = ""
-    width = 1
-    beside = 0
-    stops = False
-    weighs = False
-    learns = False
-    merges = False
-    sees_all = False
-    copies = False
-    ahead = False
-    waited = 0.0
-    aux_hidden_layers: tuple[int, ...] = ()
-    rivals: tuple[Proposer, ...] = ()
-
-    def most(self, depth: int) -> int:
-        """The most nodes of a draft so deep, the root apart."""
-        return depth * self.width + self.beside
-
-    @property
-    def parts(self) -> Sequence[Proposer]:
-        """Those who are asked in order until one has a draft, each with costs and an acceptance of
-        its own."""
-        return (self,)
-
-    def open(
-        self,
-        slot: int,
-        tokens: Sequence[int],
-        references: Sequence[Reference] = (),
-        tenant: str = "",
-    ) -> None:
-        """A request was given `slot`, first or after a preemption; `tokens` are all it has so far.
-        What is kept of a request that has ended may serve requests of the same `tenant` alone."""
-
-    def close(self, slot: int, finished: Sequence[int] | None = None) -> None:
-        """The slot is free again. `finished` is the whole text if the request ended, None if it was
-        preempted."""
-
-    def observe(self, slot: int, start: int, features: Mapping[int, States]) -> None:
-        """What the target thought of tokens that were just committed: {boundary: [n, H]} of
-        positions `start` and on.
-
-        Comes for every boundary asked for, once for each committed token, in order; not for those
-        of a cached prefix."""
-
-    def learn(
-        self, slot: int, before: Sequence[int], tokens: Sequence[int], logits: Tensor
-    ) -> None:
-        """What the target said in a round, before any sampling parameter: logits [N, V] behind each
-        of `tokens`, which are the root and whatever was drafted, with the token that stands
-        `before` it (-1 where there is none). They are overwritten by the next pass."""
-
-    def kv(self) -> KVCache | None:
-        """The cache that it keeps of requests, if it has one; it may be another's."""
-        return None
-
-    def make_room(self, tokens: int) -> None:
-        """Start over with a cache of so many tokens, if it has one; what it shares has been made
-        anew."""
-
-    def begin_ahead(self, rows: Sequence[DraftRequest], drafts: Sequence[Draft]) -> None:
-        """The target is about to verify these drafts, of rows that it was asked for in this step.
-        Only for who is `ahead`."""
-
-    def end_ahead(self) -> None:
-        """The target has verified them."""
-
-    def remember(self, tenant: str, tokens: Sequence[int]) -> None:
-        """A text of a tenant has ended elsewhere: what `close` keeps of one that ended here may be
-        kept of it."""
-
-    def forget(self) -> None:
-        """Drop whatever was kept of requests that have ended."""
-
-    def reset(self) -> None:
-        """Drop everything, running requests too: the engine starts over after a failure."""
-
-    def propose(self, rows: Sequence[DraftRequest]) -> list[Draft]:
-        """One draft a row, at most `row.depth` deep. Must not change what a later call would
-        propose for others."""
-        raise NotImplementedError
-
-
-def drafts_of(proposer: Proposer, rows: Sequence[DraftRequest], vocab: int) -> list[Draft]:
-    """Ask a proposer for drafts, and check that they are what was asked for.
-
-    Raises:
-        ForerunError: they are not: there is no room for a draft that is too large, and what it
-            overwrote might belong to other requests.
-    """
-    found = proposer.propose(rows)
-    if not isinstance(found, list | tuple) or len(found) != len(rows):
-        gave = f"{len(found)} drafts" if isinstance(found, list | tuple) else shorten(found)
-        raise ForerunError(
-            f"the drafter {proposer.name!r} was asked for a list of {len(rows)} drafts and gave {gave}: give one for"
-            " each row, Draft.root(row.tokens[-1]) where there is nothing to draft"
-        )
-    for row, draft in zip(rows, found, strict=True):
-        try:
-            fault = _fault(proposer, row, draft, vocab)
-        except (TypeError, ValueError, AttributeError, IndexError) as error:
-            fault = f"gave something that is no Draft ({error})"
-        if fault:
-            raise ForerunError(f"the drafter {proposer.name!r} {fault}")
-    return list(found)
-
-
-def _fault(proposer: Proposer, row: DraftRequest, draft: Draft, vocab: int) -> str:
-    """What is wrong with a draft; "" where nothing is."""
-    if not isinstance(draft, Draft):
-        return f"gave {shorten(draft)}, which is no Draft: make one with Draft.root and add, or with Draft.chain"
-    count = len(draft.tokens)
-    if not count or not count == len(draft.parents) == len(draft.sources) == len(draft.laws):
-        lengths = f"{count} tokens, {len(draft.parents)} parents, {len(draft.sources)} sources, {len(draft.laws)} laws"
-        return f"gave a draft of {lengths}: it needs a root, and one of each for every node"
-    if draft.tokens[0] != row.tokens[-1] or draft.parents[0] != -1:
-        return f"gave a draft that begins with token {draft.tokens[0]}: its root is row.tokens[-1], {row.tokens[-1]}"
-    if not all(0 <= parent < node for node, parent in enumerate(draft.parents[1:], start=1)):
-        return "gave a draft with a node before its parent: parents come before their children"
-    if not row.branching and draft.parents != list(range(-1, count - 1)):
-        return "gave a tree under a rule that takes chains: look at row.branching"
-    reach, most = max(draft.depths()), proposer.most(row.depth)
-    if reach > row.depth or count - 1 > most:
-        return (
-            f"was asked for {most} tokens, {row.depth} deep, and gave {count - 1}, {reach} deep: keep to row.depth, and"
-            " set its width to the most nodes of a level"
-        )
-    if not 0 <= min(draft.tokens) <= max(draft.tokens) < vocab:
-        return f"gave a token that is not in the vocabulary of {vocab}"
-    if any(draft.laws):
-        if row.coupled:
-            return "gave sampled tokens under a rule that wants Law.GIVEN: look at row.coupled"
-        if not isinstance(draft.probs, np.ndarray) or draft.probs.shape != (count, vocab):
-            return f"gave sampled tokens and not the laws that they were drawn from: probs is [{count}, {vocab}]"
-    return ""
-
-
-class PerSlotProposer(Proposer, Generic[Kept]):
-    """Base of those that draft for one request at a time, from what they keep of it in `slots`."""
-
-    def __init__(self) -> None:
-        self.slots: dict[int, Kept] = {}
-
-    def close(self, slot: int, finished: Sequence[int] | None = None) -> None:
-        self.slots.pop(slot, None)
-
-    def reset(self) -> None:
-        self.slots.clear()
-
-    def propose(self, rows: Sequence[DraftRequest]) -> list[Draft]:
-        return [self.draft(row, self.slots[row.slot]) for row in rows]
-
-    def draft(self, row: DraftRequest, kept: Kept) -> Draft:
-        """What `propose` says for one of its rows."""
-        raise NotImplementedError
-
-
-class CompositeProposer(Proposer):
-    """Base of those made of others, which are `told` what happens to a request."""
-
-    told: Sequence[Proposer]
-
-    def open(
-        self,
-        slot: int,
-        tokens: Sequence[int],
-        references: Sequence[Reference] = (),
-        tenant: str = "",
-    ) -> None:
-        for part in self.told:
-            part.open(slot, tokens, references, tenant)
-
-    def close(self, slot: int, finished: Sequence[int] | None = None) -> None:
-        for part in self.told:
-            part.close(slot, finished)
-
-    def observe(self, slot: int, start: int, features: Mapping[int, States]) -> None:
-        for part in self.told:
-            if part.aux_hidden_layers:
-                part.observe(slot, start, {b: features[b] for b in part.aux_hidden_layers})
-
-    def learn(
-        self, slot: int, before: Sequence[int], tokens: Sequence[int], logits: Tensor
-    ) -> None:
-        for part in self.told:
-            if part.learns:
-                part.learn(slot, before, tokens, logits)
-
-    def forget(self) -> None:
-        for part in self.told:
-            part.forget()
-
-    def reset(self) -> None:
-        for part in self.told:
-            part.reset()

@@ -407,7 +407,9 @@ def load_plugin(name: str, argument: str) -> Proposer:
         make = plugins()[name].load()
         made = make(argument) if argument else make()
     except Exception as error:
-        raise LoadError(f"the drafter {name!r} of an installed package failed: {error!r}") from error
+        raise LoadError(
+            f"the drafter {name!r} of an installed package failed: {error!r}"
+        ) from error
     if not isinstance(made, Proposer):
         raise LoadError(
             f"the drafter {name!r} of an installed package gave {made!r}, which is no Proposer"

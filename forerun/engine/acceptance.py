@@ -14,7 +14,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from forerun.types import SIXTEENTHS, Draft
+from forerun.types import NUM_CONFIDENCE_BINS, Draft
 
 OWN_PROB_STRENGTH = 8.0  # observations that the drafter's own probability counts for
 BIN_DISCOUNT = 0.998  # applied to a bin's counts with each new token in it
@@ -41,19 +41,19 @@ MAX_MATCH_BITS = 6  # longer matches count as alike
 class ConfidenceBins:
     """Acceptance of drafted tokens by the probability that their drafter gave them.
 
-    The range [0, 1] is divided into SIXTEENTHS bins; a second set of bins holds siblings
+    The range [0, 1] is divided into NUM_CONFIDENCE_BINS bins; a second set of bins holds siblings
     of a drafter's first choice.
 
     Attributes:
-        accepted, seen: discounted counts, [2 * SIXTEENTHS].
-        rates: float32 [2 * SIXTEENTHS], the estimated acceptance rate of each bin; native
+        accepted, seen: discounted counts, [2 * NUM_CONFIDENCE_BINS].
+        rates: float32 [2 * NUM_CONFIDENCE_BINS], the estimated acceptance rate of each bin; native
             kernels read it in place.
     """
 
-    accepted: list[float] = field(default_factory=lambda: [0.0] * 2 * SIXTEENTHS)
-    seen: list[float] = field(default_factory=lambda: [0.0] * 2 * SIXTEENTHS)
+    accepted: list[float] = field(default_factory=lambda: [0.0] * 2 * NUM_CONFIDENCE_BINS)
+    seen: list[float] = field(default_factory=lambda: [0.0] * 2 * NUM_CONFIDENCE_BINS)
     rates: array[float] = field(
-        default_factory=lambda: array("f", map(_bin_middle, range(2 * SIXTEENTHS)))
+        default_factory=lambda: array("f", map(_bin_middle, range(2 * NUM_CONFIDENCE_BINS)))
     )
 
     def state(self) -> list[list[float]]:
@@ -67,11 +67,11 @@ class ConfidenceBins:
             ValueError, TypeError: `state` did not come from `state()`.
         """
         self.accepted, self.seen = (parse_counts(found) for found in state)
-        if not len(self.accepted) == len(self.seen) == 2 * SIXTEENTHS:
+        if not len(self.accepted) == len(self.seen) == 2 * NUM_CONFIDENCE_BINS:
             raise ValueError("wrong number of confidence bins")
         if any(yes > seen for yes, seen in zip(self.accepted, self.seen, strict=True)):
             raise ValueError("more tokens were accepted than seen")
-        for index in range(2 * SIXTEENTHS):
+        for index in range(2 * NUM_CONFIDENCE_BINS):
             self._update_rate(index)
 
     def add(self, draft: Draft, path: Sequence[int], is_open: bool = False) -> None:
@@ -82,7 +82,7 @@ class ConfidenceBins:
         """
         kept = set(path)
         decided_parents = kept - {path[-1]} if is_open else kept
-        for node, index in zip(range(1, len(draft)), draft.sure, strict=False):
+        for node, index in zip(range(1, len(draft)), draft.confidence_bins, strict=False):
             if draft.parents[node] not in decided_parents:
                 continue
             self.accepted[index] = BIN_DISCOUNT * self.accepted[index] + (node in kept)
@@ -96,7 +96,7 @@ class ConfidenceBins:
 
 def _bin_middle(index: int) -> float:
     """Return the middle of the probabilities in a bin."""
-    return (index % SIXTEENTHS + 0.5) / SIXTEENTHS
+    return (index % NUM_CONFIDENCE_BINS + 0.5) / NUM_CONFIDENCE_BINS
 
 
 @dataclass(slots=True)

@@ -214,7 +214,7 @@ class Drafting:
         state, proposer = self.state(request), self.proposers[request.draft]
         paused = max(self.guard.paused_steps, state.guard.paused_steps)
         if paused > LONG_PAUSE and not state.released:
-            if not any(part.sees_all for part in proposer.parts):
+            if not any(part.always_observes for part in proposer.parts):
                 proposer.close(request.slot)
                 state.released = True
         elif paused <= WARM_UP and state.released:
@@ -415,7 +415,7 @@ class Drafting:
     ) -> None:
         """Record what drafting took."""
         depth = max(each.depth for each in asked)
-        if proposer.stops:
+        if proposer.ends_chains:
             depth = max(1, *(max(draft.depths()) for draft in proposed if draft is not None))
         lag = sum(self._lag(request, proposer.name) for request in requests)
         self.overlap.record_draft(proposer, depth, seconds, len(asked), lag)
@@ -429,7 +429,7 @@ class Drafting:
         confidence, min_prob = None, 0.0
         if _may_stop(request, proposer):
             confidence = self.policy.bins(proposer.name, request.params.greedy).rates
-            if proposer.stops:
+            if proposer.ends_chains:
                 acceptance = self.state(request).acceptance[proposer.name]
                 min_prob = self.policy.min_chain_prob(proposer.name, acceptance, batch)
         source = self.proposers[request.draft].parts.index(proposer)
@@ -441,8 +441,8 @@ class Drafting:
             depth=depth,
             coupled=request.rule.coupled,
             branching=request.rule.branching,
-            stands=confidence,
-            floor=min_prob,
+            confidence_rates=confidence,
+            min_prob=min_prob,
         )
 
     def _option(
@@ -477,20 +477,20 @@ class Drafting:
         the text alone, so cutting them is exact under every rule.
         """
         request, proposer, taken = plan.request, plan.asked, draft
-        kind = kind_of_match(proposer.name, draft.match) if draft.match else ""
+        kind = kind_of_match(proposer.name, draft.match_length) if draft.match_length else ""
         plan.state.proposed.append(ProposedDraft(proposer.name, kind, draft))
         is_copy = bool(kind) and request.depth == "auto"
         speed = 0.0
-        if draft.chances:
-            taken = draft.first(self.policy.num_worth_verifying(draft.chances, batch))
+        if draft.path_probs:
+            taken = draft.first(self.policy.num_worth_verifying(draft.path_probs, batch))
         elif kind:
             acceptance = plan.state.acceptance[kind]
             count, speed = self.policy.cut_copy(kind, acceptance, len(draft) - 1, batch)
             if is_copy:
                 taken = draft.first(0 if self._is_beaten(plan, speed, batch) else count)
-        if plan.proposer.merges and request.rule.coupled and not draft.chances:
-            draft.chances = self._path_probs(plan, draft, kind or proposer.name)
-            taken.chances = draft.chances[: len(taken) - 1]
+        if plan.proposer.merges_drafts and request.rule.coupled and not draft.path_probs:
+            draft.path_probs = self._path_probs(plan, draft, kind or proposer.name)
+            taken.path_probs = draft.path_probs[: len(taken) - 1]
         return Offer(draft, taken, is_copy and len(taken) > 1, speed)
 
     def _is_beaten(self, plan: _Plan, speed: float, batch: BatchState) -> bool:
@@ -502,7 +502,7 @@ class Drafting:
         others = [
             part
             for part in plan.left
-            if not part.copies and plan.state.acceptance[part.name].paused_until is None
+            if not part.copies_text and plan.state.acceptance[part.name].paused_until is None
         ]
         return any(
             self.policy.expected_speed(self._option(plan.request, part), batch) > speed
@@ -515,14 +515,14 @@ class Drafting:
         rates = self.policy.bins(plan.asked.name, plan.request.params.greedy).rates
         probs = [1.0]
         for node in range(1, len(draft)):
-            own = rates[draft.sure[node - 1]] if draft.sure else rate
+            own = rates[draft.confidence_bins[node - 1]] if draft.confidence_bins else rate
             probs.append(probs[draft.parents[node]] * min(own, 1.0))
         return probs[1:]
 
     def _cut(self, plan: _Plan, draft: Draft, batch: BatchState) -> Draft:
         """Return what of a draft is verified."""
-        if plan.proposer.merges and draft.chances and plan.request.depth == "auto":
-            draft = draft.first(self.policy.num_worth_verifying(draft.chances, batch))
+        if plan.proposer.merges_drafts and draft.path_probs and plan.request.depth == "auto":
+            draft = draft.first(self.policy.num_worth_verifying(draft.path_probs, batch))
         grammar = plan.request.state.grammar
         return grammar.prune(draft) if grammar and len(draft) > 1 else draft
 
@@ -548,7 +548,7 @@ class Drafting:
                 continue
             began, rival = self.clock(), rivals[i]
             asked = self._draft_request(request, rival, PROBE_DEPTH, batch)
-            asked = replace(asked, stands=None)
+            asked = replace(asked, confidence_rates=None)
             (draft,) = self._propose(rival, [asked], [request])
             self._record_draft(rival, [asked], [draft], [request], self.clock() - began)
             if draft is not None:
@@ -607,7 +607,7 @@ class Drafting:
 
         `logits` is called only then, since taking rows is an operation of torch.
         """
-        if not self._has_state(request) or not self.proposers[request.draft].learns:
+        if not self._has_state(request) or not self.proposers[request.draft].wants_logits:
             return
         first = request.tokens[-2] if len(request.tokens) > 1 else -1
         before = [first, *(draft.tokens[parent] for parent in draft.parents[1:])]
@@ -626,19 +626,19 @@ class Drafting:
         state = self.state(request)
         for proposed in state.proposed:
             draft = proposed.draft
-            path = draft.followed(verdict.tokens)
+            path = draft.match_tokens(verdict.tokens)
             accepted = len(path) - 1
             is_open = len(path) > len(verdict.tokens)
             reach = accepted if is_open else max(draft.depths())
             reached = {proposed.kind or proposed.source: reach}
             if proposed.kind:
-                verified_depth = len(verified.followed(draft.tokens[1:])) - 1
+                verified_depth = len(verified.match_tokens(draft.tokens[1:])) - 1
                 reached[proposed.source] = min(verified_depth, reach)
             for source, depth in reached.items():
                 self.policy.record_verdict(
                     source, state.acceptance[source], depth, min(accepted, depth)
                 )
-            if draft.sure:
+            if draft.confidence_bins:
                 bins = self.policy.bins(proposed.source, request.params.greedy)
                 bins.add(draft, path, is_open)
 
@@ -677,7 +677,7 @@ def _max_reach(request: Request, proposer: Proposer) -> int:
 
     Copies are cut to what pays afterwards, and proposers that end chains do so by themselves.
     """
-    if proposer.copies and request.depth == "auto":
+    if proposer.copies_text and request.depth == "auto":
         return DEEPEST
     return MAX_STOPPING_DEPTH if _may_stop(request, proposer) else 0
 
@@ -689,4 +689,4 @@ def _may_stop(request: Request, proposer: Proposer) -> bool:
     behind which the drafter draws level by level.
     """
     free = request.depth == "auto" and request.rule.coupled and request.params.unfiltered
-    return free and (proposer.stops or proposer.weighs)
+    return free and (proposer.ends_chains or proposer.reports_confidence)

@@ -71,7 +71,7 @@ def trace_round(
 
 def _draft_prob(draft: Draft, node: int) -> float | None:
     """Return the probability that the drafter gave a sampled node; None for a deterministic one."""
-    if draft.probs is None or not draft.laws[node]:
+    if draft.probs is None or not draft.proposals[node]:
         return None
     return float(draft.probs[draft.parents[node], draft.tokens[node]])
 

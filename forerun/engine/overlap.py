@@ -47,15 +47,15 @@ class Overlap:
         self, proposer: Proposer, ids: Sequence[int], requests: Sequence[DraftRequest]
     ) -> None:
         """Remember what a proposer is asked to draft, by request id."""
-        if proposer.ahead:
+        if proposer.overlaps:
             self.asked.setdefault(proposer, {}).update(zip(ids, requests, strict=True))
 
     def record_draft(
         self, proposer: Proposer, depth: int, seconds: float, num_requests: int, lag: int = 0
     ) -> None:
         """Record what drafting took, `lag` missed tokens included."""
-        if proposer.ahead:
-            seconds += proposer.waited * self.waiting_is_free
+        if proposer.overlaps:
+            seconds += proposer.wait_seconds * self.waiting_is_free
             self.spent.append(_Spent(proposer.name, depth, seconds, num_requests, lag))
         else:
             self.policy.record_draft(proposer.name, depth, seconds, num_requests, lag)
@@ -66,13 +66,13 @@ class Overlap:
         for proposer, asked in self.asked.items():
             verified = [i for i in asked if len(drafts[i]) > 1]
             if verified:
-                proposer.begin_ahead([asked[i] for i in verified], [drafts[i] for i in verified])
+                proposer.begin_overlap([asked[i] for i in verified], [drafts[i] for i in verified])
                 self.busy.append(proposer)
         try:
             yield
         finally:
             for proposer in self.busy:
-                proposer.end_ahead()
+                proposer.end_overlap()
 
     def record_forward(self, num_tokens: int, seconds: float, decodes: bool) -> None:
         """Record the step's forward pass over `num_tokens` tokens; `decodes`: it read no prompt."""

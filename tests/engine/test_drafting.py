@@ -18,7 +18,7 @@ from forerun.engine.request import Request
 from forerun.engine.stats import NO_ROOM
 from forerun.errors import ForerunError
 from forerun.runtime.torch_runner import Runner
-from forerun.types import Draft, Law
+from forerun.types import Draft, Proposal
 from tests import tiny
 from tests.engine import build
 
@@ -156,7 +156,7 @@ FAULTS: dict[str, tuple[Callable[[Sequence[DraftRequest]], Any], str]] = {
     "no list": (changed(parents=None), "no Draft"),
     "a parent behind its child": (changed(parents=[-1, 1]), "parents come before"),
     "a negative parent": (changed(parents=[-1, -1]), "parents come before"),
-    "sampled tokens": (changed(laws=[Law.DETERMINISTIC, Law.SAMPLED]), "row.coupled"),
+    "sampled tokens": (changed(laws=[Proposal.DETERMINISTIC, Proposal.SAMPLED]), "row.coupled"),
 }
 
 
@@ -229,7 +229,7 @@ def test_a_cascade_of_cascades_is_flat() -> None:
 class Copies(Proposer):
     """Copies what the request will say, or something else, behind a match of `match` tokens."""
 
-    copies = True
+    copies_text = True
 
     def __init__(self, text: Sequence[int], match: int, name: str = "copies") -> None:
         self.name, self.text, self.match, self.deepest = name, text, match, 0
@@ -351,7 +351,7 @@ def test_a_trace_says_how_likely_its_drafter_found_each_token() -> None:
     def with_probs(rows: Sequence[DraftRequest]) -> Sequence[Draft]:
         drafts = propose(rows)
         for draft in drafts:
-            draft.laws = [Law.DETERMINISTIC, *[Law.SAMPLED] * (len(draft) - 1)]
+            draft.proposals = [Proposal.DETERMINISTIC, *[Proposal.SAMPLED] * (len(draft) - 1)]
             draft.probs = np.full((len(draft), engine.target.decoder.config.vocab), 0.25)
         return drafts
 
@@ -404,7 +404,7 @@ def test_a_copy_is_looked_at_to_its_end_and_counts_for_who_copied_as_far_as_it_w
     """Half of what its proposer said stood before: a few tokens would be asked for by that. What is
     not worth verifying is nothing that was there."""
     text = said(engine_of(Sometimes("second", 1)), "off").tokens
-    copies = Copies([token ^ 1 for token in text], 2)
+    copies_text = Copies([token ^ 1 for token in text], 2)
     engine = cheap(copies)
     request = engine.add(build.prompts()[1], build.params(1, 0.0, 40), draft="copies", depth="auto")
     engine.drafting.state(request).acceptance["copies"].kept = BetaCounts(50, 50)
@@ -423,7 +423,7 @@ def test_where_there_is_no_room_for_a_whole_copy_a_shorter_one_is_asked_for(
 ) -> None:
     """Pages are scarce under load, and what is looked at is more than what is verified."""
     text = said(engine_of(Sometimes("second", 1)), "off").tokens
-    copies = Copies(text, 2)
+    copies_text = Copies(text, 2)
     monkeypatch.setattr(copies, "most", lambda depth: depth if depth < DEEPEST else 1 << 20)
     engine = cheap(copies)
     engine.set_policy(build.Eager())

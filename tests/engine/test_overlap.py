@@ -18,16 +18,16 @@ from forerun.verify import Noise
 class Busy(Proposer):
     """Notes when it may draft ahead, and for whom."""
 
-    name, ahead, waited = "busy", True, 0.25
+    name, overlaps, wait_seconds = "busy", True, 0.25
 
     def __init__(self) -> None:
         self.begun: list[list[int]] = []
         self.ended = 0
 
-    def begin_ahead(self, rows: Sequence[DraftRequest], drafts: Sequence[Draft]) -> None:
+    def begin_overlap(self, rows: Sequence[DraftRequest], drafts: Sequence[Draft]) -> None:
         self.begun.append([row.slot for row in rows])
 
-    def end_ahead(self) -> None:
+    def end_overlap(self) -> None:
         self.ended += 1
 
 

@@ -231,8 +231,8 @@ class Block(HiddenStateProposer):
             (head, None) if target.form is None else self._natively(head, target.form)
         )
         whole = self.native is not None and self.native.drafts and width == 1 and not threshold
-        self.stops = self.weighs = whole
-        self.beside = BESIDE if whole else 0
+        self.ends_chains = self.reports_confidence = whole
+        self.extra_nodes = BESIDE if whole else 0
         self.reset()
 
     def fuse(self, shown: Tensor) -> Tensor:
@@ -257,7 +257,7 @@ class Block(HiddenStateProposer):
         native = self.native
         if (
             native is None
-            or not self.weighs
+            or not self.reports_confidence
             or self.threshold
             or not all(tree.is_plain for tree in trees)
         ):
@@ -266,13 +266,13 @@ class Block(HiddenStateProposer):
         raw = not any(self.waiting[tree.row.slot].fused for tree in trees)
         starts = [self._start(tree, raw) for tree in trees]
         stands = (
-            trees[0].row.stands
+            trees[0].row.confidence_rates
         )  # a guess, which differs between temperatures alone; rows without have no floor
         said = native.round(starts, self.cache, raw, stands)
         for tree, start, own in zip(trees, starts, said, strict=True):
             if start.segment.tokens:
                 self.commit(tree.row, len(start.segment.tokens))
-            tree.weigh(own, self.name, self.beside)
+            tree.weigh(own, self.name, self.extra_nodes)
         return True
 
     def _start(self, tree: Tree, raw: bool) -> Start:

@@ -179,8 +179,10 @@ class EagleProposer(LayerProposer):
         self.head, self.native = (
             (head, None) if target.form is None else self._natively(head, target.form)
         )
-        self.stops = self.weighs = self.native is not None and self.native.drafts and width == 1
-        self.beside = BESIDE if self.stops else 0
+        self.ends_chains = self.reports_confidence = (
+            self.native is not None and self.native.drafts and width == 1
+        )
+        self.extra_nodes = BESIDE if self.ends_chains else 0
         self.reset()
 
     def fuse(self, shown: Tensor) -> Tensor:
@@ -226,14 +228,14 @@ class EagleProposer(LayerProposer):
         raw = native.fuses and not any(self.waiting[tree.row.slot].fused for tree in trees)
         starts = [self._start(tree, raw) for tree in trees]
         stands = (
-            trees[0].row.stands
+            trees[0].row.confidence_rates
         )  # a guess, which differs between temperatures alone; rows without have no floor
         said, left = native.round(starts, self.cache, raw, stands)
         made = self.head.leave(torch.from_numpy(left))
         for tree, start, own, last in zip(trees, starts, said, made, strict=True):
             self.commit(tree.row, len(start.segment.tokens))
             self._last[tree.row.slot] = last
-            tree.weigh(own, self.name, self.beside)
+            tree.weigh(own, self.name, self.extra_nodes)
         return True
 
     def _start(self, tree: Tree, raw: bool) -> Start:
