@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 
 from forerun.check import oracle
-from forerun.check.schemes import MERGED, TREES, given_first, greedy, greedy_plus_one, mixed, without_replacement2
+from forerun.check.oracle import greedy, greedy_plus_one, mixed
 from forerun.types import Draft, Verdict
 from forerun.verify import block, token, tree
 from forerun.verify.base import law_of
 from tests import exact
+from tests.verify.schemes import MERGED, TREES, greedy_first
 
 GRID = [("exact", 2, 1), ("exact", 2, 2), ("exact", 2, 3), ("sparse", 2, 3), ("exact", 3, 1), ("exact", 3, 2)]
 GRID += [("sparse", 3, 2), ("exact", 3, 3), ("float", 4, 1), ("float", 4, 2), ("float", 4, 3)]
@@ -194,7 +195,7 @@ def order_gains(kind, vocab, depth, seeds):
     """By how many tokens sampled-first beats given-first, on several models."""
     models = [oracle.toy_models(kind, vocab, depth, seed) for seed in range(seeds)]
     return [
-        mean(tree.verify_tree, greedy_plus_one, m, depth) - mean(tree.verify_tree, given_first, m, depth)
+        mean(tree.verify_tree, greedy_plus_one, m, depth) - mean(tree.verify_tree, greedy_first, m, depth)
         for m in models
     ]
 
@@ -386,8 +387,6 @@ def test_a_budget_shared_by_drawn_scores_is_not():
 
 # Trees of two drafters.
 
-MERGES = MERGED | {"without replacement 2, twice": (without_replacement2, without_replacement2)}
-
 
 def merged_bias(pair, kind, vocab, depth, seed):
     target, first = oracle.toy_models(kind, vocab, depth, seed)
@@ -397,9 +396,9 @@ def merged_bias(pair, kind, vocab, depth, seed):
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("kind, vocab, depth", [("exact", 2, 2), ("sparse", 2, 2), ("exact", 3, 1), ("sparse", 3, 1)])
-@pytest.mark.parametrize("pair", MERGES.values(), ids=MERGES)
+@pytest.mark.parametrize("pair", MERGED.values(), ids=MERGED)
 def test_a_tree_of_two_sampling_drafters_is_exact(pair, kind, vocab, depth, seed):
-    """Each draws independently; `forerun.check.sources` tests that the engine has them do so."""
+    """Each draws independently; `tests/engine/test_two_drafters.py` tests that the engine has them do so."""
     assert merged_bias(pair, kind, vocab, depth, seed) == 0
 
 
