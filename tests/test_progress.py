@@ -162,7 +162,7 @@ def terminal(*args: str, interrupt_at: str = "", **environ: str) -> tuple[int, s
 def test_check_on_a_terminal_shows_one_bar_and_then_the_verdict() -> None:
     code, text = terminal(*CHECK, NO_COLOR="1")
     assert code == 0
-    assert re.search(r"claim \d of 8, texts: match with suffix", text) and "━" in text and "%" in text
+    assert re.search(r"check \d of 6, texts: match with suffix", text) and "━" in text and "%" in text
     assert text.rfind(CURSOR[1]) > text.rfind(CURSOR[0]), "the cursor is back"
     after = text[text.rfind(CURSOR[1]) :]
     assert re.search(r"\ncertified: |\x1b\[2K.*certified: |certified: ", after) and "check " not in after

@@ -355,60 +355,29 @@ class EngineChecks:
         deadline: float = math.inf,
         tell: Tell = nothing,
     ) -> Finding:
-        """Test tokens sampled at temperature 1 against the target's exact distribution."""
-        subject = f"{rule.name} with {draft}"
-        events = TARGET_EVENTS if rule.coupled else DRAFT_EVENTS
-        try:
-            test = self.run_distribution_test(rule, draft, num_tokens, deadline, tell)
-        except AssertionError as error:
-            return Finding("distribution", subject, False, f"the engine stopped: {error}")
-        bound = test.bound()
-        details = {
-            "tokens": test.num_tokens,
-            "evidence": test.evidence,
-            "alpha": ALPHA,
-            "bias_bound": bound,
-            "bias": dict(zip(events, test.bias, strict=True)),
-            "expected": dict(zip(events, test.expected, strict=True)),
-        }
-        text = f"{test.num_tokens} tokens at temperature 1: {test.describe()}"
-        if test.rejected:
-            worst, words = test.describe_worst()
-            text += f"; {events[worst]} {words}"
-        else:
-            text += (
-                f"; bias of the event {events[1]!r}: {100 * test.bias[1]:+.1f} percentage points,"
-                f" within {100 * bound:.1f} of the true bias at confidence {1 - ALPHA:.2%}"
-            )
-        return Finding("distribution", subject, not test.rejected, text, details)
+        """Test tokens sampled at temperature 1 against the target's exact distribution.
 
-    def run_distribution_test(
-        self,
-        rule: Rule,
-        draft: str,
-        num_tokens: int,
-        deadline: float = math.inf,
-        tell: Tell = nothing,
-    ) -> SequentialTest:
-        """Sample texts until the test rejects, `num_tokens` are tested or time is over."""
+        Samples texts until the test rejects, `num_tokens` are tested or the deadline is over.
+        """
+        subject = f"{rule.name} with {draft}"
         test = SequentialTest(len(DRAFT_EVENTS))
-        began = time.monotonic()
         seeds = itertools.count(1)
         prompts = itertools.cycle(self.prompts)
-        while test.num_tokens < num_tokens and not test.rejected:
-            now = time.monotonic()
-            if now >= deadline and test.num_tokens:
-                break
-            share = max(test.num_tokens / num_tokens, (now - began) / max(deadline - began, 1e-9))
-            tell(f"{rule.name} with {draft}, {test.num_tokens} tokens", min(share, 1.0), 1)
-            requests = [
-                _request(next(prompts), 1.0, next(seeds), SAMPLED_TOKENS)
-                for _ in range(SAMPLING_SCHEDULE.batch_size)
-            ]
-            texts = self.generate(requests, rule, draft, SAMPLING_SCHEDULE, trace=True)
-            for request, text in zip(requests, texts, strict=True):
-                self._add_text(test, request, text, rule.coupled)
-        return test
+        try:
+            while test.num_tokens < num_tokens and not test.rejected:
+                if time.monotonic() >= deadline and test.num_tokens:
+                    break
+                tell(f"{subject}, {test.num_tokens} tokens", test.num_tokens, num_tokens)
+                requests = [
+                    _request(next(prompts), 1.0, next(seeds), SAMPLED_TOKENS)
+                    for _ in range(SAMPLING_SCHEDULE.batch_size)
+                ]
+                texts = self.generate(requests, rule, draft, SAMPLING_SCHEDULE, trace=True)
+                for request, text in zip(requests, texts, strict=True):
+                    self._add_text(test, request, text, rule.coupled)
+        except AssertionError as error:
+            return Finding("distribution", subject, False, f"the engine stopped: {error}")
+        return _distribution_finding(subject, test, TARGET_EVENTS if rule.coupled else DRAFT_EVENTS)
 
     def _add_text(
         self, test: SequentialTest, request: TextRequest, text: Text, coupled: bool
@@ -437,6 +406,23 @@ def _request(
         temperature=temperature, seed=seed, max_tokens=max_tokens, ignore_eos=True
     )
     return TextRequest(prompt, params)
+
+
+def _distribution_finding(subject: str, test: SequentialTest, events: Sequence[str]) -> Finding:
+    bound = test.bound()
+    details = {"tokens": test.num_tokens, "evidence": test.evidence, "alpha": ALPHA}
+    details |= {"bias": dict(zip(events, test.bias, strict=True)), "bias_bound": bound}
+    details |= {"expected": dict(zip(events, test.expected, strict=True))}
+    text = f"{test.num_tokens} tokens at temperature 1: {test.describe()}"
+    if test.rejected:
+        worst, words = test.describe_worst()
+        text += f"; {events[worst]} {words}"
+    else:
+        text += (
+            f"; bias of the event {events[1]!r}: {100 * test.bias[1]:+.1f} percentage points,"
+            f" within {100 * bound:.1f} of the true bias at confidence {1 - ALPHA:.2%}"
+        )
+    return Finding("distribution", subject, not test.rejected, text, details)
 
 
 def draft_probs(draft: Draft, node: int, vocab: int) -> np.ndarray | None:

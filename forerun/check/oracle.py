@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from fractions import Fraction
 from functools import partial
 from typing import Any
@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 from numpy.random import default_rng
 
-from forerun.draft.compose import merged
 from forerun.types import Draft, Law, Verdict
 from forerun.verify.base import RatioRule
 
@@ -29,7 +28,6 @@ Table = dict[Prefix, np.ndarray]  # the next token's distribution [V] after each
 StringProbs = dict[Prefix, Probability]
 Children = tuple[list[tuple[int, Law]], "np.ndarray | None", Probability]
 Scheme = Callable[[Draft, int, np.ndarray], Iterable[Children]]
-MergedScheme = tuple[Scheme, Scheme]  # two drafters whose drafts are merged into one tree
 Proposals = Iterable[tuple[Draft, Probability]]
 
 
@@ -39,11 +37,7 @@ Proposals = Iterable[tuple[Draft, Probability]]
 class EnumeratedCoins:
     """Coins that replay a script of choices, then take the first branch of every further toss.
 
-    Attributes:
-        script: index of the branch to take at each toss.
-        taken: branches taken so far.
-        others: scripts of the branches that were not taken.
-        weight: probability of the branches taken so far.
+    `others` are the scripts of branches not taken, `weight` the probability of those taken.
     """
 
     def __init__(self, script: list[int]) -> None:
@@ -190,19 +184,8 @@ def greedy_plus_one(
         yield pair if sampled_first else pair[::-1], rest, rest[token]
 
 
-CHAINS: dict[str, Scheme] = {
-    "sampled chain": sampled,
-    "greedy chain": greedy,
-    "mixed chain": mixed,
-}
-TREES: dict[str, Scheme] = {
-    "without replacement 2": without_replacement2,
-    "greedy + 1": greedy_plus_one,
-}
-MERGED: dict[str, MergedScheme] = {
-    "sampled chain & greedy + 1": (sampled, greedy_plus_one),
-    "greedy chain & sampled chain": (greedy, sampled),
-}
+CHAINS: dict[str, Scheme] = {"sampled": sampled, "greedy": greedy, "mixed": mixed}
+TREES: dict[str, Scheme] = {"two samples": without_replacement2, "greedy + sample": greedy_plus_one}
 
 
 # Exact distributions.
@@ -233,18 +216,6 @@ def proposals(scheme: Scheme, drafter: Table, depth: int) -> Iterator[tuple[Draf
             yield from expand(wider, [*rows, row], weight * prob)
 
     yield from expand(Draft.root(0), [], 1)
-
-
-def merged_proposals(
-    schemes: MergedScheme, drafters: Sequence[Table], depth: int
-) -> Iterator[tuple[Draft, Probability]]:
-    """Yield every tree that two drafters produce together, each drawing independently."""
-    first, second = (
-        list(proposals(scheme, drafter, depth))
-        for scheme, drafter in zip(schemes, drafters, strict=True)
-    )
-    for (one, one_prob), (other, other_prob) in itertools.product(first, second):
-        yield merged([one, other]), one_prob * other_prob
 
 
 def rows(draft: Draft, target: Table) -> np.ndarray:

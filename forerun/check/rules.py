@@ -16,7 +16,7 @@ import torch
 
 from forerun import rng
 from forerun.check import oracle
-from forerun.check.oracle import CHAINS, MERGED, TREES, MergedScheme, Scheme
+from forerun.check.oracle import CHAINS, TREES, Scheme
 from forerun.check.report import Finding
 from forerun.check.sequential_test import SequentialTest
 from forerun.types import Draft, Law, Verdict
@@ -61,18 +61,10 @@ ENUMERABLE: dict[str, RatioRule] = {
 }
 
 
-def schemes_of(name: str) -> dict[str, Scheme | MergedScheme]:
-    """Return the drafting schemes whose drafts a rule accepts."""
-    rule = RULES[name]
-    trees = TREES if rule.branching else {}
-    merged = MERGED if rule.branching and not rule.coupled else {}
-    return {**CHAINS, **trees, **merged}
-
-
 def enumerate_rule(
     name: str,
     rule: RatioRule,
-    schemes: Mapping[str, Scheme | MergedScheme] | None = None,
+    schemes: Mapping[str, Scheme] | None = None,
     exact: bool = True,
 ) -> Finding:
     """Compare the distribution that rounds of `rule` emit with the target's, on every toy model.
@@ -84,8 +76,10 @@ def enumerate_rule(
         exact: demand an error of 0 where probabilities are fractions. False allows rounding there
             too, for faults that compute in float64: rounding alone must not reject them.
     """
+    if schemes is None:
+        schemes = {**CHAINS, **(TREES if RULES[name].branching else {})}
     num_cases = 0
-    for scheme, grow in (schemes_of(name) if schemes is None else schemes).items():
+    for scheme, grow in schemes.items():
         for kind, vocab, depth in TOY_MODELS:
             for seed in SEEDS:
                 case = {"scheme": scheme, "kind": kind, "vocabulary": vocab}
@@ -103,16 +97,12 @@ def enumerate_rule(
 
 
 def _compare(
-    rule: RatioRule, grow: Scheme | MergedScheme, case: Mapping[str, Any], allowed: float
+    rule: RatioRule, grow: Scheme, case: Mapping[str, Any], allowed: float
 ) -> dict[str, Any]:
     """Return the string whose probability is furthest off; nothing if all are within `allowed`."""
     kind, vocab, depth, seed = (case[key] for key in ("kind", "vocabulary", "depth", "seed"))
     target, drafter = oracle.toy_models(kind, vocab, depth, seed)
-    if isinstance(grow, tuple):
-        second = oracle.toy_models(kind, vocab, depth, 100 + seed)[1]
-        drafts = oracle.merged_proposals(grow, (drafter, second), depth)
-    else:
-        drafts = oracle.proposals(grow, drafter, depth)
+    drafts = oracle.proposals(grow, drafter, depth)
     emitted = oracle.complete(oracle.emission(rule, drafts, target), target, depth + 1)
     expected = oracle.joint(target, depth + 1)
     errors = {s: emitted.get(s, 0) - expected.get(s, 0) for s in {*emitted, *expected}}

@@ -82,8 +82,8 @@ def test_a_certificate_with_a_fault_fails_and_says_where(name, rule, parts, llm,
 
 @pytest.mark.parametrize("name", ["no-residual", "skipped-rejection"])
 def test_the_distribution_of_the_running_engine_shows_faults(name, engine):
-    assert engine.run_distribution_test(FAULTS[name].rule("token"), "model", 6000).rejected
-    assert not engine.run_distribution_test(RULES["token"], "model", 400).rejected
+    assert engine.check_distribution(FAULTS[name].rule("token"), "model", 6000).passed is False
+    assert engine.check_distribution(RULES["token"], "model", 400).passed
 
 
 def greedy_as_sampled(draft: Draft, node: int, q: np.ndarray) -> list[Children]:

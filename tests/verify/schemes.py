@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
 from forerun.check.oracle import (
     Children,
-    MergedScheme,
+    Probability,
     Scheme,
+    Table,
     greedy,
     greedy_plus_one,
     mixed,
     prefix_of,
+    proposals,
     sampled,
     without_replacement2,
 )
+from forerun.draft.compose import merged
 from forerun.types import Draft, Law
+
+MergedScheme = tuple[Scheme, Scheme]  # two drafters whose drafts are merged into one tree
 
 
 def iid2(draft: Draft, node: int, q: np.ndarray) -> Iterable[Children]:
@@ -73,3 +78,14 @@ MERGED: dict[str, MergedScheme] = {
     "sampled chain & n-gram + sample": (sampled, ngram_plus_sample),
     "without replacement 2, twice": (without_replacement2, without_replacement2),
 }
+
+
+def merged_proposals(
+    schemes: MergedScheme, drafters: Sequence[Table], depth: int
+) -> Iterator[tuple[Draft, Probability]]:
+    """Yield every tree that two drafters produce together, each drawing independently."""
+    first, second = (
+        list(proposals(scheme, own, depth)) for scheme, own in zip(schemes, drafters, strict=True)
+    )
+    for (one, one_prob), (other, other_prob) in itertools.product(first, second):
+        yield merged([one, other]), one_prob * other_prob

@@ -19,6 +19,7 @@ from forerun.types import Draft, Verdict
 from forerun.verify import block, token, tree
 from forerun.verify.base import law_of
 from tests import exact
+from tests.verify import schemes
 from tests.verify.schemes import MERGED, TREES, greedy_first
 
 GRID = [("exact", 2, 1), ("exact", 2, 2), ("exact", 2, 3), ("sparse", 2, 3), ("exact", 3, 1), ("exact", 3, 2)]
@@ -391,7 +392,7 @@ def test_a_budget_shared_by_drawn_scores_is_not():
 def merged_bias(pair, kind, vocab, depth, seed):
     target, first = oracle.toy_models(kind, vocab, depth, seed)
     second = oracle.toy_models(kind, vocab, depth, seed + 50)[1]
-    return exact.bias(tree.verify_tree, oracle.merged_proposals(pair, (first, second), depth), target, depth)
+    return exact.bias(tree.verify_tree, schemes.merged_proposals(pair, (first, second), depth), target, depth)
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -412,5 +413,5 @@ def test_two_sampled_children_under_the_probabilities_of_one_drafter_are_biased(
         tree_.probs = np.stack([*one.probs, one.probs[0] * 0])
         return tree_
 
-    monkeypatch.setattr(oracle, "merged", keep_all)
+    monkeypatch.setattr(schemes, "merged", keep_all)
     assert merged_bias((oracle.sampled, oracle.sampled), "exact", 3, 1, 0) > 0
