@@ -32,7 +32,7 @@ FLOORS = [
     {"cache"},
     {"native", "packed", "parallel", "passes", "recorded", "runner", "load"},
     {"draft"},
-    {"catalogue"},
+    {"catalog"},
     {"engine"},
     {"completion", "flags", "job", "learned", "llm", "loader", "measure", "probe", "skips", "terminal"},
     {"bench", "check", "doctor", "drafters_cli", "generate_cli", "index_cli", "models_cli", "server", "train"},

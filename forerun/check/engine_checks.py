@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -410,7 +410,7 @@ def _request(
 
 def _distribution_finding(subject: str, test: SequentialTest, events: Sequence[str]) -> Finding:
     bound = test.bound()
-    details = {"tokens": test.num_tokens, "evidence": test.evidence, "alpha": ALPHA}
+    details: dict[str, Any] = {"tokens": test.num_tokens, "evidence": test.evidence, "alpha": ALPHA}
     details |= {"bias": dict(zip(events, test.bias, strict=True)), "bias_bound": bound}
     details |= {"expected": dict(zip(events, test.expected, strict=True))}
     text = f"{test.num_tokens} tokens at temperature 1: {test.describe()}"

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from forerun.catalogue.facts import license_of
+from forerun.catalog.facts import license_of
 from forerun.draft.registry import kind_of
 from forerun.drafts import LOADED, parse_draft
 from forerun.errors import ConfigError

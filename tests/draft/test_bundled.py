@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from forerun import LLM, SamplingParams
-from forerun.catalogue.survey import survey
+from forerun.catalog.survey import survey
 from forerun.draft import bundled
 from forerun.draft.bundled import bundled_for
 from forerun.draft.eagle3 import save_head

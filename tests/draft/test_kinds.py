@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from forerun.catalogue import layout
+from forerun.catalog import fit
 from forerun.draft import block_format, stored
 from forerun.draft.kinds import TABLE, Look, recognise
 
@@ -100,4 +100,4 @@ def test_any_value_may_be_of_any_type(value: Any) -> None:
 
 
 def test_what_is_read_is_what_the_readers_read() -> None:
-    assert set(layout.LAYERS) == set(stored.DEFAULTS) and layout.LARGEST_BLOCK == block_format.LARGEST_BLOCK
+    assert set(fit.LAYER_FAMILIES) == set(stored.DEFAULTS) and fit.MAX_BLOCK_SIZE == block_format.LARGEST_BLOCK

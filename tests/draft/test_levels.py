@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from forerun import LoadError
-from forerun.catalogue.facts import facts_at
-from forerun.catalogue.fit import checks, fits, sizes_of
+from forerun.catalog.facts import facts_at
+from forerun.catalog.fit import checks, fits, sizes_of
 from forerun.draft.layers import with_native_products
 from forerun.draft.registry import LEVELS, kind_of
 from forerun.draft.stored import tensor_names

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from forerun.catalogue.memory import remember
+from forerun.catalog.measurements import Measurement, record
 from forerun.config import RULE_NAMES, Config, parse_depth
 from forerun.drafts import LOADED, parse_draft
 from forerun.engine.request import OFF
@@ -170,7 +170,7 @@ def keep(model: str | None, results: Sequence[Result]) -> None:
     for r in results:
         (name, argument), *others = parse_draft(r.draft)
         if name in LOADED and not others and r.requests == 1 and r.same is not False and r.rule == "match":
-            remember(
+            record(Measurement(
                 model or DEFAULT, argument, name, r.category or "all", r.accepted_length, r.times_plain,
                 depth=str(r.depth), temperature=r.temperature, machine=processor(),
-            )  # fmt: skip
+            ))  # fmt: skip

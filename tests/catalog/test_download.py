@@ -8,23 +8,32 @@ from types import SimpleNamespace
 
 import pytest
 
-from forerun.catalogue import pull
-from forerun.catalogue.facts import facts_at, facts_of
-from forerun.catalogue.pull import download, examine, files_of, target_of
+from forerun.catalog import transfer
+from forerun.catalog.facts import facts_at, facts_of
+from forerun.catalog.transfer import download, examine, files_to_download, target_of
 from forerun.draft.registry import kind_of
 from forerun.errors import LoadError
 from forerun.models.hub import find_model
-from tests.catalogue.hub import FakeHub, eagle_config, eagle_shapes, target_config
+from tests.catalog.hub import FakeHub, eagle_config, eagle_shapes, target_config
 
 NAME = "org/Big-8B-eagle3"
 
 
 def stocked(hub: FakeHub) -> None:
     hub.add("org/Big-8B", target_config(), tokenizer__json=b"{}")
-    hub.add(NAME, eagle_config(), eagle_shapes(), README__md=b"# Head", evil__py=b"1", pytorch_model__bin=b"2")
+    hub.add(
+        NAME,
+        eagle_config(),
+        eagle_shapes(),
+        README__md=b"# Head",
+        evil__py=b"1",
+        pytorch_model__bin=b"2",
+    )
 
 
-def test_only_what_is_wanted_and_then_it_is_here(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_what_is_wanted_and_then_it_is_here(
+    hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from huggingface_hub import constants
 
     stocked(hub)
@@ -33,16 +42,28 @@ def test_only_what_is_wanted_and_then_it_is_here(hub: FakeHub, monkeypatch: pyte
     assert target is not None and target.name == "org/Big-8B" and not note
     assert all(check.ok for check in examine(facts, target))
     place = download(facts)
-    assert {path.name for path in place.iterdir()} == {"config.json", "model.safetensors", "README.md"}
+    assert {path.name for path in place.iterdir()} == {
+        "config.json",
+        "model.safetensors",
+        "README.md",
+    }
     assert kind_of(place) == "eagle3"
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert find_model(NAME) == place and facts_of(NAME).path == place
 
 
 def test_pickled_weights_where_there_are_no_others(hub: FakeHub) -> None:
-    hub.add(NAME, {"architectures": ["LlamaForCausalLMEagle3"]}, pytorch_model__bin=b"22", training_args__bin=b"1")
+    hub.add(
+        NAME,
+        {"architectures": ["LlamaForCausalLMEagle3"]},
+        pytorch_model__bin=b"22",
+        training_args__bin=b"1",
+    )
     facts = facts_of(NAME)
-    assert files_of(facts.at).keys() == {"config.json", "pytorch_model.bin"} and facts.bytes == 2
+    assert (
+        files_to_download(facts.repository).keys() == {"config.json", "pytorch_model.bin"}
+        and facts.bytes == 2
+    )
     assert facts_at(download(facts), NAME).kind.draft == "eagle3"
 
 
@@ -77,11 +98,13 @@ def test_targets_that_are_not_there(hub: FakeHub) -> None:
         target_of(facts_of("a/alone"), "org/Gone")
 
 
-def test_words_are_compared_where_both_are_here(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_words_are_compared_where_both_are_here(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from tests import tiny
 
     target, other = facts_of(str(tiny.spoken())), facts_of(str(tiny.spoken()))
-    found = {check.name: check for check in pull.examine(other, target)}
+    found = {check.name: check for check in examine(other, target)}
     assert found["vocabulary"].ok and found["size"].ok is False
-    words = pull._same_words(other.path, target.path, pull.sizes_of(target))
+    words = transfer._compare_tokens(other.path, target.path, transfer.sizes_of(target).vocab_size)
     assert words.ok and "every token" in words.text

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from forerun.catalogue.facts import card_of, facts_of
-from forerun.catalogue.found import search
-from forerun.catalogue.push import pack, push
+from forerun.catalog.facts import card_of, facts_of
+from forerun.catalog.search import search_hub
+from forerun.catalog.transfer import prepare, upload
 from forerun.errors import ConfigError, LoadError
-from tests.catalogue.hub import FakeHub, eagle_config, eagle_shapes, safetensors
+from tests.catalog.hub import FakeHub, eagle_config, eagle_shapes, safetensors
 
 TO = "me/Big-8B-eagle3"
 
@@ -21,8 +21,16 @@ def drafter(directory: Path, card: str = "# Mine\n\nWords.\n", **changed: object
     (directory / "config.json").write_text(json.dumps(eagle_config(**changed)))
     (directory / "model.safetensors").write_bytes(safetensors(eagle_shapes()))
     (directory / "README.md").write_text(card)
-    entry = {"task": "held-out", "temperature": 0.0, "depth": 4, "accepted_length": 2.5, "passes": 9}
-    (directory / "training.json").write_text(json.dumps({"target": "org/Big-8B", "measured": [entry]}))
+    entry = {
+        "task": "held-out",
+        "temperature": 0.0,
+        "depth": 4,
+        "accepted_length": 2.5,
+        "passes": 9,
+    }
+    (directory / "training.json").write_text(
+        json.dumps({"target": "org/Big-8B", "measured": [entry]})
+    )
     (directory / ".env").write_text("secret")
     (directory / "notes.txt").write_text("secret")
     return directory
@@ -30,35 +38,52 @@ def drafter(directory: Path, card: str = "# Mine\n\nWords.\n", **changed: object
 
 def test_it_is_uploaded_and_found(hub: FakeHub, home: Path) -> None:
     before = drafter(home / "mine")
-    parcel = pack(before, TO, None, "Apache-2.0", ["Code", "code"])
-    assert parcel.metadata["base_model"] == "org/Big-8B" and parcel.notes == ()
-    assert push(parcel).endswith(TO)
+    prepared = prepare(before, TO, None, "Apache-2.0", ["Code", "code"])
+    assert prepared.metadata["base_model"] == "org/Big-8B" and prepared.notes == ()
+    assert upload(prepared).endswith(TO)
     assert hub.is_private() and hub.made[0]["name"] == "Big-8B-eagle3"
     sent = hub.uploaded[TO]
     assert set(sent) == {"README.md", "config.json", "model.safetensors", "training.json"}
     metadata, text = card_of(sent["README.md"].decode())
     assert (
-        text.strip() == "# Mine\n\nWords." and metadata["license"] == "apache-2.0" and metadata["domains"] == ["code"]
+        text.strip() == "# Mine\n\nWords."
+        and metadata["license"] == "apache-2.0"
+        and metadata["domains"] == ["code"]
     )
-    assert {"speculative-decoding", "draft-model", "forerun", "eagle3", "speculators", "domain:code"} <= set(
-        metadata["tags"]
-    )
+    assert {
+        "speculative-decoding",
+        "draft-model",
+        "forerun",
+        "eagle3",
+        "speculators",
+        "domain:code",
+    } <= set(metadata["tags"])
     assert metadata["library_name"] == "forerun" and metadata["base_model_relation"] == "adapter"
     figure = {"text": "held-out", "accepted_length": 2.5, "depth": "4", "temperature": 0.0}
     assert metadata["forerun"] == {"draft": "eagle3", "measured": [figure]}
-    assert (before / "README.md").read_text() == "# Mine\n\nWords.\n", "the directory stays as it is"
+    assert (before / "README.md").read_text() == "# Mine\n\nWords.\n", (
+        "the directory stays as it is"
+    )
     hub.add(TO, eagle_config(), card=metadata, tags=metadata["tags"])
-    (found,), _ = search("org/Big-8B", "code")
-    assert found.at.name == TO and found.score == 200
+    (found,), _ = search_hub("org/Big-8B", "code")
+    assert found.repository.name == TO and found.score == 200
 
 
 def test_public_and_what_a_card_had(hub: FakeHub, home: Path) -> None:
     card = "---\nlicense: mit\nlanguage: [en]\ntags: [mine]\ndomains: law\nbase_model: x/y\n---\n# Mine\n"
-    parcel = pack(drafter(home / "mine", card), TO, "them/Big-8B", None, ["code"])
-    push(parcel, private=False)
+    prepared = prepare(drafter(home / "mine", card), TO, "them/Big-8B", None, ["code"])
+    upload(prepared, private=False)
     metadata, text = card_of(hub.uploaded[TO]["README.md"].decode())
-    assert (metadata["license"], metadata["language"], metadata["domains"]) == ("mit", ["en"], ["law", "code"])
-    assert metadata["tags"][0] == "mine" and metadata["base_model"] == "them/Big-8B" and text.strip() == "# Mine"
+    assert (metadata["license"], metadata["language"], metadata["domains"]) == (
+        "mit",
+        ["en"],
+        ["law", "code"],
+    )
+    assert (
+        metadata["tags"][0] == "mine"
+        and metadata["base_model"] == "them/Big-8B"
+        and text.strip() == "# Mine"
+    )
     config = json.loads(hub.uploaded[TO]["config.json"])
     assert config["speculators_config"]["verifier"]["name_or_path"] == "them/Big-8B"
     assert not hub.is_private()
@@ -66,7 +91,9 @@ def test_public_and_what_a_card_had(hub: FakeHub, home: Path) -> None:
 
 def test_what_others_would_read_is_told(home: Path) -> None:
     directory = drafter(home / "mine", f"# Made of {home}/texts\n")
-    assert [note.split()[0] for note in pack(directory, TO, None, "mit", []).notes] == ["README.md"]
+    assert [note.split()[0] for note in prepare(directory, TO, None, "mit", []).notes] == [
+        "README.md"
+    ]
 
 
 def test_refusals(home: Path) -> None:
@@ -79,28 +106,34 @@ def test_refusals(home: Path) -> None:
         ((directory, TO, "not-an-id", "mit", []), "give --for"),
         ((directory, TO, None, "mit", ["a\nb"]), "no kind of text"),
         ((home, TO, None, "mit", []), "no config.json"),
-        ((drafter(home / "a", verifier=None), TO, None, "mit", []), "does not say for which target"),
+        ((drafter(home / "a", verifier=None), TO, None, "mit", []), "it names no target"),
         ((drafter(home / "b", verifier="/srv/model"), TO, None, "mit", []), "made for /srv/model"),
-        ((drafter(home / "c", speculators_model_type="xpress"), TO, None, "mit", []), "no drafter that forerun"),
+        (
+            (drafter(home / "c", speculators_model_type="xpress"), TO, None, "mit", []),
+            "no drafter that forerun",
+        ),
     ):
         with pytest.raises(ConfigError, match=text):
-            pack(*given)
+            prepare(*given)
     (directory / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"no \*\.safetensors"):
-        pack(directory, TO, None, "mit", [])
+        prepare(directory, TO, None, "mit", [])
 
 
 def test_a_hub_that_refuses(hub: FakeHub, home: Path) -> None:
-    parcel = pack(drafter(home / "mine"), TO, None, "mit", [])
+    prepared = prepare(drafter(home / "mine"), TO, None, "mit", [])
     hub.status = 403
     with pytest.raises(LoadError, match=r"cannot be uploaded: .*403"):
-        push(parcel)
+        upload(prepared)
 
 
 def test_the_bundled_one_could_be_pushed() -> None:
     from forerun.draft.bundled import BUNDLED
 
     (directory,) = BUNDLED.iterdir()
-    parcel = pack(directory, "me/x", None, "apache-2.0", [])
-    assert parcel.metadata["base_model"] == "HuggingFaceTB/SmolLM2-135M-Instruct" and "config.json" in parcel.texts
+    prepared = prepare(directory, "me/x", None, "apache-2.0", [])
+    assert (
+        prepared.metadata["base_model"] == "HuggingFaceTB/SmolLM2-135M-Instruct"
+        and "config.json" in prepared.texts
+    )
     assert facts_of(str(directory)).made_for == "SmolLM2-135M-Instruct"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.catalogue.hub import FakeHub, empty_home, point_at, serving
+from tests.catalog.hub import FakeHub, empty_home, point_at, serving
 
 
 @pytest.fixture
