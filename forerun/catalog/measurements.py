@@ -1,37 +1,30 @@
 """Measured acceptance and speed of drafters, kept on this machine per target and kind of text.
 
-One SQLite file in forerun's cache holds counts and names, no texts. Any number of processes may
-write to it at the same time. It is a convenience: every fault is one line on stderr, and a damaged
-file is set aside.
+One file of JSON lines in forerun's cache holds counts and names, no texts. Several processes may
+append to it at the same time; of equal conditions the last line counts. It is a convenience: lines
+that are no measurements are skipped, and a file that cannot be used is one line on stderr.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import os
-import sqlite3
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
-from dataclasses import astuple, dataclass, fields
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from forerun.errors import RequestError
+from forerun.errors import RequestError, one_line
 from forerun.models.packed_cache import cache_folder
 
-FILE = "drafters.db"
-VERSION = 1
-LOCK_TIMEOUT = 10.0  # seconds
+FILE = "drafters.jsonl"
+MAX_BYTES = 16 << 20  # that are read
+COMPACT_BYTES = 4 << 20  # from which on replaced lines are removed
 MAX_NAME = 1024  # characters
-DAMAGED = (  # SQLITE_ERROR: the tables are those of something else
-    sqlite3.SQLITE_CORRUPT,
-    sqlite3.SQLITE_NOTADB,
-    sqlite3.SQLITE_ERROR,
-)
 NAMES = ("target", "drafter", "kind", "category")
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +56,10 @@ class Measurement:
     passes: int = 0
     seconds: float = 0.0
 
-
-COLUMNS = tuple(field.name for field in fields(Measurement))
-KEY = ("target", "drafter", "category", "depth", "temperature", "machine")
-TABLE = (
-    f"CREATE TABLE IF NOT EXISTS measurements ({', '.join(COLUMNS)},"
-    f" PRIMARY KEY ({', '.join(KEY)}))"
-)
+    def conditions(self) -> tuple[str | float, ...]:
+        """Return what a later measurement must equal to replace this one."""
+        names = (self.target, self.drafter, self.category)
+        return (*names, self.depth, self.temperature, self.machine)
 
 
 def record(measurement: Measurement) -> None:
@@ -78,27 +68,39 @@ def record(measurement: Measurement) -> None:
     Raises:
         RequestError: a name is empty or too long, or a figure is no positive number.
     """
-    for name in NAMES:
-        value = getattr(measurement, name)
-        if not isinstance(value, str) or not 0 < len(value) <= MAX_NAME:
-            raise RequestError(f"a measurement needs a {name} of at most {MAX_NAME} characters")
-    length, speed = measurement.accepted_length, measurement.times_plain
-    if not _is_positive(length) or not (speed is None or _is_positive(speed)):
-        raise RequestError(
-            f"{length!r} tokens per pass, {speed!r} times plain: give numbers over 0"
-        )
-    values = (*astuple(measurement)[:-1], time.time())
-    command = f"INSERT OR REPLACE INTO measurements VALUES ({', '.join('?' * len(COLUMNS))})"
-    _run(lambda db: db.execute(command, values), writing=True)
+    if wrong := _invalid(asdict(measurement)):
+        raise RequestError(f"this is no measurement of a drafter: {wrong}")
+    path = database_path()
+    if path is None or not _is_usable(path):
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and path.stat().st_size > COMPACT_BYTES:
+            _compact(path)
+        with path.open("a", encoding="utf-8") as file:  # after a line that was cut off, if any
+            file.write(f"\n{json.dumps(asdict(replace(measurement, seconds=time.time())))}\n")
+    except OSError as error:
+        _note(f"measurements of drafters cannot be kept in {path}: {error.strerror or error}")
 
 
 def load(target: str | None = None) -> list[Measurement]:
     """Return the measurements of one target or all, by kind of text and the fastest first."""
-    where, values = ("", ()) if target is None else (" WHERE target = ?", (target,))
-    order = "category, times_plain IS NULL, times_plain DESC, accepted_length DESC"
-    query = f"SELECT {', '.join(COLUMNS)} FROM measurements{where} ORDER BY {order}"
-    rows = _run(lambda db: db.execute(query, values).fetchall(), writing=False) or []
-    return [Measurement(*row) for row in rows if _is_valid(row)]
+    path = database_path()
+    if path is None or not path.exists() or not _is_usable(path):
+        return []
+    try:
+        with path.open("rb") as file:
+            lines = file.read(MAX_BYTES).decode(errors="replace").splitlines()
+    except OSError as error:
+        _note(f"measurements of drafters cannot be read from {path}: {error.strerror or error}")
+        return []
+    latest: dict[tuple[str | float, ...], Measurement] = {}
+    for line in lines:
+        measurement = _parse(line)
+        if measurement and target in (None, measurement.target):
+            latest[measurement.conditions()] = measurement
+    order = sorted(latest.values(), key=lambda m: (-(m.times_plain or 0.0), -m.accepted_length))
+    return sorted(order, key=lambda m: m.category)
 
 
 def database_path() -> Path | None:
@@ -107,89 +109,51 @@ def database_path() -> Path | None:
     return folder / FILE if folder else None
 
 
-def _is_number(value: object) -> bool:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return is_number and math.isfinite(value)  # type: ignore[arg-type]
-
-
-def _is_positive(value: object) -> bool:
-    return _is_number(value) and value > 0  # type: ignore[operator]
-
-
-def _is_valid(row: tuple[Any, ...]) -> bool:
-    """Return True if a row has the right types; SQLite stores any type in any column."""
-    values = dict(zip(COLUMNS, row, strict=True))
-    speed = values["times_plain"]
-    return (
-        all(isinstance(values[name], str) for name in (*NAMES, "depth", "machine"))
-        and all(_is_number(values[name]) for name in ("temperature", "passes", "seconds"))
-        and _is_positive(values["accepted_length"])
-        and (speed is None or _is_positive(speed))
-    )
-
-
-def _run(use: Callable[[sqlite3.Connection], T], writing: bool) -> T | None:
-    """Use the database, a new one if it is damaged; None if that is impossible."""
-    path = database_path()
-    if path is None or not (writing or path.exists()):
+def _parse(line: str) -> Measurement | None:
+    """Return the measurement in a line; None if it holds something else."""
+    try:
+        values = json.loads(line)
+    except (ValueError, RecursionError):
         return None
-    what = f"measurements of drafters cannot be kept in {path}"
+    known = {field.name for field in fields(Measurement)}
+    if not isinstance(values, dict) or values.keys() != known or _invalid(values):
+        return None
+    return Measurement(**values)
+
+
+def _invalid(values: Mapping[str, Any]) -> str:
+    """Return what is wrong with the values of a measurement; "" if nothing is."""
+    for name in (*NAMES, "depth", "machine"):
+        value = values[name]
+        least = 1 if name in NAMES else 0
+        if not isinstance(value, str) or not least <= len(value) <= MAX_NAME:
+            return f"{name} must be a text of at most {MAX_NAME} characters"
+    for name in ("accepted_length", "times_plain", "temperature", "passes", "seconds"):
+        value = values[name]
+        if name == "times_plain" and value is None:
+            continue
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        is_figure = name in ("accepted_length", "times_plain")
+        if not is_number or not math.isfinite(value) or value < 0 or (is_figure and value == 0):
+            return f"{name} must be a {'positive ' if is_figure else ''}number"
+    return ""
+
+
+def _compact(path: Path) -> None:
+    """Rewrite the file without replaced measurements."""
+    lines = [json.dumps(asdict(measurement)) for measurement in load()]
+    temporary = path.with_name(f"{path.name}.{os.getpid()}")
+    temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def _is_usable(path: Path) -> bool:
+    """Return True for a file or nothing; a pipe would block."""
     if path.exists() and not path.is_file():
-        _note(f"{what}: it is no file")
-        return None
-    for _ in range(2):
-        seen = _inode(path)
-        try:
-            with _connection(path, writing) as db:
-                return use(db)
-        except sqlite3.Error as error:
-            code = getattr(error, "sqlite_errorcode", None)
-            if code is None or code & 0xFF not in DAMAGED:
-                _note(f"{what}: {error}")
-                return None
-            if seen is not None and _inode(path) == seen:  # else another process replaced it
-                _set_aside(path)
-        except OSError as error:
-            _note(f"{what}: {error.strerror or error}")
-            return None
-    return None
-
-
-@contextmanager
-def _connection(path: Path, writing: bool) -> Iterator[sqlite3.Connection]:
-    if writing:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    with closing(sqlite3.connect(path, timeout=LOCK_TIMEOUT)) as db:
-        db.execute("PRAGMA trusted_schema = OFF")  # run nothing that a hostile file defines
-        (version,) = db.execute("PRAGMA user_version").fetchone()
-        if version > VERSION:
-            raise sqlite3.NotSupportedError("it was written by a newer forerun")
-        if version < VERSION:  # also when reading: another process may have just created the file
-            with suppress(sqlite3.OperationalError):  # locked: the other process does the same
-                db.execute("PRAGMA journal_mode = WAL")
-            with db:
-                db.execute("BEGIN IMMEDIATE")
-                db.execute(TABLE)
-                db.execute(f"PRAGMA user_version = {VERSION}")
-        with db:
-            yield db
-
-
-def _inode(path: Path) -> tuple[int, int] | None:
-    with suppress(OSError):
-        status = path.stat()
-        return status.st_dev, status.st_ino
-    return None
-
-
-def _set_aside(path: Path) -> None:
-    aside = path.with_name(f"{path.name}.damaged")
-    with suppress(OSError):
-        os.replace(path, aside)
-        for suffix in ("-wal", "-shm"):
-            path.with_name(path.name + suffix).unlink(missing_ok=True)
-    _note(f"{path} is damaged: renamed to {aside.name}; earlier measurements are lost")
+        _note(f"measurements of drafters cannot be kept in {path}: it is no file")
+        return False
+    return True
 
 
 def _note(text: str) -> None:
-    print(f"note: {' '.join(text.split())}", file=sys.stderr)
+    print(f"note: {one_line(text)}", file=sys.stderr)

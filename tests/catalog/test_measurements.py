@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
-import sqlite3
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from forerun.catalog import measurements
 from forerun.catalog.measurements import FILE, Measurement, database_path, load, record
 from forerun.errors import RequestError
 
@@ -65,55 +66,27 @@ def test_what_is_no_measurement_is_refused(wrong: tuple) -> None:
     assert load() == []
 
 
-DAMAGE = {
-    "no database": lambda path: path.write_bytes(b"not at all " * 1000),
-    "cut in the middle": lambda path: path.write_bytes(path.read_bytes()[:6000]),
-    "pages overwritten": lambda path: path.write_bytes(path.read_bytes()[:100] + b"\xff" * 20000),
-}
-
-
-@pytest.mark.parametrize("how", DAMAGE)
-def test_a_damaged_file_is_set_aside(
-    how: str, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for i in range(30):
-        record(Measurement("t", f"d{i}" * 100, "eagle3", "code", 2.0))
-    for behind in ("-wal", "-shm"):
-        (folder / (FILE + behind)).unlink(missing_ok=True)
-    DAMAGE[how](folder / FILE)
-    capsys.readouterr()
-    assert load("t") == []
-    err = capsys.readouterr().err
-    assert err.count("\n") == 1 and "is damaged: renamed to" in err
-    assert (folder / f"{FILE}.damaged").exists()
-    record(Measurement("t", "new", "eagle3", "code", 2.0))
-    assert [m.drafter for m in load("t")] == ["new"] and not capsys.readouterr().err
-
-
-def test_a_database_of_something_else_is_set_aside(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder.mkdir()
-    with sqlite3.connect(folder / FILE) as db:
-        db.execute("CREATE TABLE measurements (a)")
-        db.execute("PRAGMA user_version = 1")
-    db.close()
+def test_lines_that_are_no_measurements_are_skipped(folder: Path) -> None:
     record(Measurement("t", "d", "eagle3", "code", 2.0))
-    assert "is damaged: renamed" in capsys.readouterr().err and len(load("t")) == 1
+    valid = json.loads((folder / FILE).read_text())
+    broken = [valid | changed for changed in (
+        {"accepted_length": -2.0}, {"accepted_length": "much"}, {"times_plain": 0}, {"category": 5},
+        {"passes": float("inf")}, {"seconds": None}, {"kind": ""}, {"more": 1},
+    )]  # fmt: skip
+    with (folder / FILE).open("ab") as file:
+        for values in (*broken, [], "text"):
+            file.write(f"{json.dumps(values)}\n".encode())
+        file.write(b"\xff\xfe\x00\n" + b"[" * 100_000 + b"\n" + json.dumps(valid).encode()[:40])
+    record(Measurement("t", "after a cut line", "eagle3", "code", 1.0))
+    assert [m.drafter for m in load("t")] == ["d", "after a cut line"]
 
 
-def test_rows_of_other_types_are_left_out(folder: Path) -> None:
-    record(Measurement("t", "d", "eagle3", "code", 2.0))
-    with sqlite3.connect(folder / FILE) as db:
-        db.execute("INSERT INTO measurements (target, drafter, category) VALUES ('t', x'00', 5)")
-        db.execute("UPDATE measurements SET accepted_length = 'much' WHERE drafter = 'no'")
-        whole = "('t', ?, 'eagle3', 'code', ?, ?, 'auto', 0.0, '', 9, 1.0)"
-        for i, figures in enumerate(
-            [(-2.0, None), (2.0, -1.0), (float("inf"), None), (float("nan"), 1.0), (0, None)]
-        ):
-            db.execute(f"INSERT INTO measurements VALUES {whole}", (f"wrong {i}", *figures))
-    db.close()
-    assert [m.drafter for m in load("t")] == ["d"]
+def test_a_large_file_is_compacted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measurements, "COMPACT_BYTES", 2000)
+    for length in range(1, 100):
+        record(Measurement("t", "d", "eagle3", "code", length))
+    assert (folder / FILE).stat().st_size < 3000 and [p.name for p in folder.iterdir()] == [FILE]
+    assert [m.accepted_length for m in load()] == [99]
 
 
 def test_what_cannot_be_kept_is_one_line(
@@ -138,15 +111,6 @@ def test_something_else_in_its_place_is_one_line(
     assert capsys.readouterr().err.count("\n") == 1
     record(Measurement("t", "d", "eagle3", "code", 2.0))
     assert capsys.readouterr().err.count("\n") == 1
-
-
-def test_a_newer_file_is_left_alone(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    record(Measurement("t", "d", "eagle3", "code", 2.0))
-    with sqlite3.connect(folder / FILE) as db:
-        db.execute("PRAGMA user_version = 9")
-    db.close()
-    assert load("t") == [] and "newer forerun" in capsys.readouterr().err
-    assert not (folder / f"{FILE}.damaged").exists()
 
 
 def test_many_write_at_once(folder: Path) -> None:
