@@ -147,7 +147,7 @@ def find_fault(fault: Fault, rule: str, engine: EngineChecks, draft: str) -> Fin
     """Inject a fault into a rule and return whether a check finds it."""
     checks = rule_checks(rule, fault)
     if rule == "match":
-        checks.append(partial(engine.check_texts, fault.rule(rule), draft, exact=True))
+        checks.append(partial(engine.check_texts, fault.rule(rule), draft))
     found = next((f for f in (check() for check in checks) if f.passed is False), None)
     details = {"fault": fault.name, "rule": rule, "found_by": found.part if found else None}
     result = f"found by {found.part}: {found.text}" if found else "NOT FOUND"

@@ -212,12 +212,7 @@ class EngineChecks:
             )
         size, where = max(differences, key=lambda difference: difference[0])
         self.logit_noise = size
-        details = {
-            "max_difference": size,
-            "where": where,
-            "tokens": len(prompt),
-            "exact": self.exact,
-        }
+        details = {"max_difference": size, "where": where, "exact": self.exact}
         what = f"passes over {', '.join(map(str, CHUNKS))} and {len(prompt)} tokens and a tree"
         if size == 0:
             text = f"{what}: equal to passes over one token, bit for bit"
@@ -233,13 +228,7 @@ class EngineChecks:
         return self.generate(self.requests, RULES["match"], "off", PLAIN)
 
     def check_texts(
-        self,
-        rule: Rule,
-        draft: str,
-        deadline: float = math.inf,
-        tell: Tell = nothing,
-        *,
-        exact: bool = False,
+        self, rule: Rule, draft: str, deadline: float = math.inf, tell: Tell = nothing
     ) -> Finding:
         """Compare the texts of one rule and draft with plain decoding, token for token.
 
@@ -250,7 +239,6 @@ class EngineChecks:
             draft: name of the engine's proposer; "off" batches plain decoding.
             deadline: time (monotonic) after which no further schedule is begun.
             tell: progress.
-            exact: allow no divergence, whatever `check_forward` found.
         """
         subject = f"{rule.name} with {draft}" if draft != "off" else "plain, batched"
         indices = [
@@ -268,8 +256,7 @@ class EngineChecks:
                 done += 1
         except AssertionError as error:
             return Finding("texts", subject, False, f"the engine stopped: {error}")
-        noise = 0.0 if exact else self.logit_noise
-        return self._texts_finding(subject, indices, done, divergences, noise)
+        return self._texts_finding(subject, indices, done, divergences)
 
     def _divergences(self, texts: dict[int, Text], schedule: Schedule) -> list[Divergence]:
         """Return the first difference of each text from the plain one, if there is any."""
@@ -284,11 +271,9 @@ class EngineChecks:
                 temperature = request.params.heat
                 seed = request.params.seed or 0
                 margin = self.margin([*request.prompt, *plain[:position]], temperature, seed)
-                found.append(
-                    Divergence(
-                        index, seed, temperature, str(schedule), position, expected, emitted, margin
-                    )
-                )
+                prompt = index % len(self.prompts)
+                where = (prompt, seed, temperature, str(schedule), position)
+                found.append(Divergence(*where, expected, emitted, margin))
                 break
         return found
 
@@ -302,12 +287,7 @@ class EngineChecks:
         return float(best[0] - best[1])
 
     def _texts_finding(
-        self,
-        subject: str,
-        indices: Sequence[int],
-        done: int,
-        found: Sequence[Divergence],
-        noise: float,
+        self, subject: str, indices: Sequence[int], done: int, found: Sequence[Divergence]
     ) -> Finding:
         params = [self.requests[i].params for i in indices]
         num_texts = len(params) * done
@@ -324,7 +304,7 @@ class EngineChecks:
         text = f"{num_texts} texts of {params[0].max_tokens} tokens"
         if not found:
             return Finding("texts", subject, True, f"{text}: equal to plain decoding", details)
-        near_tie = NEAR_TIE * noise
+        near_tie = NEAR_TIE * self.logit_noise
         wrong = [d for d in found if not d.margin <= near_tie]
         first = self._describe(min(wrong or found, key=lambda d: d.position))
         if wrong:

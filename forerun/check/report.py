@@ -7,8 +7,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from forerun.check.sequential_test import ALPHA, THRESHOLD
-
 # What each part claims, in the order in which the parts run.
 CLAIMS = {
     "rules": "The verification rules leave the target's distribution unchanged.",
@@ -101,7 +99,10 @@ class Certificate:
         return [first, self.expectation] if self.expectation else [first]
 
     def parts(self) -> list[tuple[str, str]]:
-        """Return for each part its name with the number of passed checks, and what it shows."""
+        """Return for each part its name with the number of passed checks, and what it shows.
+
+        The example is the passed check with the strongest evidence of a bias.
+        """
         shown = []
         for part, claim in CLAIMS.items():
             findings = [finding for finding in self.findings if finding.part == part]
@@ -114,7 +115,8 @@ class Certificate:
             elif not tested:
                 text = f"{claim} Not tested."
             else:
-                text = f"{claim} {_EVIDENCE[part](tested)}"
+                example = max(tested, key=lambda f: f.details.get("evidence", 0.0))
+                text = f"{claim} Example: {example.subject}: {example.text}."
             shown.append((f"{part} {count(findings)}", text))
         return shown
 
@@ -122,54 +124,3 @@ class Certificate:
 def count(findings: Sequence[Finding]) -> str:
     """Return how many checks passed, of how many."""
     return f"{sum(finding.passed is True for finding in findings)} of {len(findings)}"
-
-
-def _rules(findings: Sequence[Finding]) -> str:
-    cases = sum(f.details.get("cases", 0) for f in findings)
-    text = f"Enumerated on {cases} combinations of toy model and drafting scheme: no error."
-    evidence = [f.details["evidence"] for f in findings if "rounds" in f.details]
-    return f"{text} With real random numbers: {_strongest(evidence)}" if evidence else text
-
-
-def _forward(findings: Sequence[Finding]) -> str:
-    difference = findings[0].details["max_difference"]
-    return f"Logits differ by up to {difference:.2g}." if difference else "All bits are equal."
-
-
-def _texts(findings: Sequence[Finding]) -> str:
-    texts, tokens = (sum(f.details[name] for f in findings) for name in ("texts", "tokens"))
-    diverging = sum(len(f.details["divergences"]) for f in findings)
-    found = f"{diverging} diverge, all at near ties" if diverging else "equal, token for token"
-    return f"{texts} texts, {tokens} tokens ({_subjects(findings)}): {found}."
-
-
-def _distribution(findings: Sequence[Finding]) -> str:
-    details = [f.details for f in findings]
-    bias = max(max(map(abs, d["bias"].values())) + d["bias_bound"] for d in details)
-    return (
-        f"{sum(d['tokens'] for d in details)} tokens at temperature 1 ({_subjects(findings)}):"
-        f" {_strongest([d['evidence'] for d in details])} The bias of each tested event is at most"
-        f" {100 * min(bias, 1.0):.0f} percentage points (confidence {1 - ALPHA:.2%} each); more"
-        " --samples and --seconds narrow that."
-    )
-
-
-def _faults(findings: Sequence[Finding]) -> str:
-    faults = len({f.details["fault"] for f in findings})
-    return f"{faults} known faults were injected, one at a time: each was found."
-
-
-_EVIDENCE = dict(zip(CLAIMS, (_rules, _forward, _texts, _distribution, _faults), strict=True))
-
-
-def _strongest(evidence: Sequence[float]) -> str:
-    return f"strongest evidence of a bias {max(evidence):.3g}; {THRESHOLD:,.0f} would reject."
-
-
-def _subjects(findings: Sequence[Finding]) -> str:
-    """Return the rules and drafts of subjects such as "match with suffix"."""
-    pairs = [f.subject.split(" with ") for f in findings if " with " in f.subject]
-    if not pairs:
-        return "plain decoding"
-    rules, drafts = (", ".join(dict.fromkeys(names)) for names in zip(*pairs, strict=True))
-    return f"rules: {rules}; drafts: {drafts}"

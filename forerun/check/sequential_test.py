@@ -83,7 +83,7 @@ class SequentialTest:
 
     def describe(self) -> str:
         """Return the evidence beside the threshold that rejects."""
-        return f"evidence {self.evidence:.3g}, {THRESHOLD:,.0f} rejects"
+        return f"evidence of a bias {self.evidence:.3g} (rejected at {THRESHOLD:,.0f})"
 
     def describe_worst(self) -> tuple[int, str]:
         """Return the index of the most biased event, and how far its frequency is off."""
