@@ -7,6 +7,7 @@ import re
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from forerun.catalog import hub
 from forerun.catalog.survey import tokenizer_digest
@@ -75,6 +76,17 @@ class Facts:
         listed = [value] if isinstance(value, str) else value if isinstance(value, list) else []
         names = [name for name in listed[:MAX_DOMAINS] if isinstance(name, str) and name]
         return tuple(one_line(name).lower() for name in names)
+
+    def summary(self) -> dict[str, Any]:
+        """Return the plain values that every JSON report of a drafter has."""
+        return {
+            "name": self.name,
+            "family": self.kind.family,
+            "dialect": self.kind.dialect,
+            "bytes": self.bytes,
+            "parameters": self.parameters,
+            "domains": list(self.domains),
+        }
 
 
 def facts_of(name: str, tensors: bool = True) -> Facts:

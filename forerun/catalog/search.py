@@ -100,20 +100,9 @@ class LocalDrafter:
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON."""
-        facts = self.facts
-        return {
-            "name": facts.name,
-            "origin": self.origin,
-            "family": facts.kind.family,
-            "dialect": facts.kind.dialect,
-            "bytes": facts.bytes,
-            "parameters": facts.parameters,
-            "target": facts.made_for,
-            "domains": list(facts.domains),
-            "draft": self.draft,
-            "reason": self.reason,
-            "measured": [asdict(m) for m in self.measured],
-        }
+        own = {"origin": self.origin, "draft": self.draft, "reason": self.reason}
+        measured = [asdict(m) for m in self.measured]
+        return self.facts.summary() | own | {"target": self.facts.made_for, "measured": measured}
 
 
 def find_local(

@@ -85,15 +85,9 @@ def describe(
     drafter: Facts, target: Facts | None, found: Sequence[Check], note: str
 ) -> dict[str, Any]:
     """Return facts and checks as plain values, for JSON."""
-    return {
-        "name": drafter.name,
+    return drafter.summary() | {
         "path": str(drafter.path) if drafter.path else None,
-        "family": drafter.kind.family,
-        "dialect": drafter.kind.dialect,
-        "bytes": drafter.bytes,
-        "parameters": drafter.parameters,
         "made_for": drafter.made_for,
-        "domains": list(drafter.domains),
         "target": target.name if target else None,
         "fits": fits(found),
         "checks": [asdict(check) for check in found],

@@ -1,4 +1,4 @@
-"""A Hub on 127.0.0.1 that answers what huggingface_hub asks, and counts what it sends; and the drafters it has."""
+"""A fake Hub on 127.0.0.1 for huggingface_hub that counts what it sends, and configurations of drafters."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def safetensors(shapes: Shapes, dtype: str = "F16") -> bytes:
 
 
 class FakeHub:
-    """Repositories by name, each with its files; `listing` is what the Hub says of one, where that is to be odd."""
+    """Repositories by name, each with its files; `listings` replace what the API returns for one."""
 
     def __init__(self) -> None:
         self.files: dict[str, dict[str, bytes]] = {}
@@ -65,11 +65,11 @@ class FakeHub:
         self.files[name], self.tags[name], self.cards[name] = own, list(tags), card or {}
 
     def is_private(self) -> bool:
-        """Whether the last repository made is; huggingface_hub has said so in two ways."""
+        """Whether the last created repository is private; huggingface_hub versions send different fields."""
         return self.made[-1].get("private", self.made[-1].get("visibility") == "private")
 
     def describe(self, name: str) -> Any:
-        """What the API says of a repository."""
+        """What the API returns for a repository."""
         if name in self.listings:
             return self.listings[name]
         siblings = [
@@ -86,7 +86,7 @@ class FakeHub:
         }  # fmt: skip
 
     def search(self, query: Mapping[str, list[str]]) -> list[Any]:
-        """As the Hub does: every word in the name, every filter among the tags."""
+        """Find repositories as the Hub does: every word in the name, every filter among the tags."""
         words = [word for text in query.get("search", []) for word in text.lower().split()]
         found = []
         for name in self.files:
@@ -113,7 +113,7 @@ def _handler(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
             if self.command != "HEAD":
                 try:
                     self.wfile.write(content)
-                except OSError:  # whoever asked has read enough
+                except OSError:  # the client has read enough
                     self.close_connection = True
 
         def do_HEAD(self) -> None:
@@ -201,12 +201,12 @@ def _handler(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
                     for line in lines
                     if line["key"] == "file"
                 }
-                said = {
+                result = {
                     "commitUrl": f"{address(self)}/{name}/commit/{COMMIT}",
                     "commitOid": COMMIT,
                     "pullRequestUrl": None,
                 }
-                self.reply(json.dumps(said).encode())
+                self.reply(json.dumps(result).encode())
             else:
                 self.missing("Entry")
 
@@ -220,7 +220,7 @@ def address(handler: BaseHTTPRequestHandler) -> str:
 
 @contextmanager
 def serving() -> Iterator[tuple[FakeHub, str]]:
-    """A Hub that answers, and where."""
+    """Run a fake Hub; yield it and its address."""
     hub = FakeHub()
     server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(hub))
     server.daemon_threads = True
@@ -234,7 +234,7 @@ def serving() -> Iterator[tuple[FakeHub, str]]:
 
 
 def point_at(url: str, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let huggingface_hub in this process ask there, as HF_ENDPOINT does before it is imported."""
+    """Point huggingface_hub in this process at an address, as HF_ENDPOINT does before its import."""
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
@@ -248,7 +248,7 @@ def point_at(url: str, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def empty_home(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A home without models, where we are, and where measurements are kept."""
+    """Set up a home without models as working directory, with a cache for measurements."""
     monkeypatch.chdir(home)
     monkeypatch.setenv("FORERUN_CACHE", str(home / "kept"))
     return bare_home(home, monkeypatch)
@@ -274,7 +274,7 @@ def eagle_config(verifier: str | None = "org/Big-8B", **changed: Any) -> dict[st
 
 
 def eagle_shapes(**changed: Sequence[int] | None) -> dict[str, Sequence[int]]:
-    """Its tensors, as far as anybody asks; None takes one away."""
+    """Its tensors, as far as they are checked; None removes one."""
     shapes: dict[str, Sequence[int] | None] = {
         "fc.weight": (16, 48), "lm_head.weight": (32, 16), "d2t": (32,), "layers.0.self_attn.q_proj.weight": (16, 32),
         "norm.weight": (16,),

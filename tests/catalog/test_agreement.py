@@ -1,4 +1,4 @@
-"""What is said of a drafter before its download is what loading it says: the same heads fit, the same are refused."""
+"""The checks before a download agree with loading: the same heads fit, the same are refused."""
 
 from __future__ import annotations
 

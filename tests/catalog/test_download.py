@@ -1,4 +1,4 @@
-"""Downloads: after the checks, of what is wanted only; and what is then here is found without a network."""
+"""Downloads follow the checks, fetch only needed files, and are found offline afterwards."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def stocked(hub: FakeHub) -> None:
     )
 
 
-def test_only_what_is_wanted_and_then_it_is_here(
+def test_only_needed_files_are_downloaded_and_found_offline(
     hub: FakeHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from huggingface_hub import constants
@@ -75,7 +75,9 @@ def test_names_that_lead_elsewhere_are_not_written(hub: FakeHub, home: Path) -> 
     assert not list(home.rglob("escaped.json"))
 
 
-def test_a_full_disk_is_told_before(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_noticed_before_the_download(
+    hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stocked(hub)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10))
     facts = facts_of(NAME)
@@ -84,7 +86,7 @@ def test_a_full_disk_is_told_before(hub: FakeHub, monkeypatch: pytest.MonkeyPatc
     assert not any("tree" in path for path in hub.asked)
 
 
-def test_targets_that_are_not_there(hub: FakeHub) -> None:
+def test_missing_targets(hub: FakeHub) -> None:
     stocked(hub)
     hub.add("a/alone", eagle_config(None))
     hub.add("a/far", eagle_config("org/Gone"))
@@ -98,7 +100,7 @@ def test_targets_that_are_not_there(hub: FakeHub) -> None:
         target_of(facts_of("a/alone"), "org/Gone")
 
 
-def test_words_are_compared_where_both_are_here(
+def test_tokens_are_compared_where_both_are_local(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from tests import tiny
@@ -106,5 +108,5 @@ def test_words_are_compared_where_both_are_here(
     target, other = facts_of(str(tiny.spoken())), facts_of(str(tiny.spoken()))
     found = {check.name: check for check in examine(other, target)}
     assert found["vocabulary"].ok and found["size"].ok is False
-    words = transfer._compare_tokens(other.path, target.path, transfer.sizes_of(target).vocab_size)
-    assert words.ok and "every token" in words.text
+    tokens = transfer._compare_tokens(other.path, target.path, transfer.sizes_of(target).vocab_size)
+    assert tokens.ok and "every token" in tokens.text

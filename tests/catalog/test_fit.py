@@ -1,4 +1,4 @@
-"""Each check, good and bad; and that what fits here is what the engine would load."""
+"""Each check passes drafters that fit and fails those that do not."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def head(shapes: dict[str, Any] | None = None, **changed: Any) -> Facts:
     )
 
 
-def told(drafter: Facts, target: Sizes | None = TARGET) -> dict[str, Check]:
+def by_name(drafter: Facts, target: Sizes | None = TARGET) -> dict[str, Check]:
     return {check.name: check for check in checks(drafter, target)}
 
 
 def test_a_head_that_fits() -> None:
-    found = told(head())
+    found = by_name(head())
     assert all(check.ok for check in found.values()) and fits(list(found.values()))
     assert list(found) == [
         "target",
@@ -54,7 +54,7 @@ def test_a_head_that_fits() -> None:
         "forerun",
     ]
     assert "--draft eagle3:a/head" in found["forerun"].text and "[2, 4, 5]" in found["layers"].text
-    assert list(told(head(), None)) == ["forerun"]
+    assert list(by_name(head(), None)) == ["forerun"]
 
 
 LAYER = target_config(num_hidden_layers=1)
@@ -87,21 +87,21 @@ BAD: list[tuple[Facts, str, str]] = [
     ("drafter", "name", "text"), BAD, ids=lambda value: value if isinstance(value, str) else ""
 )
 def test_a_head_that_does_not(drafter: Facts, name: str, text: str) -> None:
-    found = told(drafter)
+    found = by_name(drafter)
     assert found[name].ok is False and text in found[name].text
     assert not fits(list(found.values()))
 
 
 def test_what_cannot_be_told_is_no_fault() -> None:
     """Made for another, which names cannot settle; pickled weights, which show nothing."""
-    other = told(head(speculators_config={"verifier": {"name_or_path": "org/Other-8B"}}))
+    other = by_name(head(speculators_config={"verifier": {"name_or_path": "org/Other-8B"}}))
     assert (
         other["target"].ok is None
         and "made for org/Other-8B" in other["target"].text
         and fits(list(other.values()))
     )
-    assert fits(list(told(head({})).values()))
-    assert told(head(eagle_shapes(embed_tokens__weight=(64, 16))))["embedding"].ok
+    assert fits(list(by_name(head({})).values()))
+    assert by_name(head(eagle_shapes(embed_tokens__weight=(64, 16))))["embedding"].ok
 
 
 DIALECTS: list[tuple[dict[str, Any], tuple[int, ...] | None]] = [
@@ -167,26 +167,27 @@ def block(**changed: Any) -> Facts:
 
 
 def test_other_heads() -> None:
-    assert fits(checks(medusa(), TARGET)) and "--draft medusa:" in told(medusa())["forerun"].text
-    assert told(medusa(hidden_size=8))["hidden size"].ok is False
-    assert told(medusa(vocab_size=63))["vocabulary"].ok is False, (
+    assert fits(checks(medusa(), TARGET)) and "--draft medusa:" in by_name(medusa())["forerun"].text
+    assert by_name(medusa(hidden_size=8))["hidden size"].ok is False
+    assert by_name(medusa(vocab_size=63))["vocabulary"].ok is False, (
         "only EAGLE-3 may leave out the padding"
     )
-    assert "2 levels" not in told(medusa())["forerun"].text
-    assert "its checkpoint 2" in told(medusa(num_heads=3))["forerun"].text
-    assert told(medusa(num_heads=None, medusa_num_heads=2))["forerun"].ok is False
-    assert fits(checks(block(), TARGET)) and "--draft block:" in told(block())["forerun"].text
+    assert "2 levels" not in by_name(medusa())["forerun"].text
+    assert "its checkpoint 2" in by_name(medusa(num_heads=3))["forerun"].text
+    assert by_name(medusa(num_heads=None, medusa_num_heads=2))["forerun"].ok is False
+    assert fits(checks(block(), TARGET)) and "--draft block:" in by_name(block())["forerun"].text
     for wrong in ({"block_size": 0}, {"block_size": True}, {"markov_head_type": "lstm"}):
-        assert told(block(**wrong))["forerun"].ok is False
+        assert by_name(block(**wrong))["forerun"].ok is False
     sliding = target_config(layer_types=["sliding_attention"] * 2, num_hidden_layers=2)
-    assert "sliding_window" in told(block(transformer_layer_config=sliding))["forerun"].text
+    assert "sliding_window" in by_name(block(transformer_layer_config=sliding))["forerun"].text
     sliding |= {"model_type": "qwen3", "sliding_window": 8}
     assert fits(checks(block(transformer_layer_config=sliding), TARGET))
     layer = target_config(num_hidden_layers=1)
     mtp = Facts("a/mtp", raw={"speculators_model_type": "mtp", "transformer_layer_config": layer})
     assert fits(checks(mtp, TARGET))
     assert (
-        told(Facts("a/mtp", raw=mtp.raw | {"num_nextn_predict_layers": 2}))["forerun"].ok is False
+        by_name(Facts("a/mtp", raw=mtp.raw | {"num_nextn_predict_layers": 2}))["forerun"].ok
+        is False
     )
 
 
@@ -198,18 +199,18 @@ def small(vocabulary: str = "json a", parameters: int = 300, **changed: Any) -> 
 
 
 def test_models() -> None:
-    found = told(small())
+    found = by_name(small())
     assert (
         found["vocabulary"].ok
         and found["size"].ok
         and "30% of the target's parameters" in found["size"].text
     )
-    assert told(small(parameters=700))["size"].ok is False
-    assert told(small("json b"))["vocabulary"].ok is None, "another file may say the same"
-    other = told(small("json b", vocab_size=32))["vocabulary"]
+    assert by_name(small(parameters=700))["size"].ok is False
+    assert by_name(small("json b"))["vocabulary"].ok is None, "another file may say the same"
+    other = by_name(small("json b", vocab_size=32))["vocabulary"]
     assert other.ok is None and "through text" in other.text
-    assert told(small(vocab_size="many"))["forerun"].ok
-    assert told(small(model_type="mamba"))["forerun"].ok is False
+    assert by_name(small(vocab_size="many"))["forerun"].ok
+    assert by_name(small(model_type="mamba"))["forerun"].ok is False
 
 
 def test_names_of_one_model() -> None:

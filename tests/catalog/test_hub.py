@@ -1,4 +1,4 @@
-"""A Hub that lies: sizes, types, names, lengths. No more is read than was asked for, and every fault is one line."""
+"""A Hub with wrong sizes, types, names and lengths: reads are bounded and every error is one line."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def stocked(hub: FakeHub) -> None:
 def test_headers_without_weights(
     hub: FakeHub, honours: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where the server sends all of the file, whatever was asked for."""
+    """Also where the server ignores the range and sends the whole file."""
     hub.add(NAME, eagle_config(), eagle_shapes(lm_head__weight=(40_000, 1000)))
     hub.honours_ranges = honours
     taken: list[int] = []
@@ -60,20 +60,20 @@ def test_a_header_longer_than_the_first_piece(hub: FakeHub) -> None:
 
 
 def edit(content: bytes) -> Callable[[FakeHub], None]:
-    def change(hub: FakeHub) -> None:
+    def apply(hub: FakeHub) -> None:
         hub.files[NAME]["model.safetensors"] = content
 
-    return change
+    return apply
 
 
 def config(content: bytes) -> Callable[[FakeHub], None]:
-    def change(hub: FakeHub) -> None:
+    def apply(hub: FakeHub) -> None:
         hub.files[NAME]["config.json"] = content
 
-    return change
+    return apply
 
 
-LIES: list[tuple[Callable[[FakeHub], None], str]] = [
+WRONG_ANSWERS: list[tuple[Callable[[FakeHub], None], str]] = [
     (edit(b""), "no safetensors file"),
     (edit(struct.pack("<Q", 1 << 60) + b"{}"), "its header would have"),
     (edit(struct.pack("<Q", 2) + b"[]"), "no safetensors file"),
@@ -110,11 +110,13 @@ LIES: list[tuple[Callable[[FakeHub], None], str]] = [
 
 
 @pytest.mark.parametrize(
-    ("lie", "text"), LIES, ids=lambda value: value if isinstance(value, str) else ""
+    ("change", "text"), WRONG_ANSWERS, ids=lambda value: value if isinstance(value, str) else ""
 )
-def test_lies_are_one_line(hub: FakeHub, lie: Callable[[FakeHub], None], text: str) -> None:
+def test_wrong_answers_are_one_line(
+    hub: FakeHub, change: Callable[[FakeHub], None], text: str
+) -> None:
     stocked(hub)
-    lie(hub)
+    change(hub)
     with pytest.raises(LoadError, match=text) as error:
         facts_of(NAME)
     assert (

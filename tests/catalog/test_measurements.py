@@ -1,4 +1,4 @@
-"""What is remembered of measurements: kept, replaced, shared, and never a reason to fail."""
+"""Measurements are stored, replaced and shared between processes; a broken file is never an error."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_best_of_each_kind_of_text_comes_first(folder: Path) -> None:
-    assert load() == [] and not folder.exists(), "asking leaves nothing behind"
+    assert load() == [] and not folder.exists(), "loading creates nothing"
     record(Measurement("t", "slow", "model", "code", 3.0, 1.1))
     record(Measurement("t", "fast", "eagle3", "code", 2.5, 1.7, machine="here", passes=9))
     record(Measurement("t", "counted", "eagle3", "code", 9.0))

@@ -1,4 +1,4 @@
-"""What this machine has: bundled, made here, downloaded, or simply small enough; with what was measured."""
+"""Drafters on this machine: bundled, trained, downloaded or small models; with their measurements."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def names(found: list) -> list[str]:
     return [Path(one.facts.name).name for one in found]
 
 
-def test_all_that_are_here(home: Path) -> None:
+def test_all_local_drafters(home: Path) -> None:
     directory(home / "work/mine", eagle_config(), card="---\ndomains: [Law]\n---\n")
     directory(home / "work/model", target_config(), {"model.embed_tokens.weight": (64, 16)})
     directory(home / "work/.hidden/no", eagle_config())
@@ -50,7 +50,7 @@ def test_all_that_are_here(home: Path) -> None:
 
 
 def test_for_a_target(home: Path) -> None:
-    """Heads that name it, or fit and name none; models of its vocabulary that are much smaller."""
+    """Heads that name the target, or name none and fit; much smaller models with its vocabulary."""
     target = directory(
         home / "models/Big-8B", target_config(), {"model.embed_tokens.weight": (64, 16)}
     )
@@ -69,13 +69,13 @@ def test_for_a_target(home: Path) -> None:
     ]
 
 
-def test_a_target_that_is_not_here(home: Path) -> None:
+def test_a_missing_target(home: Path) -> None:
     with pytest.raises(RequestError, match="org/None is not here"):
         find_local("org/None")
 
 
-def test_what_was_measured(home: Path) -> None:
-    """Remembered figures and those of training, the fastest first; for one kind of text by that one."""
+def test_measurements_are_attached(home: Path) -> None:
+    """Stored measurements and those of training, the fastest first, ordered by the given kind of text."""
     target = directory(
         home / "models/Big-8B", target_config(), {"model.embed_tokens.weight": (64, 16)}
     )

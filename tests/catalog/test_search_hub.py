@@ -1,4 +1,4 @@
-"""The search on a Hub: what is found and why, in which order, and what is not; failures of some or all questions."""
+"""The search on the Hub: candidates, reasons and order; failures of some or all queries."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_by_name_alone_and_by_domain(hub: FakeHub) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "target", "worth"),
+    ("name", "target", "score"),
     [
         ("a/EAGLE3-LLaMA3.1-Instruct-8B", "meta-llama/Llama-3.1-8B-Instruct", NAME),
         ("a/Qwen3-8B-DFlash-b16", "Qwen/Qwen3-8B", NAME),
@@ -91,8 +91,8 @@ def test_by_name_alone_and_by_domain(hub: FakeHub) -> None:
         ("a/eagle3", "org/", 0),
     ],
 )
-def test_what_a_name_is_worth(name: str, target: str, worth: int) -> None:
-    assert _name_score(name, target) == worth
+def test_the_score_of_a_name(name: str, target: str, score: int) -> None:
+    assert _name_score(name, target) == score
 
 
 def test_without_a_network(hub: FakeHub, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +126,7 @@ HOSTILE = [
 
 @pytest.mark.parametrize("listing", HOSTILE, ids=lambda listing: json.dumps(listing)[:40])
 def test_answers_of_any_type(hub: FakeHub, listing: object) -> None:
-    """One odd entry spoils its own answer at most, and is told in one line."""
+    """A malformed entry spoils at most its own query, with a note of one line."""
     stocked(hub)
     hub.files["a/b-Big-8B-eagle3"] = {"config.json": b"{}"}
     hub.listings["a/b-Big-8B-eagle3"] = listing

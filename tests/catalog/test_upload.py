@@ -1,4 +1,4 @@
-"""What goes to the Hub: the drafter, a card by which it is found, nothing else; and what is refused before."""
+"""Uploads contain the drafter and a card by which it is found, nothing else; bad input is refused."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_public_and_what_a_card_had(hub: FakeHub, home: Path) -> None:
     assert not hub.is_private()
 
 
-def test_what_others_would_read_is_told(home: Path) -> None:
+def test_notes_name_files_that_contain_the_home_directory(home: Path) -> None:
     directory = drafter(home / "mine", f"# Made of {home}/texts\n")
     assert [note.split()[0] for note in prepare(directory, TO, None, "mit", []).notes] == [
         "README.md"

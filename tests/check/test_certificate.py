@@ -192,7 +192,7 @@ def test_forward_passes_without_numbers_fail_on_any_kernels(engine):
 
 
 @pytest.mark.parametrize(
-    "options, says",
+    "options, message",
     [
         ({"rules": ("typical",)}, "changes the output by design"),
         ({"rules": ("match",), "fault": "lenint"}, "lenient"),
@@ -200,8 +200,8 @@ def test_forward_passes_without_numbers_fail_on_any_kernels(engine):
         ({"rules": ("match",), "seconds": -1.0}, "--seconds -1"),
     ],
 )
-def test_bad_scopes_are_one_line(options, says):
-    with pytest.raises(ConfigError, match=says) as error:
+def test_bad_scopes_are_one_line(options, message):
+    with pytest.raises(ConfigError, match=message) as error:
         Scope(**{"drafts": ()} | options)
     assert "\n" not in str(error.value)
 
@@ -246,7 +246,7 @@ def test_command_line_fails_with_a_fault(pair, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    "arguments, says",
+    "arguments, message",
     [
         (("--rule", "typical"), "by design"),
         (("--inject", "nothing"), "no such fault"),
@@ -254,8 +254,8 @@ def test_command_line_fails_with_a_fault(pair, monkeypatch, capsys):
         (("no/such/model",), "no/such/model"),
     ],
 )
-def test_command_line_bad_input(pair, arguments, says, monkeypatch, capsys):
+def test_command_line_bad_input(pair, arguments, message, monkeypatch, capsys):
     model = [pair[0]] if arguments[0].startswith("--") else []
     code, out, err = run(monkeypatch, capsys, *model, *arguments)
-    assert code == 2 and says in err and out == ""
+    assert code == 2 and message in err and out == ""
     assert len([line for line in err.splitlines() if line.startswith("forerun:")]) == 1

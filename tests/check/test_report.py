@@ -1,4 +1,4 @@
-"""The verdict says what failed, and no part claims what it did not show."""
+"""The verdict names what failed, and no part claims what it did not show."""
 
 import pytest
 
@@ -36,7 +36,7 @@ def test_the_verdict_is_one_line(certificate: Certificate, begins: str) -> None:
     assert line.startswith(begins) and "\n" not in line
 
 
-def test_every_part_says_what_it_showed() -> None:
+def test_every_part_has_an_example() -> None:
     made_ = made()
     made_.findings.append(Finding("rules", "strongest", True, "evidence", {"evidence": 7.0}))
     shown = dict(made_.parts())
