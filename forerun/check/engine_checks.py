@@ -316,16 +316,19 @@ class EngineChecks:
         return Finding("texts", subject, not wrong, text, details)
 
     def _describe(self, divergence: Divergence) -> str:
-        tokenizer = self.llm.tokenizer
-        emitted, expected = (
-            "the end" if t < 0 else repr(tokenizer.spell(t)) if tokenizer else str(t)
-            for t in (divergence.speculative, divergence.plain)
-        )
+        emitted = self._spell(divergence.speculative)
+        expected = self._spell(divergence.plain)
         return (
             f"prompt {divergence.prompt}, temperature {divergence.temperature:g},"
             f" {divergence.schedule}: token {divergence.position} is {emitted} instead of"
             f" {expected}, where the target's best token leads by {divergence.margin:.3g}"
         )
+
+    def _spell(self, token: int) -> str:
+        if token < 0:
+            return "the end of the text"
+        tokenizer = self.llm.tokenizer
+        return repr(tokenizer.spell(token)) if tokenizer else str(token)
 
     def check_distribution(
         self,
