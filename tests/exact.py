@@ -1,4 +1,5 @@
-"""Distances of exact distributions (`forerun.check.oracle`), and the mean number of emitted tokens."""
+"""Distances of exact distributions (`forerun.check.oracle`), and the mean number of emitted
+tokens."""
 
 from __future__ import annotations
 

@@ -12,15 +12,14 @@ from dataclasses import dataclass
 
 from forerun.catalog.facts import Facts
 from forerun.catalog.survey import MAX_DRAFT_SHARE
-from forerun.draft.block_dialects import FLAGS, as_speculators, is_block, windows_of
-from forerun.draft.block_shapes import read_law
-from forerun.draft.eagle_dialects import read_dialect
-from forerun.draft.fields import read_bool, read_whole
-from forerun.draft.kinds import Json, inner
-from forerun.draft.level_dialects import read_medusa, read_mlp
+from forerun.draft.block.formats import FLAGS, as_speculators, is_block, read_law, windows_of
+from forerun.draft.eagle.formats import read_dialect
+from forerun.draft.head_files import read_bool, read_whole
+from forerun.draft.medusa import read_medusa, read_mlp
+from forerun.draft.registry import Json, inner
 from forerun.errors import LoadError, shown
-from forerun.models.families import FAMILIES, OWN_DRAFTER, is_whole
-from forerun.models.gguf.kinds import skim, why_not
+from forerun.models.config import FAMILIES, OWN_DRAFTER, is_integer
+from forerun.models.gguf.config import skim, why_not
 from forerun.models.names import LABEL, title
 
 LAYER_FAMILIES = ("llama", "qwen3")  # families of decoder layers in heads (`draft/stored.py`)
@@ -352,12 +351,12 @@ def aux_hidden_layers(drafter: Facts, target: Sizes) -> tuple[int, ...] | None:
     """
     raw = drafter.raw
     if drafter.kind.draft == "eagle3":
-        return read_dialect(raw, target.num_layers).boundaries
+        return read_dialect(raw, target.num_layers).aux_hidden_layers
     name = "aux_hidden_state_layer_ids"
     layers = (as_speculators(raw) if is_block(raw) else raw).get(name)
     if layers is None:
         return None
-    if not isinstance(layers, list) or not layers or not all(is_whole(i) for i in layers):
+    if not isinstance(layers, list) or not layers or not all(is_integer(i) for i in layers):
         raise LoadError(f"{name} in config.json is {shown(layers)}, not a list of hidden states")
     return tuple(layers)
 
@@ -390,6 +389,6 @@ def _rows(drafter: Facts, name: str) -> int:
 def _size(raw: Json, *names: str) -> int:
     """Return the first of these fields that is a size; 0 where none is."""
     for value in (raw.get(name) for name in names):
-        if isinstance(value, int) and is_whole(value) and 0 < value <= MAX_SIZE:
+        if isinstance(value, int) and is_integer(value) and 0 < value <= MAX_SIZE:
             return value
     return 0

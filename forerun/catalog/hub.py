@@ -14,11 +14,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from forerun.draft.kinds import Json
+from forerun.draft.registry import Json
 from forerun.errors import LoadError, one_line
-from forerun.models.families import is_whole
+from forerun.models.config import is_integer
 from forerun.models.files import parse_header
-from forerun.texts import decoded
+from forerun.utils import decoded
 
 FILE_NAME = re.compile(r"[A-Za-z0-9_][\w.+=-]{0,199}", re.ASCII)  # no folders
 REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9_][\w.-]{0,95}", re.ASCII)
@@ -128,7 +128,7 @@ def checked(name: str, info: Any) -> Repository:
         size = entry.size or 0
         if not isinstance(file, str) or not FILE_NAME.fullmatch(file):
             continue  # in a folder, or leading out of the repository
-        if not is_whole(size) or not 0 <= size <= MAX_SIZE:
+        if not is_integer(size) or not 0 <= size <= MAX_SIZE:
             continue
         files[file] = size
         digest = entry.lfs.sha256 if entry.lfs else entry.blob_id
@@ -143,7 +143,7 @@ def checked(name: str, info: Any) -> Repository:
         digests,
         tuple(tag for tag in tags if isinstance(tag, str)),
         card if isinstance(card, dict) else {},
-        info.downloads if is_whole(info.downloads) else 0,
+        info.downloads if is_integer(info.downloads) else 0,
     )
 
 
@@ -217,7 +217,7 @@ def shapes_of(header: dict[str, Json], file: str) -> Shapes:
         why = one_line(repr(error))
         raise LoadError(f"{file} is no safetensors file or not whole: {why}") from None
     for shape in found.values():
-        sizes_valid = all(is_whole(n) and 0 <= n <= MAX_SIZE for n in shape)
+        sizes_valid = all(is_integer(n) and 0 <= n <= MAX_SIZE for n in shape)
         if len(shape) > MAX_AXES or not sizes_valid:
             raise LoadError(f"{file} is no safetensors file: it has tensors of impossible sizes")
     return found

@@ -11,16 +11,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from forerun.draft.bundled import automatic, bundled_for
-from forerun.draft.kinds import Look, recognise
-from forerun.drafts import draft_name
+from forerun.draft.registry import Look, automatic, bundled_for, recognise
+from forerun.draft_spec import draft_name
 from forerun.errors import LoadError
+from forerun.hardware import free_ram
 from forerun.kernels import native
-from forerun.machine import free_ram
-from forerun.models.config import load_config
-from forerun.models.families import FAMILIES
+from forerun.models.config import FAMILIES, load_config
 from forerun.models.files import indexed, read_header, read_object, weight_files
-from forerun.models.gguf.kinds import skim, token_digest, why_not
+from forerun.models.gguf.config import skim, token_digest, why_not
 from forerun.models.places import Found
 
 # llama.cpp's general.file_type: a label of the mix of types, which the tensors need not follow

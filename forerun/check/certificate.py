@@ -11,11 +11,11 @@ from forerun.check.engine_checks import EngineChecks
 from forerun.check.faults import FAULTS, Fault
 from forerun.check.report import Certificate, Finding
 from forerun.check.rules import ENUMERABLE, check_random_numbers, enumerate_rule
-from forerun.drafts import names_in
-from forerun.errors import ConfigError, nearest
+from forerun.cli.progress import Part, Tell, nothing
+from forerun.draft_spec import names_in
+from forerun.errors import ConfigError, suggest
 from forerun.llm import LLM
 from forerun.models.hub import DEFAULT
-from forerun.progress import Part, Tell, nothing
 from forerun.verify import RULES, Noise
 
 LOSSLESS = tuple(name for name, rule in RULES.items() if not rule.lossy)
@@ -57,7 +57,7 @@ class Scope:
                     f"--rule {rule} changes the output by design: check one of {known}"
                 )
         if self.fault is not None and self.fault not in FAULTS:
-            known = nearest(self.fault, FAULTS)
+            known = suggest(self.fault, FAULTS)
             raise ConfigError(f"--inject {self.fault}: there is no such fault: {known}")
         for name, low in (("texts", 1), ("tokens", 2), ("samples", 1), ("seconds", 0)):
             value = getattr(self, name)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from forerun.flags import ENGINE, with_flags
+from forerun.cli.flags import ENGINE, with_flags
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -57,9 +57,9 @@ def check(
     scope = Scope(rules, (), texts, tokens, samples, seconds, inject)
     if ":" in config.get("draft", "") and config.get("rule") not in ("token", "block"):
         config.setdefault("width", 2)  # draft trees for the rules that accept them
+    from forerun.cli.progress import progress
     from forerun.llm import LLM
     from forerun.measure.tables import print_json
-    from forerun.progress import progress
 
     terminal = sys.stderr.isatty()
 

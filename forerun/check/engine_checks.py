@@ -23,13 +23,13 @@ from forerun import rng
 from forerun.cache.attention import Segment
 from forerun.check.report import Finding
 from forerun.check.sequential_test import ALPHA, SequentialTest
+from forerun.cli.progress import Tell, nothing
 from forerun.engine.request import Request
 from forerun.errors import ConfigError
 from forerun.llm import LLM
 from forerun.measure.corpus import excerpts
-from forerun.native import NativeDecoder
-from forerun.progress import Tell, nothing
-from forerun.runner import Runner
+from forerun.runtime.native import NativeDecoder
+from forerun.runtime.torch_runner import Runner
 from forerun.sampling.params import SamplingParams
 from forerun.types import Draft, Law, Round
 from forerun.verify import RULES, Noise, Rule
@@ -418,9 +418,9 @@ def draft_probs(draft: Draft, node: int, vocab: int) -> np.ndarray | None:
     if not children:
         return None
     q = np.zeros(vocab)
-    if draft.probs is not None and any(draft.laws[c] is not Law.GIVEN for c in children):
+    if draft.probs is not None and any(draft.laws[c] is not Law.DETERMINISTIC for c in children):
         q += draft.probs[node]
-    q[[draft.tokens[c] for c in children if draft.laws[c] is Law.GIVEN]] = 1.0
+    q[[draft.tokens[c] for c in children if draft.laws[c] is Law.DETERMINISTIC]] = 1.0
     return q
 
 

@@ -144,7 +144,7 @@ def sampled(draft: Draft, node: int, q: np.ndarray) -> Iterator[Children]:
 
 def greedy(draft: Draft, node: int, q: np.ndarray) -> Iterable[Children]:
     """Draft a chain of most likely tokens, which are deterministic."""
-    return [([(int(np.argmax(q)), Law.GIVEN)], None, 1)]
+    return [([(int(np.argmax(q)), Law.DETERMINISTIC)], None, 1)]
 
 
 def mixed(draft: Draft, node: int, q: np.ndarray) -> Iterable[Children]:
@@ -174,7 +174,7 @@ def greedy_plus_one(
     best = int(np.argmax(q))
     rest = q.copy()
     rest[best] = 0
-    top = (best, Law.GIVEN)
+    top = (best, Law.DETERMINISTIC)
     if not rest.sum():
         yield [top], None, 1
         return

@@ -1,4 +1,5 @@
-"""A fake Hub on 127.0.0.1 for huggingface_hub that counts what it sends, and configurations of drafters."""
+"""A fake Hub on 127.0.0.1 for huggingface_hub that counts what it sends, and configurations of
+drafters."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ def safetensors(shapes: Shapes, dtype: str = "F16") -> bytes:
 
 
 class FakeHub:
-    """Repositories by name, each with its files; `listings` replace what the API returns for one."""
+    """Repositories by name, each with its files; `listings` replace what the API returns for
+    one."""
 
     def __init__(self) -> None:
         self.files: dict[str, dict[str, bytes]] = {}
@@ -65,7 +67,8 @@ class FakeHub:
         self.files[name], self.tags[name], self.cards[name] = own, list(tags), card or {}
 
     def is_private(self) -> bool:
-        """Whether the last created repository is private; huggingface_hub versions send different fields."""
+        """Whether the last created repository is private; huggingface_hub versions send different
+        fields."""
         return self.made[-1].get("private", self.made[-1].get("visibility") == "private")
 
     def describe(self, name: str) -> Any:
@@ -86,7 +89,8 @@ class FakeHub:
         }  # fmt: skip
 
     def search(self, query: Mapping[str, list[str]]) -> list[Any]:
-        """Find repositories as the Hub does: every word in the name, every filter among the tags."""
+        """Find repositories as the Hub does: every word in the name, every filter among the
+        tags."""
         words = [word for text in query.get("search", []) for word in text.lower().split()]
         found = []
         for name in self.files:
@@ -234,7 +238,8 @@ def serving() -> Iterator[tuple[FakeHub, str]]:
 
 
 def point_at(url: str, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Point huggingface_hub in this process at an address, as HF_ENDPOINT does before its import."""
+    """Point huggingface_hub in this process at an address, as HF_ENDPOINT does before its
+    import."""
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)

@@ -12,14 +12,12 @@ import torch
 
 from forerun.catalog.facts import facts_at
 from forerun.catalog.fit import checks, fits, sizes_of
-from forerun.draft.block_format import load_block, save_block
-from forerun.draft.block_shapes import MarkovShape
-from forerun.draft.eagle1 import load_first_head
-from forerun.draft.eagle3 import load_head, save_head
-from forerun.draft.medusa import load_heads, save_heads
-from forerun.draft.mlp import load_mlp
-from forerun.draft.mtp import load_module, save_module
-from forerun.draft.view import TargetView, view_of
+from forerun.draft.block.formats import MarkovShape
+from forerun.draft.block.module import load_block, save_block
+from forerun.draft.eagle.module import load_first_head, load_head, save_head
+from forerun.draft.eagle.mtp import load_module, save_module
+from forerun.draft.medusa import load_heads, load_mlp, save_heads
+from forerun.draft.proposer import TargetView, view_of
 from forerun.errors import LoadError
 from tests import tiny
 from tests.draft import published

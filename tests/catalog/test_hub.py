@@ -1,4 +1,5 @@
-"""A Hub with wrong sizes, types, names and lengths: reads are bounded and every error is one line."""
+"""A Hub with wrong sizes, types, names and lengths: reads are bounded and every error is one
+line."""
 
 from __future__ import annotations
 

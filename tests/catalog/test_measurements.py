@@ -1,4 +1,5 @@
-"""Measurements are stored, replaced and shared between processes; a broken file is never an error."""
+"""Measurements are stored, replaced and shared between processes; a broken file is never an
+error."""
 
 from __future__ import annotations
 

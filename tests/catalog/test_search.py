@@ -1,4 +1,5 @@
-"""Drafters on this machine: bundled, trained, downloaded or small models; with their measurements."""
+"""Drafters on this machine: bundled, trained, downloaded or small models; with their
+measurements."""
 
 from __future__ import annotations
 
@@ -75,7 +76,8 @@ def test_a_missing_target(home: Path) -> None:
 
 
 def test_measurements_are_attached(home: Path) -> None:
-    """Stored measurements and those of training, the fastest first, ordered by the given kind of text."""
+    """Stored measurements and those of training, the fastest first, ordered by the given kind of
+    text."""
     target = directory(
         home / "models/Big-8B", target_config(), {"model.embed_tokens.weight": (64, 16)}
     )

@@ -1,4 +1,5 @@
-"""Uploads contain the drafter and a card by which it is found, nothing else; bad input is refused."""
+"""Uploads contain the drafter and a card by which it is found, nothing else; bad input is
+refused."""
 
 from __future__ import annotations
 
@@ -128,7 +129,7 @@ def test_a_hub_that_refuses(hub: FakeHub, home: Path) -> None:
 
 
 def test_the_bundled_one_could_be_pushed() -> None:
-    from forerun.draft.bundled import BUNDLED
+    from forerun.draft.registry import BUNDLED
 
     (directory,) = BUNDLED.iterdir()
     prepared = prepare(directory, "me/x", None, "apache-2.0", [])

@@ -20,7 +20,7 @@ from forerun.check.faults import FAULTS as SHIPPED
 from forerun.check.faults import LENIENCE, RATIO_RULES, Change, ChangedCoins, Fault
 from forerun.types import Draft, Law, Verdict
 from forerun.verify import RULES, Noise, Rule, block, match
-from forerun.verify.base import Coins, RatioRule, law_of, ratio, residual
+from forerun.verify.base import Coins, RatioRule, probs_of, ratio, residual
 
 UNLIKELY = 0.3
 FAULTS = dict(SHIPPED)
@@ -103,7 +103,7 @@ def rows_late(rule: RatioRule, draft: Draft, p: np.ndarray, coins: Coins) -> Ver
 def independent_match(rule: RatioRule, draft: Draft, p: np.ndarray, coins: Coins) -> Verdict:
     for node in range(1, len(draft)):
         if coins.draw(p[node - 1], node - 1) != draft.tokens[node]:
-            rest = residual(p[node - 1], law_of(draft, node, p))
+            rest = residual(p[node - 1], probs_of(draft, node, p))
             return Verdict(
                 [*draft.tokens[1:node], coins.draw(rest, node + len(draft))], list(range(node))
             )
@@ -113,7 +113,7 @@ def independent_match(rule: RatioRule, draft: Draft, p: np.ndarray, coins: Coins
 
 @change("skipped-rejection", "a token is accepted behind a rejected one", "token")
 def skipped_rejection(rule: RatioRule, draft: Draft, p: np.ndarray, coins: Coins) -> Verdict:
-    laws = [law_of(draft, node, p) for node in range(1, len(draft))]
+    laws = [probs_of(draft, node, p) for node in range(1, len(draft))]
     tests = [(p[i][draft.tokens[i + 1]], q[draft.tokens[i + 1]]) for i, q in enumerate(laws)]
     last = max((i + 1 for i, (a, b) in enumerate(tests) if coins.accept(a, b, i + 1)), default=0)
     weights = p[last] if last == len(draft) - 1 else residual(p[last], laws[last])
@@ -126,7 +126,7 @@ def token_residual(rule: RatioRule, draft: Draft, p: np.ndarray, coins: Coins) -
     last = len(verdict.path) - 1
     if last == len(draft) - 1:
         return verdict
-    rest = residual(p[last], law_of(draft, last + 1, p))
+    rest = residual(p[last], probs_of(draft, last + 1, p))
     return Verdict([*verdict.tokens[:-1], coins.draw(rest, last + len(draft))], verdict.path)
 
 
@@ -134,7 +134,7 @@ def token_residual(rule: RatioRule, draft: Draft, p: np.ndarray, coins: Coins) -
 def uncapped(rule: RatioRule, draft: Draft, p: np.ndarray, coins: Coins) -> Verdict:
     product, last = 1, len(draft) - 1
     for node in range(1, len(draft)):
-        product *= p[node - 1][draft.tokens[node]] / law_of(draft, node, p)[draft.tokens[node]]
+        product *= p[node - 1][draft.tokens[node]] / probs_of(draft, node, p)[draft.tokens[node]]
 
     def accept(mass: float, whole: float, node: int) -> bool:
         return coins.accept(product if node == last else mass, whole, node)
@@ -148,7 +148,7 @@ def siblings(rule: RatioRule, draft: Draft, p: np.ndarray, coins: Coins) -> Verd
     while True:
         rest = p[node]
         for child in children[node]:
-            q = law_of(draft, child, p)
+            q = probs_of(draft, child, p)
             if coins.accept(p[node][draft.tokens[child]], q[draft.tokens[child]], child):
                 node = child
                 break
@@ -226,7 +226,9 @@ def unlikely_dropped(rule: RatioRule, draft: Draft, p: np.ndarray, coins: Coins)
     if draft.parents != list(range(-1, len(draft) - 1)):
         return rule(draft, p, coins)
     sampled = [n for n in range(1, len(draft)) if draft.laws[n] is Law.SAMPLED]
-    cut = next((n for n in sampled if law_of(draft, n, p)[draft.tokens[n]] < UNLIKELY), len(draft))
+    cut = next(
+        (n for n in sampled if probs_of(draft, n, p)[draft.tokens[n]] < UNLIKELY), len(draft)
+    )
     return rule(draft.first(cut - 1), p[:cut], coins)
 
 

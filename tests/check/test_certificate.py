@@ -8,12 +8,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from forerun import LLM, cli
+from forerun import LLM
 from forerun.check import certificate, rules
 from forerun.check.certificate import LOSSLESS, Scope, certify, rule_checks
 from forerun.check.engine_checks import EngineChecks, Schedule, Text, draft_probs
 from forerun.check.oracle import Children
 from forerun.check.rules import ENUMERABLE, enumerate_rule
+from forerun.cli import main as cli
 from forerun.errors import ConfigError
 from forerun.types import Draft, Law
 from forerun.verify import RULES

@@ -1,4 +1,5 @@
-"""The sequential test rejects biased samplers, not correct ones, however often one looks; its bounds hold."""
+"""The sequential test rejects biased samplers, not correct ones, however often one looks; its
+bounds hold."""
 
 import numpy as np
 import pytest

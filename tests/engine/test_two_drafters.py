@@ -21,12 +21,12 @@ from torch import Tensor
 from forerun import rng
 from forerun.cache.attention import Segment
 from forerun.check.sequential_test import SequentialTest
-from forerun.draft.base import Proposer, Row
 from forerun.draft.compose import Both
+from forerun.draft.proposer import DraftRequest, Proposer
 from forerun.draft.tree import Tree, grow
 from forerun.engine.engine import Engine
 from forerun.models.config import make_config
-from forerun.runner import Runner
+from forerun.runtime.torch_runner import Runner
 from forerun.sampling.params import SamplingParams
 from forerun.types import Draft, Forward
 from forerun.verify import RULES, Noise
@@ -69,7 +69,7 @@ class TableTarget(Runner):
         super().__init__(stub, tokens=32 * BATCH, page=4, slots=BATCH)
 
     def forward(
-        self, segments: Sequence[Segment], boundaries: Sequence[int] = (), keep: bool = True
+        self, segments: Sequence[Segment], aux_hidden_layers: Sequence[int] = (), keep: bool = True
     ) -> Forward:
         return Forward(TARGET[[segment.tokens[i] for segment in segments for i in segment.want]])
 
@@ -82,7 +82,7 @@ class TableDrafter(Proposer):
     def __init__(self, name: str, logits: Tensor, noise: type[Noise]) -> None:
         self.name, self.logits, self.noise = name, logits, noise
 
-    def propose(self, rows: Sequence[Row]) -> list[Draft]:
+    def propose(self, rows: Sequence[DraftRequest]) -> list[Draft]:
         own = [
             replace(row, noise=self.noise(row.noise.seed, row.noise.root, row.noise.source))
             for row in rows

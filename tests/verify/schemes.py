@@ -1,4 +1,5 @@
-"""Drafting schemes for enumeration (`forerun.check.oracle.Scheme`): trees of every kind that drafters make."""
+"""Drafting schemes for enumeration (`forerun.check.oracle.Scheme`): trees of every kind that
+drafters make."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ def iid2(draft: Draft, node: int, q: np.ndarray) -> Iterable[Children]:
 
 def top2(draft: Draft, node: int, q: np.ndarray) -> Iterable[Children]:
     """Draft the two most likely tokens deterministically."""
-    yield [(int(t), Law.GIVEN) for t in np.argsort(-q, kind="stable")[:2]], None, 1
+    yield [(int(t), Law.DETERMINISTIC) for t in np.argsort(-q, kind="stable")[:2]], None, 1
 
 
 def ngram_plus_sample(
@@ -45,12 +46,13 @@ def ngram_plus_sample(
     """Draft a sample and a token looked up from the prefix; with `distinct` only if they differ."""
     found = sum(prefix_of(draft, node)) % len(q)
     for t in np.flatnonzero(q > 0):
-        both = [(int(t), Law.SAMPLED), (found, Law.GIVEN)]
+        both = [(int(t), Law.SAMPLED), (found, Law.DETERMINISTIC)]
         yield both[:1] if distinct and t == found else both, q, q[t]
 
 
 def crossed(draft: Draft, node: int, q: np.ndarray) -> Iterable[Children]:
-    """Draft two different samples; one sibling decides whether the other is expanded, as a budget does."""
+    """Draft two different samples; one sibling decides whether the other is expanded, as a budget
+    does."""
     siblings = draft.children()[draft.parents[node]] if node else []
     if any(draft.tokens[s] % 2 for s in siblings if s != node):
         return [([], None, 1)]
