@@ -33,7 +33,7 @@ FLOORS = [
     {"cache"},
     {"native", "packed", "parallel", "passes", "recorded", "runner", "load"},
     {"draft"},
-    {"catalogue"},
+    {"catalog"},
     {"engine"},
     {
         "completion",
