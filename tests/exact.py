@@ -1,29 +1,37 @@
-"""How far apart exact laws are (`forerun.check.oracle`), and how many tokens a round emits."""
+"""Distances of exact distributions (`forerun.check.oracle`), and the mean number of emitted
+tokens."""
 
 from __future__ import annotations
 
-from forerun.check.oracle import Chance, Proposals, Strings, Table, complete, emission, joint
+from forerun.check.oracle import (
+    Probability,
+    Proposals,
+    StringProbs,
+    Table,
+    complete,
+    emission,
+    joint,
+)
 from forerun.verify.base import RatioRule
 
 
-def error(one: Strings, other: Strings) -> Chance:
-    """The largest difference of two laws."""
+def error(one: StringProbs, other: StringProbs) -> Probability:
+    """Return the largest difference of two distributions."""
     return max(abs(one.get(s, 0) - other.get(s, 0)) for s in {*one, *other})
 
 
-def tv(one: Strings, other: Strings) -> Chance:
-    """The total variation distance of two laws."""
+def tv(one: StringProbs, other: StringProbs) -> Probability:
+    """Return the total variation distance of two distributions."""
     return sum(abs(one.get(s, 0) - other.get(s, 0)) for s in {*one, *other}) / 2
 
 
-def bias(rule: RatioRule, drafts: Proposals, target: Table, depth: int) -> Chance:
-    """By how much a round's law differs from the target's: 0, or float64 rounding, for an exact
-    rule."""
+def bias(rule: RatioRule, drafts: Proposals, target: Table, depth: int) -> Probability:
+    """Return the error of a round's distribution: 0, or float64 rounding, for an exact rule."""
     return error(
         complete(emission(rule, drafts, target), target, depth + 1), joint(target, depth + 1)
     )
 
 
-def mean_tokens(emitted: Strings) -> Chance:
-    """Tokens a round emits on average."""
+def mean_tokens(emitted: StringProbs) -> Probability:
+    """Return the mean number of tokens that a round emits."""
     return sum(len(string) * chance for string, chance in emitted.items())

@@ -1,7 +1,6 @@
-"""`forerun check`: evidence, on the user's own model and machine, that speculation does not change
-what is said.
+"""`forerun check`: a certificate that speculation does not change a model's output.
 
-Part by part: the code of the rules on toy models by exact enumeration (`rules`), the target's
-passes bit by bit (`passes`), texts token for token (`texts`), the law of sampled tokens by a
-sequential test (`law`), and faults put in on purpose, which all of that must catch (`faults`).
-`certificate` runs them and adds up."""
+The checks run on the user's own model and machine: the verification rules on toy models by exact
+enumeration (`rules`, `oracle`), forward passes bit by bit, texts token for token and sampled tokens
+by a sequential test (`engine_checks`), and known faults that these checks must find (`faults`).
+"""

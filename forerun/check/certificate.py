@@ -1,40 +1,27 @@
-"""All checks of one model, in order, within a time; and what they come to."""
+"""The certificate of one model: which checks run, in which order and within which time."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 
-from forerun.check.faults import check_faults, check_rules
-from forerun.check.findings import Finding
-from forerun.check.law import check_law
-from forerun.check.mistakes import FAULTS
-from forerun.check.passes import check_passes
-from forerun.check.rules import samples_trees
-from forerun.check.subject import Ask, Subject, random_prompts
-from forerun.check.texts import check_texts
-from forerun.cli.progress import Tell, nothing
+from forerun.check.engine_checks import EngineChecks
+from forerun.check.faults import FAULTS, Fault
+from forerun.check.report import Certificate, Finding
+from forerun.check.rules import ENUMERABLE, check_random_numbers, enumerate_rule
+from forerun.cli.progress import Part, Tell, nothing
 from forerun.draft_spec import names_in
 from forerun.errors import ConfigError, suggest
 from forerun.llm import LLM
-from forerun.measure.corpus import excerpts
 from forerun.models.hub import DEFAULT
-from forerun.runtime.native import NativeDecoder
-from forerun.sampling.params import SamplingParams
-from forerun.verify import RULES
+from forerun.verify import RULES, Noise
 
 LOSSLESS = tuple(name for name, rule in RULES.items() if not rule.lossy)
-PROMPT, LEAST = 48, 16  # tokens
-TEMPERATURES = (0.0, 0.8)
-SECONDS = {
-    "rules": 1.0,
-    "passes": 3.0,
-    "texts": 6.0,
-    "law": 14.0,
-    "faults": 0.4,
-}  # about, a claim: for the time left
+TEXT_SHARE = (
+    0.5  # share of the time after which the texts end; the distribution tests take the rest
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +31,14 @@ class Scope:
     Attributes:
         rules: names of lossless rules.
         drafts: names of the engine's proposers.
-        texts: prompts; each is continued at every temperature.
-        tokens: of each text.
-        samples: tokens for each sequential test.
-        seconds: after which no further comparison is begun. Every part has a share of it.
-        fault: the name of a fault to put in.
+        texts: number of prompts; each is continued at every temperature.
+        tokens: number of tokens of each text.
+        samples: number of tokens of each distribution test.
+        seconds: time after which no further comparison is begun.
+        fault: name of a fault to inject.
+
+    Raises:
+        ConfigError: a rule is lossy, the fault is unknown or a number is out of range.
     """
 
     rules: tuple[str, ...]
@@ -62,155 +52,121 @@ class Scope:
     def __post_init__(self) -> None:
         for rule in self.rules:
             if rule not in LOSSLESS:
+                known = ", ".join(LOSSLESS)
                 raise ConfigError(
-                    f"--rule {rule} changes the output by design: check one of {', '.join(LOSSLESS)}"
+                    f"--rule {rule} changes the output by design: check one of {known}"
                 )
         if self.fault is not None and self.fault not in FAULTS:
-            raise ConfigError(
-                f"--inject {self.fault}: there is no such fault: {suggest(self.fault, FAULTS)}"
-            )
+            known = suggest(self.fault, FAULTS)
+            raise ConfigError(f"--inject {self.fault}: there is no such fault: {known}")
         for name, low in (("texts", 1), ("tokens", 2), ("samples", 1), ("seconds", 0)):
             value = getattr(self, name)
             if not low <= value <= 1e9:
-                raise ConfigError(
-                    f"--{name} {value:g} is out of range: give at least {low}, at most 1e9"
-                )
-
-    def laws(self, rule: str) -> tuple[str, ...]:
-        """The proposers whose tokens are tested under a rule: what `match` says does not depend on
-        them."""
-        return self.drafts if rule != "match" else self.drafts[-1:]
-
-    def claims(self) -> list[str]:
-        """The part of each claim, in order."""
-        match, faults = "match" in self.rules, FAULTS.values() if self.fault is None else ()
-        counts = {
-            "rules": 2 * len(self.rules) - match + sum(map(samples_trees, self.rules)),
-            "passes": 1,
-            "texts": len(self.rules) * len(self.drafts) + match,
-            "law": sum(len(self.laws(rule)) for rule in self.rules),
-            "faults": sum(rule in fault.rules for fault in faults for rule in self.rules),
-        }
-        return [part for part, count in counts.items() for _ in range(count)]
-
-
-class Pace(Tell):
-    """How far a certificate is: what is told of one claim, told of all of them."""
-
-    def __init__(self, claims: Sequence[str], tell: Tell) -> None:
-        """claims: their parts, in order."""
-        self._claims, self._tell, self._at = claims, tell, 0
-
-    def __call__(self, what: str, done: float | None = None, total: float | None = None) -> None:
-        part, before = (
-            self._claims[self._at],
-            sum(SECONDS[part] for part in self._claims[: self._at]),
-        )
-        share = done / total if done is not None and total else 0.0
-        whole = sum(SECONDS[part] for part in self._claims)
-        text = f"claim {self._at + 1} of {len(self._claims)}, {part}: {what}"
-        self._tell(text, before + share * SECONDS[part], whole)
-
-    def note(self, what: str) -> None:
-        """A line that stays."""
-        self._tell.note(what)
-
-    def next(self) -> None:
-        """A claim is done."""
-        self._at = min(self._at + 1, len(self._claims) - 1)
+                raise ConfigError(f"--{name} {value:g} is out of range: give {low} to 1e9")
 
 
 @dataclass(frozen=True, slots=True)
-class Certificate:
-    """The findings, and on what."""
+class Check:
+    """A check to run; a `timed` one gets its deadline and a callable for its progress."""
 
-    model: str
-    form: str
-    findings: list[Finding]
-    seconds: float
-    fault: str | None = None
-
-    @property
-    def failed(self) -> list[Finding]:
-        """What does not hold."""
-        return [f for f in self.findings if f.passed is False]
-
-    @property
-    def open(self) -> list[Finding]:
-        """What could not be put to the test."""
-        return [f for f in self.findings if f.passed is None]
-
-    @property
-    def passed(self) -> bool:
-        """Whether everything was tested and held."""
-        return not self.failed and not self.open
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return {
-            "model": self.model, "form": self.form, "fault": self.fault, "passed": self.passed,
-            "failed": len(self.failed), "open": len(self.open), "seconds": round(self.seconds, 3),
-            "findings": [asdict(f) for f in self.findings],
-        }  # fmt: skip
+    part: str
+    run: Callable[..., Finding]
+    timed: bool = False
 
 
 def certify(
-    llm: LLM, scope: Scope, report: Callable[[Finding], None], tell: Tell = nothing
+    llm: LLM, scope: Scope, report: Callable[[list[Finding]], None], tell: Tell = nothing
 ) -> Certificate:
-    """Run every check; `report` is given each finding as it comes."""
-    started, findings, pace = time.monotonic(), [], Pace(scope.claims(), tell)
-    for finding in _findings(Subject(llm), scope, started, pace):
-        findings.append(finding)
-        pace.next()
-        report(finding)
+    """Run every check.
+
+    Args:
+        llm: the model and engine to check.
+        scope: what to check.
+        report: called with the findings of each part when it is complete.
+        tell: progress.
+    """
+    started = time.monotonic()
+    checks = list(_checks(EngineChecks(llm, scope.texts, scope.tokens), scope))
+    findings: list[Finding] = []
+    for index, check in enumerate(checks):
+        label = f"check {index + 1} of {len(checks)}, {check.part}: "
+        progress = Part(tell, index, len(checks), label)
+        progress("running")
+        deadline = _deadline(checks[index:], started, scope.seconds)
+        findings.append(check.run(deadline, progress) if check.timed else check.run())
+        if index + 1 == len(checks) or checks[index + 1].part != check.part:
+            report([finding for finding in findings if finding.part == check.part])
     seconds = time.monotonic() - started
-    return Certificate(
-        llm.config.model or DEFAULT, llm.decoder.precision, findings, seconds, scope.fault
-    )
+    model = llm.config.model or DEFAULT
+    expectation = _expectation(scope.fault, findings) if scope.fault else ""
+    return Certificate(model, llm.decoder.precision, findings, seconds, scope.fault, expectation)
 
 
-def _findings(subject: Subject, scope: Scope, started: float, tell: Tell) -> Iterator[Finding]:
+def _deadline(remaining: list[Check], started: float, seconds: float) -> float:
+    """Return the first check's deadline: an equal share of the time left to its part."""
+    part = remaining[0].part
+    end = started + seconds * (TEXT_SHARE if part == "texts" else 1.0)
+    now = time.monotonic()
+    return now + (end - now) / sum(check.part == part for check in remaining)
+
+
+def _checks(engine: EngineChecks, scope: Scope) -> Iterator[Check]:
     fault = FAULTS[scope.fault] if scope.fault else None
-    llm, rules = subject.llm, [fault.rule(name) if fault else RULES[name] for name in scope.rules]
-    yield from check_rules(scope.rules, fault, tell)
-    prompts = _prompts(llm, scope.texts)
-    tell("one token a pass, and many")
-    passes, noise = check_passes(subject, prompts[0], exact=isinstance(llm.decoder, NativeDecoder))
-    yield passes
-    asks = [
-        Ask(prompt, SamplingParams(temperature=t, seed=i, max_tokens=scope.tokens, ignore_eos=True))
-        for t in TEMPERATURES
-        for i, prompt in enumerate(prompts)
-    ]
-    yield from check_texts(
-        subject, asks, rules, scope.drafts, noise, started + scope.seconds / 2, tell
-    )
-    arms = [(rule, draft) for rule in rules for draft in scope.laws(rule.name)]
-    for i, (rule, draft) in enumerate(arms):
-        now = time.monotonic()
-        share = (started + scope.seconds - now) / (len(arms) - i)
-        yield check_law(subject, prompts, rule, draft, scope.samples, now + share, tell)
+    rules = [fault.rule(name) if fault else RULES[name] for name in scope.rules]
+    for name in scope.rules:
+        for run in rule_checks(name, fault):
+            yield Check("rules", run)
+    yield Check("forward", engine.check_forward)
+    for rule in rules:
+        for draft in (*(["off"] if rule.name == "match" else []), *scope.drafts):
+            yield Check("texts", partial(engine.check_texts, rule, draft), timed=True)
+    for rule in rules:
+        # the tokens under `match` do not depend on the draft
+        for draft in scope.drafts if rule.name != "match" else scope.drafts[-1:]:
+            test = partial(engine.check_distribution, rule, draft, scope.samples)
+            yield Check("distribution", test, timed=True)
     if fault is None:
-        yield from check_faults(scope.rules, subject, asks, scope.drafts[-1], tell)
+        for known in FAULTS.values():
+            for name in (name for name in scope.rules if name in known.rules):
+                yield Check("faults", partial(find_fault, known, name, engine, scope.drafts[-1]))
 
 
-def _prompts(llm: LLM, count: int) -> list[tuple[int, ...]]:
-    """Passages of code, each with its beginning again, so that look-ups find something."""
-    tokens = min(PROMPT, llm.decoder.context // 2)
-    if tokens < LEAST:
-        raise ConfigError(
-            f"a context of {llm.decoder.context} tokens is too short to check: give --context {2 * LEAST} or more"
-        )
-    if llm.tokenizer is None:
-        return random_prompts(llm.decoder.config.vocab, count, tokens)
-    passages = excerpts(llm.tokenizer.encode, count, 2 * tokens // 3)
-    return [(*passage, *passage[: tokens // 3]) for passage in passages]
+def rule_checks(name: str, fault: Fault | None = None) -> list[Callable[[], Finding]]:
+    """Return the checks of one rule on toy models, with a fault in it if one is given."""
+    injected = fault if fault and name in fault.rules else None
+    code = fault.code(name) if fault else ENUMERABLE[name]
+    checks: list[Callable[[], Finding]] = []
+    checks.append(partial(enumerate_rule, name, code, exact=injected is None))
+    if name != "match":  # the random numbers of `match` are tested with the texts
+        noise = injected.noise if injected else Noise
+        checks.append(partial(check_random_numbers, name, code, noise))
+    return checks
 
 
-def all_drafts(llm: LLM, named: str | None) -> tuple[str, ...]:
-    """The proposers to check: the one asked for, or those of every engine and the one with weights,
-    if there is one."""
-    if named:
-        return (named,)
-    asked = [name for name in names_in(llm.draft) if name in llm.engine.proposers]
-    return tuple(dict.fromkeys(["ngram", "suffix", "recycle", *asked]))
+def find_fault(fault: Fault, rule: str, engine: EngineChecks, draft: str) -> Finding:
+    """Inject a fault into a rule and return whether a check finds it."""
+    checks = rule_checks(rule, fault)
+    if rule == "match":
+        checks.append(partial(engine.check_texts, fault.rule(rule), draft))
+    found = next((f for f in (check() for check in checks) if f.passed is False), None)
+    details = {"fault": fault.name, "rule": rule, "found_by": found.part if found else None}
+    result = f"found by {found.part}: {found.text}" if found else "NOT FOUND"
+    text = f"{fault.description}; {result}"
+    return Finding("faults", f"{fault.name} in {rule}", found is not None, text, details)
+
+
+def _expectation(name: str, findings: list[Finding]) -> str:
+    """Return what an injected fault should have led to."""
+    fault = FAULTS[name]
+    if any(finding.passed is False for finding in findings):
+        return f"as expected: --inject {name} adds a fault ({fault.description})"
+    rules = ", ".join(fault.rules)
+    return f"--inject {name} had no effect: only rules that it applies to show it (--rule {rules})"
+
+
+def drafts_to_check(llm: LLM, draft: str | None) -> tuple[str, ...]:
+    """Return the named proposer, or the model-free ones and those that the engine loaded."""
+    if draft:
+        return (draft,)
+    loaded = [name for name in names_in(llm.draft) if name in llm.engine.proposers]
+    return tuple(dict.fromkeys(["ngram", "suffix", "recycle", *loaded]))

@@ -1,215 +1,168 @@
-"""The rules themselves: their own code, run over every draft and every outcome of its coins on toy
-models.
+"""Checks of the verification rules themselves, on toy models.
 
-Probabilities are fractions, so what is right has an error of exactly 0. Since enumeration replaces
-the coins, the real
-noise is put to a test of its own: a rule whose coins, draws and drafts are not independent is right
-coin by coin, and still wrong.
+`enumerate_rule` runs a rule's own code on every draft and every outcome of its coin tosses.
+Probabilities are fractions, so a correct rule has an error of exactly 0. Enumeration replaces the
+random numbers, so `check_random_numbers` tests a rule with the real ones: a rule whose coins,
+residual draws and drafts share random numbers is correct coin by coin, and still biased.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
 from forerun import rng
-from forerun.check import digits, oracle
-from forerun.check.findings import Finding
-from forerun.check.oracle import Merged, Scheme
-from forerun.check.schemes import CHAINS, MERGED, TREES
-from forerun.check.wager import ALPHA, Wager
-from forerun.types import Draft, Proposal, Verdict
+from forerun.check import oracle
+from forerun.check.oracle import CHAINS, TREES, Scheme
+from forerun.check.report import Finding
+from forerun.check.sequential_test import SequentialTest
+from forerun.types import Draft, Law, Verdict
 from forerun.verify import RULES, Noise, block, match, token, tree
 from forerun.verify.base import Coins, RatioRule
 
-TOYS = [
-    ("exact", 2, 1),
-    ("exact", 2, 2),
-    ("sparse", 2, 2),
-    ("exact", 3, 1),
-    ("sparse", 3, 1),
-    ("float", 3, 2),
-]
+# kind, vocabulary and depth of the toy models, each with every seed
+TOY_MODELS = [
+    ("exact", 2, 1), ("exact", 2, 2), ("sparse", 2, 2),
+    ("exact", 3, 1), ("sparse", 3, 1), ("float", 3, 2),
+]  # fmt: skip
 SEEDS = range(3)
-ROUNDING = 1e-12
-ROUNDS, TOGETHER = 6000, 1000
-# Laws for which a residual or a coin that shares the draft's noise is far off.
-P, Q = np.array([0.62, 0.25, 0.04, 0.08, 0.01]), np.array([0.43, 0.02, 0.49, 0.05, 0.01])
+ROUNDING = 1e-12  # tolerance of a probability computed in float64
+NUM_ROUNDS = 6000
+BATCH_SIZE = 1000
+# target and drafter that show a large bias if random numbers are shared
+P = np.array([0.62, 0.25, 0.04, 0.08, 0.01])
+Q = np.array([0.43, 0.02, 0.49, 0.05, 0.01])
 
 
-class _Drawn:
-    """The target's draws after each node, made when they are looked at, by coins."""
+class _LazyDraws:
+    """The target's draw after each node, made by coins when it is read."""
 
     def __init__(self, p: np.ndarray, coins: Coins) -> None:
-        self._p, self._coins = p, coins
+        self._p = p
+        self._coins = coins
 
     def __getitem__(self, node: int) -> int:
         return self._coins.draw(self._p[node], node)
 
 
-def match_chain(draft: Draft, p: np.ndarray, coins: Coins) -> Verdict:
-    """The default rule with its draws by coins: one a node, since a path meets each depth once. p
-    [N, V]"""
-    return match.follow(draft, _Drawn(p, coins))  # type: ignore[arg-type]
+def match_by_coins(draft: Draft, p: np.ndarray, coins: Coins) -> Verdict:
+    """Run the `match` rule with coins for its draws, as the ratio rules are run. p [N, V]"""
+    return match.follow(draft, _LazyDraws(p, coins))  # type: ignore[arg-type]
 
 
 ENUMERABLE: dict[str, RatioRule] = {
-    "match": match_chain,
+    "match": match_by_coins,
     "token": token.verify_chain,
     "block": block.verify_chain,
     "tree": tree.verify_tree,
 }
 
 
-def samples_trees(name: str) -> bool:
-    """Return True if a rule takes trees of sampled tokens, in which several drafters may draw."""
-    return RULES[name].branching and not RULES[name].coupled and not RULES[name].lossy
-
-
 def enumerate_rule(
     name: str,
     rule: RatioRule,
-    schemes: Mapping[str, Scheme | Merged] | None = None,
+    schemes: Mapping[str, Scheme] | None = None,
     exact: bool = True,
 ) -> Finding:
-    """Whether rounds of `rule` have the target's law, over every way to draft it takes, on every
-    toy model. Unless `exact`, what rounding can do is allowed with fractions too: a mistake that
-    computes in floats is no refutation."""
+    """Compare the distribution that rounds of `rule` emit with the target's, on every toy model.
+
+    Args:
+        name: the rule's name.
+        rule: its code, possibly with a fault.
+        schemes: drafting schemes; by default all whose drafts the rule accepts.
+        exact: demand an error of 0 where probabilities are fractions. False allows rounding there
+            too, for faults that compute in float64: rounding alone must not reject them.
+    """
     if schemes is None:
-        trees, merged = name in ("match", "tree"), samples_trees(name)
-        schemes = {**(TREES if trees else {}), **CHAINS, **(MERGED if merged else {})}
-    cases = 0
-    for kind, vocab, depth in TOYS:
-        for seed in SEEDS:
-            models = (
-                *oracle.toy_models(kind, vocab, depth, seed),
-                oracle.toy_models(kind, vocab, depth, 100 + seed)[1],
-            )
-            for scheme, grow in schemes.items():
-                cases += 1
-                where = {
-                    "scheme": scheme,
-                    "vocabulary": vocab,
-                    "depth": depth,
-                    "kind": kind,
-                    "seed": seed,
-                }
-                try:
-                    wrong = _worst(rule, grow, models, depth)
-                except AssertionError as error:  # the rule itself noticed that a draft cannot be
-                    text = f"with {_toy(where)}, the rule refused a draft: {error}"
-                    return Finding("rules", name, False, text, where)
+        schemes = {**CHAINS, **(TREES if RULES[name].branching else {})}
+    num_cases = 0
+    for scheme, grow in schemes.items():
+        for kind, vocab, depth in TOY_MODELS:
+            for seed in SEEDS:
+                case = {"scheme": scheme, "kind": kind, "vocabulary": vocab}
+                case |= {"depth": depth, "seed": seed}
                 allowed = 0.0 if exact and kind != "float" else ROUNDING
-                if wrong.apart > allowed:
-                    found = {
-                        "said": wrong.said,
-                        "target": wrong.target,
-                        "difference": wrong.apart,
-                        "allowed": allowed,
-                    }
-                    text = f"with {_toy(where)}, {wrong.words(allowed)}"
-                    return Finding("rules", name, False, text, where | found)
-    text = f"{cases} toy models and ways to draft, every draft and every coin: the target's probabilities, error 0"
-    return Finding("rules", name, True, text, {"cases": cases})
+                try:
+                    wrong = _compare(rule, grow, case, allowed)
+                except AssertionError as error:  # the rule noticed an impossible draft
+                    wrong = {"error": str(error)}
+                if wrong:
+                    return Finding("rules", name, False, _describe(case, wrong), case | wrong)
+                num_cases += 1
+    text = f"{num_cases} combinations of toy model and drafting scheme: error 0"
+    return Finding("rules", name, True, text, {"cases": num_cases})
 
 
-@dataclass(frozen=True, slots=True)
-class Wrong:
-    """The string whose probability is furthest off, its probabilities, and how far apart they
-    are."""
-
-    string: oracle.Prefix
-    said: float
-    target: float
-    apart: float
-
-    def words(self, allowed: float) -> str:
-        """What is wrong, in digits that show it."""
-        said, target = digits.pair(self.said, self.target)
-        often = "often" if self.said > self.target else "seldom"
-        far = digits.times(
-            self.apart, allowed, "rounding" if allowed else "arithmetic in fractions"
-        )
-        return (
-            f"the tokens {' '.join(map(str, self.string))} come with probability {said}, but the target says them with"
-            f" {target}: {self.apart:.2g} too {often}, {far}"
-        )
+def _compare(
+    rule: RatioRule, grow: Scheme, case: Mapping[str, Any], allowed: float
+) -> dict[str, Any]:
+    """Return the string whose probability is furthest off; nothing if all are within `allowed`."""
+    kind, vocab, depth, seed = (case[key] for key in ("kind", "vocabulary", "depth", "seed"))
+    target, drafter = oracle.toy_models(kind, vocab, depth, seed)
+    drafts = oracle.proposals(grow, drafter, depth)
+    emitted = oracle.complete(oracle.emission(rule, drafts, target), target, depth + 1)
+    expected = oracle.joint(target, depth + 1)
+    errors = {s: emitted.get(s, 0) - expected.get(s, 0) for s in {*emitted, *expected}}
+    worst = max(sorted(errors), key=lambda s: abs(errors[s]))
+    if abs(errors[worst]) <= allowed:
+        return {}
+    target_prob = float(expected.get(worst, 0))
+    error = float(errors[worst])
+    return {"tokens": list(worst), "expected": target_prob, "error": error, "allowed": allowed}
 
 
-def _toy(where: Mapping[str, Any]) -> str:
+def _describe(case: Mapping[str, Any], wrong: Mapping[str, Any]) -> str:
+    where = (
+        f"toy model {case['kind']}, seed {case['seed']}, {case['vocabulary']} tokens,"
+        f" scheme {case['scheme']!r}, depth {case['depth']}"
+    )
+    if "tokens" not in wrong:
+        return f"{where}: the rule rejected a draft as impossible: {wrong['error']}"
+    tokens = " ".join(map(str, wrong["tokens"]))
+    direction = "high" if wrong["error"] > 0 else "low"
     return (
-        f"drafts of kind {where['scheme']!r}, {where['depth']} deep, over {where['vocabulary']} tokens (toy model"
-        f" {where['kind']}, seed {where['seed']})"
+        f"{where}: the probability of the tokens {tokens} is {abs(wrong['error']):.2g} too"
+        f" {direction} (the target's is {wrong['expected']:.4g}, the allowed error"
+        f" {wrong['allowed']:g})"
     )
 
 
-def _worst(
-    rule: RatioRule, grow: Scheme | Merged, models: Sequence[oracle.Table], depth: int
-) -> Wrong:
-    """The string of a round whose probability is furthest from the target's. models: the target,
-    and drafters."""
-    target, *drafters = models
-    if isinstance(grow, tuple):
-        drafts = oracle.merged_proposals(grow, drafters, depth)
-    else:
-        drafts = oracle.proposals(grow, drafters[0], depth)
-    said = oracle.complete(oracle.emission(rule, drafts, target), target, depth + 1)
-    meant = oracle.joint(target, depth + 1)
-    off = {s: abs(said.get(s, 0) - meant.get(s, 0)) for s in {*said, *meant}}
-    string = max(sorted(off), key=lambda s: off[s])
-    return Wrong(
-        string, float(said.get(string, 0)), float(meant.get(string, 0)), float(off[string])
-    )
+def check_random_numbers(name: str, rule: RatioRule, noise: type[Noise] = Noise) -> Finding:
+    """Test the first token of rounds with the real random numbers against the target P.
 
-
-def try_noise(name: str, rule: RatioRule, noise: type[Noise] = Noise) -> Finding:
-    """Whether rounds with the real noise say the target's first token: the wager on P, drafts of
-    two tokens of Q."""
-    wager = Wager(len(P))
-    for start in range(0, ROUNDS, TOGETHER):
-        noises = [noise(seed, 7) for seed in range(start, start + TOGETHER)]
-        for draft, mine in zip(_drafted(noises), noises, strict=True):
+    Drafts are chains of two tokens sampled from Q.
+    """
+    subject = f"{name}, real random numbers"
+    test = SequentialTest(len(P))
+    for start in range(0, NUM_ROUNDS, BATCH_SIZE):
+        noises = [noise(seed, 7) for seed in range(start, start + BATCH_SIZE)]
+        for draft, own in zip(_sample_chains(noises), noises, strict=True):
             try:
-                verdict = rule(draft, np.stack([P] * 3), mine)
+                verdict = rule(draft, np.stack([P] * 3), own)
             except AssertionError as error:
-                return Finding(
-                    "rules", f"{name}, real noise", False, f"the rule refused a draft: {error}"
-                )
-            wager.add(np.arange(len(P)) == verdict.tokens[0], P)
-        if wager.refuted:
+                return Finding("rules", subject, False, f"the rule rejected a draft: {error}")
+            test.add(np.arange(len(P)) == verdict.tokens[0], P)
+        if test.rejected:
             break
-    worst = int(np.argmax(np.abs(wager.excess)))
-    details = {
-        "rounds": wager.tokens,
-        "evidence": wager.evidence,
-        "token": worst,
-        "excess": wager.excess[worst],
-    }
-    if wager.refuted:
-        text = (
-            f"refuted after {wager.tokens} rounds with the engine's own random numbers: token {worst}"
-            f" {digits.off(P[worst] + wager.excess[worst], P[worst])} (evidence {digits.odds(wager.evidence)},"
-            f" {digits.odds(1 / ALPHA)} refutes)"
-        )
-        return Finding("rules", f"{name}, real noise", False, text, details)
-    text = (
-        f"{ROUNDS} rounds with the engine's own random numbers: the target's probabilities are not refuted (evidence"
-        f" against them {digits.odds(wager.evidence)}, {digits.odds(1 / ALPHA)} refutes)"
-    )
-    return Finding("rules", f"{name}, real noise", True, text, details)
+    worst, words = test.describe_worst()
+    details = {"rounds": test.num_tokens, "evidence": test.evidence}
+    details |= {"token": worst, "bias": test.bias[worst]}
+    text = f"{test.num_tokens} rounds: {test.describe()}"
+    if test.rejected:
+        text += f"; token {worst} {words}"
+    return Finding("rules", subject, not test.rejected, text, details)
 
 
-def _drafted(noises: Sequence[Noise]) -> list[Draft]:
-    """Chains of two tokens drawn from Q as a drafter draws them."""
+def _sample_chains(noises: Sequence[Noise]) -> list[Draft]:
+    """Sample chains of two tokens from Q as a drafter does."""
     drafts = [Draft.root(0) for _ in noises]
+    logits = torch.tensor(Q).log().expand(len(noises), -1)
     for node in range(2):
-        keys = [noise.draft(node) for noise in noises]
-        drawn = rng.gumbel_argmax(torch.tensor(Q).log().expand(len(keys), -1), keys)
+        drawn = rng.gumbel_argmax(logits, [noise.draft(node) for noise in noises])
         for draft, chosen in zip(drafts, drawn.tolist(), strict=True):
-            draft.add(chosen, node, "toy", Proposal.SAMPLED)
+            draft.add(chosen, node, "toy", Law.SAMPLED)
             draft.probs = np.stack([Q, Q, 0 * Q])
     return drafts

@@ -18,10 +18,9 @@ from forerun.cli.progress import progress
 from forerun.errors import ConfigError
 
 if TYPE_CHECKING:
-    from forerun.catalogue.facts import Facts
-    from forerun.catalogue.fit import Check
-    from forerun.catalogue.found import Candidate
-    from forerun.catalogue.here import Known
+    from forerun.catalog.facts import Facts
+    from forerun.catalog.fit import Check
+    from forerun.catalog.search import Candidate, LocalDrafter
 
 
 app = typer.Typer(
@@ -77,12 +76,12 @@ def list_(
     Those that come with forerun, those in the Hub's cache and in directories below the current one,
     and, for a target, smaller models with its vocabulary. Nothing is downloaded, only headers are
     read."""
-    from forerun.catalogue.here import known
+    from forerun.catalog.search import find_local
 
     for folder in inside or ():
         if not folder.is_dir():
             raise ConfigError(f"there is no directory {folder}: give another to --in")
-    found, notes = known(target, inside or [Path()], domain)
+    found, notes = find_local(target, inside or [Path()], domain)
     if as_json:
         print(
             json.dumps(
@@ -102,7 +101,7 @@ def list_(
         print("the first column is for --draft")
 
 
-def _row(one: Known) -> dict[str, str]:
+def _row(one: LocalDrafter) -> dict[str, str]:
     facts = one.facts
     return {
         "drafter": one.draft or facts.name,
@@ -130,11 +129,11 @@ def search(
     Found by the verifier that a drafter's configuration names, by the base model on its card, and
     by its name; what names another verifier is left out. Only lists and configurations are read.
     """
-    from forerun.catalogue.found import search as ask
+    from forerun.catalog.search import search_hub
 
     with progress(as_json or not sys.stderr.isatty()) as tell:
         tell(f"asking the Hub for drafters for {target}")
-        found, notes = ask(target, domain)
+        found, notes = search_hub(target, domain)
     if as_json:
         print(
             json.dumps(
@@ -153,13 +152,12 @@ def search(
 
 
 def _found_row(one: Candidate) -> dict[str, str]:
-    said = one.as_dict()
     return {
-        "drafter": one.draft or one.at.name,
+        "drafter": one.draft or one.repository.name,
         "kind": one.facts.kind.name if one.facts else "",
-        "downloads": str(one.at.downloads),
+        "downloads": str(one.repository.downloads),
         "found because": "; ".join(one.reasons),
-        "drafts here": "yes" if one.draft else f"no: {said['reason']}",
+        "drafts here": "yes" if one.draft else f"no: {one.reason}",
     }
 
 
@@ -172,8 +170,8 @@ def info(drafter: Name, target: For = None, as_json: Json = False) -> None:
 
     Of a drafter on the Hub only its configuration and the headers of its weights are read.
     """
-    from forerun.catalogue.facts import facts_of
-    from forerun.catalogue.pull import describe, examine, target_of
+    from forerun.catalog.facts import facts_of
+    from forerun.catalog.transfer import describe, examine, target_of
 
     facts = facts_of(drafter)
     wanted, note = target_of(facts, target)
@@ -199,8 +197,8 @@ def pull(drafter: Name, target: For = None, as_json: Json = False) -> None:
 
     What can be checked is checked first, so that nothing large is downloaded for nothing.
     """
-    from forerun.catalogue.facts import facts_at, facts_of
-    from forerun.catalogue.pull import describe, download, examine, target_of
+    from forerun.catalog.facts import facts_at, facts_of
+    from forerun.catalog.transfer import describe, download, examine, target_of
 
     facts = facts_of(drafter)
     wanted, note = target_of(facts, target)
@@ -258,17 +256,16 @@ def push(
 ) -> None:
     """Upload a drafter to the Hub, with a card by which it is found; private, unless said
     otherwise."""
-    from forerun.catalogue.push import pack
-    from forerun.catalogue.push import push as upload
+    from forerun.catalog.transfer import prepare, upload
 
-    parcel = pack(directory, repository, target, license_, domain or ())
+    prepared = prepare(directory, repository, target, license_, domain or ())
     if not as_json:
-        size = size_of(sum(parcel.files.values()))
+        size = size_of(sum(prepared.files.values()))
         print(
-            f"{', '.join(sorted({*parcel.files, *parcel.texts}))}: {size} to {repository}",
+            f"{', '.join(sorted({*prepared.files, *prepared.texts}))}: {size} to {repository}",
             file=sys.stderr,
         )
-    print_notes(parcel.notes)
+    print_notes(prepared.notes)
     if not yes:
         if not sys.stdin.isatty():
             raise ConfigError("nobody is there to be asked whether to upload this: give --yes")
@@ -277,8 +274,10 @@ def push(
             abort=True,
             err=True,
         )
-    address = upload(parcel, private=not public)
-    print(json.dumps({"address": address, **parcel.as_dict()}, default=str) if as_json else address)
+    address = upload(prepared, private=not public)
+    print(
+        json.dumps({"address": address, **prepared.as_dict()}, default=str) if as_json else address
+    )
 
 
 def _lines(facts: Facts) -> list[tuple[str, str]]:

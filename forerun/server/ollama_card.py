@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from forerun.catalogue.survey import Survey, survey
+from forerun.catalog.survey import Survey, survey
 from forerun.llm import LLM
 from forerun.models.hub import find_model
 from forerun.models.places import Found

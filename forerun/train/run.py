@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from forerun.catalogue.facts import license_of
+from forerun.catalog.facts import license_of
 from forerun.cli.progress import Tell
 from forerun.draft.registry import kind_of
 from forerun.draft_spec import LOADED, parse_draft

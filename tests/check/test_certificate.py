@@ -1,30 +1,30 @@
-"""`forerun check`: it passes what is right, and every fault it knows makes it fail and say
-where."""
+"""`forerun check` passes a correct engine, and every known fault makes it fail and say where."""
 
 import json
 import re
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from forerun import LLM, rng
-from forerun.check import certificate, faults, law, passes, rules, texts
-from forerun.check.certificate import LOSSLESS, Scope, certify
-from forerun.check.faults import FAULTS, check_rules
-from forerun.check.sources import check_sources
-from forerun.check.subject import Ask, Schedule, Subject
+from forerun import LLM
+from forerun.check import certificate, rules
+from forerun.check.certificate import LOSSLESS, Scope, certify, rule_checks
+from forerun.check.engine_checks import EngineChecks, Schedule, Text, draft_probs
+from forerun.check.oracle import Children
+from forerun.check.rules import ENUMERABLE, enumerate_rule
 from forerun.cli import main as cli
 from forerun.errors import ConfigError
-from forerun.sampling.params import SamplingParams
-from forerun.types import Draft, Proposal
-from forerun.verify import RULES, Noise
+from forerun.types import Draft, Law
+from forerun.verify import RULES
 from tests import tiny
+from tests.check.faults import FAULTS
 
 
 @pytest.fixture(scope="module")
 def pair():
-    """A tiny target and a draft model that is often of its opinion, as directories."""
+    """Directories of a tiny target and of a draft model that often agrees with it."""
     return tiny.family("llama"), tiny.drafter("llama", noise=0.3)
 
 
@@ -35,118 +35,165 @@ def llm(pair):
     )
 
 
+@pytest.fixture
+def engine(llm):
+    return EngineChecks(llm, 2, 12)
+
+
 @pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    """Fewer toy models: what each fault needs is kept. Certificates try two faults, but for the one
-    that tries all."""
-    monkeypatch.setattr(rules, "TOYS", [("exact", 2, 1), ("exact", 2, 2), ("float", 3, 2)])
-    monkeypatch.setattr(
-        faults, "FAULTS", {name: FAULTS[name] for name in ("lenient", "lenient-match")}
-    )
+def fewer_toy_models(monkeypatch):
+    monkeypatch.setattr(rules, "TOY_MODELS", [("exact", 2, 1), ("exact", 2, 2), ("float", 3, 2)])
 
 
-def small(rules_=LOSSLESS, **options):
-    return Scope(
-        tuple(rules_), ("suffix", "model"), **{"texts": 2, "tokens": 16, "samples": 200} | options
-    )
+def scope(names=LOSSLESS, **options):
+    sizes = {"texts": 2, "tokens": 16, "samples": 200}
+    return Scope(tuple(names), ("suffix", "model"), **sizes | options)
 
 
-def test_what_is_right_is_certified(llm, monkeypatch):
-    monkeypatch.setattr(faults, "FAULTS", FAULTS)
-    seen = []
-    made = certify(llm, small(), seen.append)
+def ignore(findings):
+    pass
+
+
+def test_a_correct_engine_is_certified(llm):
+    reported = []
+    made = certify(llm, scope(), reported.append)
     assert made.passed, made.failed
-    assert seen == made.findings
-    parts = [finding.part for finding in made.findings]
-    assert {part: parts.count(part) for part in dict.fromkeys(parts)} == {
-        "rules": 8, "passes": 1, "texts": 9, "law": 7, "faults": sum(len(f.rules) for f in FAULTS.values()),
+    assert [finding for part in reported for finding in part] == made.findings
+    assert {part[0].part: len(part) for part in reported} == {
+        "rules": 7, "forward": 1, "texts": 9, "distribution": 7, "faults": 7,
     }  # fmt: skip
     json.dumps(made.as_dict(), allow_nan=False)
 
 
-def test_a_certificate_with_a_fault_fails_and_says_where(llm):
-    made = certify(llm, small(["token"], fault="skipped-rejection"), lambda finding: None)
-    assert not made.passed
-    assert {"rules", "law"} <= {finding.part for finding in made.failed}
-    assert "the tokens" in made.failed[0].text
+@pytest.mark.parametrize(
+    "name, rule, parts",
+    [
+        ("lenient", "token", {"rules"}),
+        ("skipped-rejection", "token", {"rules", "distribution"}),
+        ("noise-by-round", "match", {"texts"}),
+        ("late-match", "match", {"rules", "texts"}),
+        ("lenient-match", "match", {"rules", "texts"}),
+    ],
+)
+def test_a_certificate_with_a_fault_fails_and_says_where(name, rule, parts, llm, monkeypatch):
+    monkeypatch.setattr(certificate, "FAULTS", FAULTS)
+    made = certify(llm, scope([rule], fault=name), ignore)
+    assert not made.passed and parts <= {finding.part for finding in made.failed}
 
 
 @pytest.mark.parametrize("name", ["no-residual", "skipped-rejection"])
-def test_the_law_of_the_running_engine_shows_faults(name, llm):
-    """Not only on toys: the sequential test sees the fault in what the engine says."""
-    subject, prompts = Subject(llm), certificate._prompts(llm, 2)
-    assert law.bet(subject, prompts, FAULTS[name].rule("token"), "model", 6000, np.inf).refuted
-    assert not law.bet(subject, prompts, RULES["token"], "model", 400, np.inf).refuted
+def test_the_distribution_of_the_running_engine_shows_faults(name, engine):
+    assert engine.check_distribution(FAULTS[name].rule("token"), "model", 6000).passed is False
+    assert engine.check_distribution(RULES["token"], "model", 400).passed
 
 
-@pytest.mark.parametrize("name", ["noise-by-round", "late-match", "lenient-match"])
-def test_texts_of_the_running_engine_show_faults(name, llm):
-    made = certify(llm, small(["match"], fault=name), lambda finding: None)
-    assert [f for f in made.failed if f.part == "texts"]
+def greedy_as_sampled(draft: Draft, node: int, q: np.ndarray) -> list[Children]:
+    """The fault of a drafter that treats its most likely token as sampled from q."""
+    return [([(int(np.argmax(q)), Law.SAMPLED)], q, 1)]
 
 
-def asks(llm, tokens=12):
-    prompts = certificate._prompts(llm, 2)
-    return [
-        Ask(p, SamplingParams(temperature=0.8, seed=i, max_tokens=tokens, ignore_eos=True))
-        for i, p in enumerate(prompts)
-    ]
-
-
-def test_divergence_tells_position_tokens_and_margin(llm, monkeypatch):
-    """Texts that part are compared with a plain text that was changed on purpose."""
-    subject = Subject(llm)
-    right = subject.say(asks(llm), RULES["match"], "off", texts.PLAIN)
-    wrong = [tokens.tokens.copy() for tokens in right]
-    wrong[1][5] = (wrong[1][5] + 1) % 50
-    said = {0: right[0], 1: type(right[1])(wrong[1], [])}
-    (apart,) = texts._divergences(subject, asks(llm), right, said, Schedule(1, 7, 2))
-    assert (apart.prompt, apart.position, apart.plain, apart.speculative) == (
-        1,
-        5,
-        right[1].tokens[5],
-        wrong[1][5],
-    )
-    assert apart.margin > 0
-    far = texts._finding("match with x", asks(llm), 1, [apart], noise=0.0)
-    assert far.passed is False and "token 5" in far.text
-    near = texts._finding("match with x", asks(llm), 1, [apart], noise=apart.margin)
-    assert near.passed is True and "near ties" in near.text
-
-
-def test_margin_is_that_of_the_draw(llm):
-    """The best score with its noise is the token that was drawn; the margin is its lead."""
-    subject, (ask, _) = Subject(llm), asks(llm)
-    said = subject.say([ask], RULES["match"], "off", texts.PLAIN)[0].tokens
-    assert texts._margin(subject, [*ask.prompt, *said[:3]], 0.8, ask.params.seed) > 0
-
-
-def test_no_time_proves_nothing(llm):
-    made = certify(llm, small(["match"], seconds=0.0), lambda finding: None)
-    assert made.open and not made.failed and not made.passed
-    assert "raise --seconds" in made.open[0].text
-
-
-def test_torch_kernels_may_part_at_near_ties_only(pair):
-    llm = LLM(pair[0], kernels="torch", draft="suffix", kv_tokens=2048)
-    made = certify(
-        llm, Scope(("match",), ("suffix",), texts=2, tokens=16, samples=100), lambda finding: None
-    )
-    assert made.passed, made.failed
-    assert made.form == "float32, torch on cpu"
-
-
-def test_proposal_counts_given_children_as_certain():
-    draft = Draft.root(0)
-    draft.add(2, 0, "toy", Proposal.SAMPLED)
-    draft.add(1, 0, "toy")
-    draft.probs = np.array([[0.25, 0.25, 0.5], [0, 0, 0], [0, 0, 0]])
-    assert law.proposal(draft, 0, 3).tolist() == [0.25, 1.0, 0.5]
-    assert law.proposal(draft, 1, 3) is None
+@pytest.mark.parametrize("rule", ["token", "block", "tree"])
+def test_a_greedy_token_treated_as_sampled_is_found(rule):
+    schemes = {"greedy as sampled": greedy_as_sampled}
+    assert not enumerate_rule(rule, ENUMERABLE[rule], schemes).passed
 
 
 @pytest.mark.parametrize(
-    "options, says",
+    "name, rule",
+    [(name, rule) for name, f in FAULTS.items() for rule in f.rules if name != "noise-by-round"],
+)
+def test_every_fault_is_found_on_toy_models_with_its_size(name, rule):
+    """Rounding alone rejects nothing: with a fault in it the error exceeds what float64 adds."""
+    failed = [
+        f for f in (check() for check in rule_checks(rule, FAULTS[name])) if f.passed is False
+    ]
+    assert failed
+    for finding in failed:
+        details = finding.details
+        if "tokens" in details:
+            assert abs(details["error"]) > details["allowed"] == rules.ROUNDING
+            assert f"is {abs(details['error']):.2g} too" in finding.text
+        elif "evidence" in details:
+            assert re.search(r"occurs \S+ percentage points too (often|seldom)", finding.text)
+        else:
+            assert "forbids" in finding.text
+
+
+def test_faults_change_only_the_rules_they_name():
+    for fault in FAULTS.values():
+        for name in set(LOSSLESS) - set(fault.rules):
+            assert fault.rule(name) is RULES[name]
+
+
+def test_a_divergence_has_position_tokens_and_margin(engine):
+    """Compare a plain text with a copy in which one token was changed."""
+    right = engine.plain_texts
+    tokens = right[3].tokens.copy()
+    tokens[5] = (tokens[5] + 1) % 50
+    (found,) = engine._divergences({2: right[2], 3: Text(tokens, [])}, Schedule(1, 7, 2))
+    assert (found.prompt, found.position) == (1, 5)
+    assert (found.plain, found.speculative) == (right[3].tokens[5], tokens[5])
+    assert found.margin > 0, "the best score with its noise is the token that was drawn"
+    failed = engine._texts_finding("match with x", [2, 3], 1, [found])
+    assert failed.passed is False and "token 5" in failed.text
+    engine.logit_noise = found.margin
+    near = engine._texts_finding("match with x", [2, 3], 1, [found])
+    assert near.passed is True and "near ties" in near.text
+
+
+def test_without_time_nothing_is_certified(llm):
+    made = certify(llm, scope(["match"], seconds=0.0), ignore)
+    assert made.untested and not made.failed and not made.passed
+    assert "raise --seconds" in made.untested[0].text
+
+
+def test_torch_kernels_may_diverge_at_near_ties_only(pair):
+    llm = LLM(pair[0], kernels="torch", draft="suffix", kv_tokens=2048)
+    sizes = {"texts": 2, "tokens": 16, "samples": 100}
+    made = certify(llm, Scope(("match",), ("suffix",), **sizes), ignore)
+    assert made.passed, made.failed
+    assert made.precision == "float32, torch on cpu"
+
+
+def test_draft_probs_count_deterministic_children_as_certain():
+    draft = Draft.root(0)
+    draft.add(2, 0, "toy", Law.SAMPLED)
+    draft.add(1, 0, "toy")
+    draft.probs = np.array([[0.25, 0.25, 0.5], [0, 0, 0], [0, 0, 0]])
+    assert draft_probs(draft, 0, 3).tolist() == [0.25, 1.0, 0.5]
+    assert draft_probs(draft, 1, 3) is None
+
+
+def changed(engine, change):
+    """Logits of forward passes over several tokens are changed."""
+    logits = engine.logits
+    engine.logits = lambda tokens, first=0, step=None: (
+        logits(tokens, first, step) if step == 1 else change(logits(tokens, first, step))
+    )
+    return engine
+
+
+def test_forward_passes_that_differ_say_where_and_by_how_much(engine):
+    def rounded(logits):
+        logits[3, 7] += 2.0**-10
+        return logits
+
+    finding = changed(engine, rounded).check_forward()
+    assert finding.passed is False and engine.logit_noise == pytest.approx(2.0**-10, rel=0.01)
+    assert "logit of token 7 after position 3, 2 tokens per pass" in finding.text
+    assert "the native kernels allow no difference" in finding.text
+    engine.exact = False
+    assert engine.check_forward().passed is True
+
+
+def test_forward_passes_without_numbers_fail_on_any_kernels(engine):
+    engine.exact = False
+    assert changed(engine, lambda logits: logits.log()).check_forward().passed is False
+    assert engine.logit_noise == np.inf
+
+
+@pytest.mark.parametrize(
+    "options, message",
     [
         ({"rules": ("typical",)}, "changes the output by design"),
         ({"rules": ("match",), "fault": "lenint"}, "lenient"),
@@ -154,10 +201,18 @@ def test_proposal_counts_given_children_as_certain():
         ({"rules": ("match",), "seconds": -1.0}, "--seconds -1"),
     ],
 )
-def test_bad_scopes_are_one_line(options, says):
-    with pytest.raises(ConfigError, match=says) as error:
+def test_bad_scopes_are_one_line(options, message):
+    with pytest.raises(ConfigError, match=message) as error:
         Scope(**{"drafts": ()} | options)
     assert "\n" not in str(error.value)
+
+
+def test_deadlines_share_the_time_left_among_the_checks_of_a_part(monkeypatch):
+    monkeypatch.setattr(certificate.time, "monotonic", lambda: 110.0)
+    remaining = [SimpleNamespace(part=part) for part in ("texts", "texts", "distribution")]
+    assert certificate._deadline(remaining, 100.0, 40.0) == 115.0
+    assert certificate._deadline(remaining[2:], 100.0, 40.0) == 140.0
+    assert certificate._deadline(remaining, 100.0, 10.0) < 110.0
 
 
 def run(monkeypatch, capsys, *arguments):
@@ -168,25 +223,31 @@ def run(monkeypatch, capsys, *arguments):
     return stop.value.code or 0, out, err
 
 
-SMALL = ("--texts", 1, "--tokens", 8, "--samples", 50, "--rule", "match", "--draft", "suffix")
+SMALL = ("--texts", 1, "--tokens", 8, "--samples", 50, "--draft", "suffix")
 
 
 def test_command_line(pair, monkeypatch, capsys):
-    code, out, _ = run(monkeypatch, capsys, pair[0], *SMALL)
-    assert code == 0 and "certified:" in out and "FAILED" not in out
-    code, out, err = run(monkeypatch, capsys, pair[0], *SMALL, "--json")
+    code, out, err = run(monkeypatch, capsys, pair[0], *SMALL, "--rule", "match")
+    assert code == 0 and out.startswith("certified: ")
+    assert "FAILED" not in out and "all checks" not in out and len(err.splitlines()) == 5
+    code, out, _ = run(monkeypatch, capsys, pair[0], *SMALL, "--rule", "match", "--verbose")
+    assert code == 0 and len(out.split("all checks:\n")[1].splitlines()) == 6
+    code, out, err = run(monkeypatch, capsys, pair[0], *SMALL, "--rule", "match", "--json")
     assert code == 0 and json.loads(out)["passed"] is True and not err
 
 
 def test_command_line_fails_with_a_fault(pair, monkeypatch, capsys):
-    code, out, _ = run(monkeypatch, capsys, pair[0], *SMALL, "--inject", "lenient-match")
-    assert code == 1 and "FAILED" in out and "NOT certified" in out
-    code, out, _ = run(monkeypatch, capsys, pair[0], *SMALL, "--inject", "lenient-match", "--json")
+    words = (pair[0], *SMALL, "--rule", "token", "--inject", "lenient")
+    code, out, _ = run(monkeypatch, capsys, *words)
+    lines = [line for line in out.splitlines() if line]
+    assert code == 1 and lines[0].startswith("NOT certified: ") and "as expected" in lines[1]
+    assert lines[2].startswith("FAILED  rules: token: ")
+    code, out, _ = run(monkeypatch, capsys, *words, "--json")
     assert code == 1 and json.loads(out)["failed"] >= 1
 
 
 @pytest.mark.parametrize(
-    "arguments, says",
+    "arguments, message",
     [
         (("--rule", "typical"), "by design"),
         (("--inject", "nothing"), "no such fault"),
@@ -194,110 +255,8 @@ def test_command_line_fails_with_a_fault(pair, monkeypatch, capsys):
         (("no/such/model",), "no/such/model"),
     ],
 )
-def test_command_line_bad_input(pair, arguments, says, monkeypatch, capsys):
+def test_command_line_bad_input(pair, arguments, message, monkeypatch, capsys):
     model = [pair[0]] if arguments[0].startswith("--") else []
     code, out, err = run(monkeypatch, capsys, *model, *arguments)
-    assert code == 2 and says in err and out == ""
+    assert code == 2 and message in err and out == ""
     assert len([line for line in err.splitlines() if line.startswith("forerun:")]) == 1
-
-
-def test_faults_change_what_they_name_only():
-    for fault in FAULTS.values():
-        for name in LOSSLESS:
-            if name not in fault.rules:
-                assert fault.rule(name) is RULES[name]
-
-
-@pytest.mark.parametrize(
-    "name", [name for name, fault in FAULTS.items() if "match" not in fault.rules]
-)
-def test_every_fault_is_found_and_refutations_show_the_difference(name):
-    """In each rule it can be made in, and the first finding that fails says where. No probability
-    is said to be wrong beside the very same digits, and rounding alone refutes nothing."""
-    for rule in FAULTS[name].rules:
-        found = [f for f in check_rules([rule], FAULTS[name]) if f.passed is False]
-        assert found[0].subject.startswith(rule)
-        assert any(
-            word in found[0].text for word in ("come with probability", "comes in", "forbids")
-        )
-        for failed in found:
-            if "said" in failed.details:
-                said, target = re.search(
-                    r"probability (\S+), but .* with (\S+):", failed.text
-                ).groups()
-                assert (
-                    said != target
-                    and failed.details["difference"] > failed.details["allowed"] == rules.ROUNDING
-                )
-            elif "evidence" in failed.details:
-                assert re.search(
-                    r"comes in \S+% of cases .* is \S+%, \S+ points too (often|seldom)", failed.text
-                )
-                assert "10,000 to 1 refutes" in failed.text
-            else:
-                assert "refused a draft" in failed.text
-
-
-class Rounded(Subject):
-    """A target that rounds where it reads several tokens at once."""
-
-    def logits(self, tokens, first=0, step=None):
-        logits = super().logits(tokens, first, step)
-        if step != 1:
-            logits[3, 7] += 2.0**-10
-        return logits
-
-
-def test_passes_that_differ_say_where_and_by_how_much(llm):
-    finding, noise = passes.check_passes(Rounded(llm), certificate._prompts(llm, 1)[0], exact=True)
-    assert finding.passed is False and noise == pytest.approx(2.0**-10, rel=0.01)
-    together, alone = re.search(
-        r"(\S+) instead of (\S+) for token 7 behind row 3, 2 tokens a pass", finding.text
-    ).groups()
-    assert float(together) - float(alone) == pytest.approx(2.0**-10, rel=0.1)
-    assert "the native kernels allow no difference" in finding.text
-    tolerated, _ = passes.check_passes(Rounded(llm), certificate._prompts(llm, 1)[0], exact=False)
-    assert tolerated.passed is True and "near" not in finding.text
-
-
-class Undefined(Rounded):
-    """A target whose passes over several tokens give no numbers."""
-
-    def logits(self, tokens, first=0, step=None):
-        return (
-            super().logits(tokens, first, step).log()
-            if step != 1
-            else super().logits(tokens, first, step)
-        )
-
-
-def test_passes_without_numbers_fail_on_any_kernels(llm):
-    finding, noise = passes.check_passes(
-        Undefined(llm), certificate._prompts(llm, 1)[0], exact=False
-    )
-    assert finding.passed is False and noise == np.inf
-
-
-def test_verbose_lists_every_claim_behind_the_verdict(pair, monkeypatch, capsys):
-    code, out, err = run(monkeypatch, capsys, pair[0], *SMALL)
-    assert code == 0 and out.startswith("certified: ") and "every claim" not in out
-    assert len(err.splitlines()) == 5
-    code, more, _ = run(monkeypatch, capsys, pair[0], *SMALL, "--verbose")
-    assert code == 0 and len(more.split("every claim:\n")[1].splitlines()) == 6
-
-
-def test_failures_come_right_behind_the_verdict(pair, monkeypatch, capsys):
-    code, out, _ = run(monkeypatch, capsys, pair[0], *SMALL, "--inject", "lenient-match")
-    lines = [line for line in out.splitlines() if line]
-    assert code == 1 and lines[0].startswith("NOT certified: ") and "as it must be" in lines[1]
-    assert lines[2].startswith("FAILED  rules: match: ")
-
-
-def test_drafters_of_one_tree_draw_independently(monkeypatch):
-    """The engine itself, with two drafters that sample: the old engine gave both the same noise."""
-    assert check_sources(RULES["tree"]).passed
-    monkeypatch.setattr(
-        Noise, "draft", lambda self, node: rng.stream(self.seed, rng.Lane.DRAFT, self.root, node)
-    )
-    finding = check_sources(RULES["tree"])
-    assert finding.passed is False and "behind token 1" in finding.text

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from forerun.catalogue import here
-from forerun.catalogue.memory import remember
-from tests.catalogue.hub import (
+from forerun.catalog import search
+from forerun.catalog.measurements import Measurement, record
+from tests.catalog.hub import (
     FakeHub,
     eagle_config,
     eagle_shapes,
@@ -24,7 +24,7 @@ from tests.catalogue.hub import (
     serving,
     target_config,
 )
-from tests.catalogue.test_here import directory
+from tests.catalog.test_search import directory
 from tests.cli.test_main import run
 
 TARGET, HEAD = "org/Big-8B", "them/Big-8B-eagle3"
@@ -57,14 +57,14 @@ def stocked(hub: FakeHub) -> FakeHub:
 
 def test_list(home: Path, forerun) -> None:
     own = directory(home / "work/mine", eagle_config(TARGET))
-    remember(TARGET, str(own), "eagle3", "code", 2.5, 1.4)
+    record(Measurement(TARGET, str(own), "eagle3", "code", 2.5, 1.4))
     code, out, err = forerun("list", "--in", str(home / "work"))
     assert (
         (code, err) == (0, "")
-        and "code 2.50 a pass, 1.40 x plain" in out
+        and "code: 2.50 tokens/pass, 1.40x plain" in out
         and f"eagle3:{own}" in out
     )
-    assert "SmolLM2-135M-Instruct" in out and "held-out 2.05 a pass" in out
+    assert "SmolLM2-135M-Instruct" in out and "held-out: 2.05 tokens/pass" in out
     code, out, _ = forerun("list", "--in", str(home / "work"), "--domain", "code", "--json")
     (one,) = json.loads(out)["drafters"]
     assert (one["name"], one["family"], one["draft"], one["target"]) == (
@@ -94,7 +94,7 @@ def test_a_table_on_a_terminal(home: Path, forerun, monkeypatch: pytest.MonkeyPa
     """Names are never cut: they are there to be copied."""
     own = directory(home / "a-name-that-is-rather-long", eagle_config(TARGET))
     directory(home / "other", eagle_config(TARGET, speculators_model_type="xpress"))
-    monkeypatch.setattr(here, "BUNDLED", home / "none")
+    monkeypatch.setattr(search, "BUNDLED", home / "none")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "70")
     out = forerun("list")[1]

@@ -171,13 +171,13 @@ def test_check_on_a_terminal_shows_one_bar_and_then_the_verdict() -> None:
     code, text = terminal(*CHECK, NO_COLOR="1")
     assert code == 0
     assert (
-        re.search(r"claim \d of 8, texts: match with suffix", text) and "━" in text and "%" in text
+        re.search(r"check \d of 6, texts: match with suffix", text) and "━" in text and "%" in text
     )
     assert text.rfind(CURSOR[1]) > text.rfind(CURSOR[0]), "the cursor is back"
     after = text[text.rfind(CURSOR[1]) :]
     assert (
         re.search(r"\ncertified: |\x1b\[2K.*certified: |certified: ", after)
-        and "claim " not in after
+        and "check " not in after
     )
     assert not re.search(r"\x1b\[[0-9;]*3[0-7]m|\x1b\[38;", text), "NO_COLOR"
 
@@ -190,7 +190,7 @@ def test_ctrl_c_leaves_a_clean_terminal() -> None:
         "--samples",
         "100000",
     ]  # it must not be over before it is interrupted
-    code, text = terminal(*endless, interrupt_at="claim 1 of")
+    code, text = terminal(*endless, interrupt_at="check 1 of")
     assert code == 130
     assert text.count(CURSOR[0]) == text.count(CURSOR[1]) and text.rfind(CURSOR[1]) > text.rfind(
         CURSOR[0]
@@ -202,6 +202,7 @@ def test_check_in_a_pipe_gives_a_line_for_each_part() -> None:
     done = subprocess.run([sys.executable, "-m", "forerun", *CHECK], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stderr.splitlines() == [
-        "rules: 1 of 1 held", "passes: 1 of 1 held", "texts: 2 of 2 held", "law: 1 of 1 held", "faults: 3 of 3 held",
+        "rules: 1 of 1 passed", "forward: 1 of 1 passed", "texts: 2 of 2 passed", "distribution: 1 of 1 passed",
+        "faults: 1 of 1 passed",
     ]  # fmt: skip
     assert done.stdout.startswith("certified: ") and "\x1b" not in done.stdout

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from forerun import LLM, SamplingParams
-from forerun.catalogue.survey import survey
+from forerun.catalog.survey import survey
 from forerun.draft import registry as bundled
 from forerun.draft.eagle.module import save_head
 from forerun.draft.registry import automatic, bundled_for

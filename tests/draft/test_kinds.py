@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from forerun.catalogue import layout
+from forerun.catalog import fit
 from forerun.draft import head_files as stored
 from forerun.draft.block import module as block_format
 from forerun.draft.registry import TABLE, Look, recognise
@@ -114,6 +114,6 @@ def test_any_value_may_be_of_any_type(value: Any) -> None:
 
 def test_what_is_read_is_what_the_readers_read() -> None:
     assert (
-        set(layout.LAYERS) == set(stored.DEFAULTS)
-        and layout.LARGEST_BLOCK == block_format.LARGEST_BLOCK
+        set(fit.LAYER_FAMILIES) == set(stored.DEFAULTS)
+        and fit.MAX_BLOCK_SIZE == block_format.LARGEST_BLOCK
     )

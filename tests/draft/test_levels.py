@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from forerun import LoadError
-from forerun.catalogue.facts import facts_at
-from forerun.catalogue.fit import checks, fits, sizes_of
+from forerun.catalog.facts import facts_at
+from forerun.catalog.fit import checks, fits, sizes_of
 from forerun.draft.head_files import tensor_names
 from forerun.draft.head_modules import with_native_products
 from forerun.draft.registry import LEVELS, kind_of

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import torch
 
-from forerun.catalogue.survey import survey
+from forerun.catalog.survey import survey
 from forerun.errors import ForerunError, LoadError
 from forerun.kernels import native
 from forerun.load import load_tokenizer

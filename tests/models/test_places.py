@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from forerun.catalogue import survey as surveys
-from forerun.catalogue.survey import Survey, survey
+from forerun.catalog import survey as surveys
+from forerun.catalog.survey import Survey, survey
 from forerun.models.gguf.config import ARCHITECTURES, READ, skim, token_digest
 from forerun.models.hub import find_model
 from forerun.models.places import Found, everything, names
@@ -185,7 +185,7 @@ def test_broken_files_are_rows(home: Path) -> None:
     (directory / "model.safetensors.index.json").write_text(
         '{"weight_map": {"w": "other.safetensors"}}'
     )
-    assert "other.safetensors is not there" in one(directory).reason
+    assert "other.safetensors is missing" in one(directory).reason
     (directory / "model.safetensors.index.json").write_text('{"weight_map": 3}')
     assert "cannot be read" in one(directory).reason
     (directory / "config.json").write_text("[]")

@@ -17,8 +17,8 @@ import transformers
 from safetensors import SafetensorError
 
 from forerun import LLM, ConfigError, SamplingParams
-from forerun.catalogue.facts import facts_at, facts_of
-from forerun.catalogue.push import pack
+from forerun.catalog.facts import facts_at, facts_of
+from forerun.catalog.transfer import prepare
 from forerun.draft import head_files as stored
 from forerun.models.config import load_config
 from forerun.models.hub import DEFAULT, DEFAULT_REPOSITORY
@@ -483,7 +483,7 @@ def test_a_drafter_says_which_target_it_is_for(
     monkeypatch.chdir(tmp_path)
     facts = facts_of(str(out))
     assert facts.made_for == "org/Big-1B" and facts.card["license"] == "apache-2.0"
-    parcel = pack(out, f"me/Big-1B-{recipe}", None, None, [])
+    parcel = prepare(out, f"me/Big-1B-{recipe}", None, None, [])
     assert (
         parcel.metadata["base_model"] == "org/Big-1B" and parcel.metadata["license"] == "apache-2.0"
     )
@@ -492,7 +492,7 @@ def test_a_drafter_says_which_target_it_is_for(
         and "# Drafter for ./5" in parcel.texts["README.md"]
     )
     monkeypatch.setattr(
-        "forerun.catalogue.pull.facts_of", lambda name, tensors=True: facts_at(home, name)
+        "forerun.catalog.transfer.facts_of", lambda name, tensors=True: facts_at(home, name)
     )
     code, text, err = run(monkeypatch, capsys, "drafters", "info", str(out))
     assert code == 0 or "does not fit org/Big-1B: size" in err, err
@@ -515,7 +515,7 @@ def test_a_drafter_of_the_default_model_says_so(
     code, _, err = bare("--data", str(data), "--recipe", "medusa", *FLAGS, "--out", str(out))
     assert code == 0, err
     assert facts_of(str(out)).made_for == DEFAULT
-    assert pack(out, "me/mine", None, "mit", []).metadata["base_model"] == DEFAULT_REPOSITORY
+    assert prepare(out, "me/mine", None, "mit", []).metadata["base_model"] == DEFAULT_REPOSITORY
 
 
 def test_a_drafter_of_a_model_in_a_directory_records_the_whole_path(
@@ -535,4 +535,4 @@ def test_a_drafter_of_a_model_in_a_directory_records_the_whole_path(
         text + err
     )
     with pytest.raises(ConfigError, match="which is no Hub id; give --for ORG/MODEL"):
-        pack(tmp_path / "d", "me/mine", None, "mit", [])
+        prepare(tmp_path / "d", "me/mine", None, "mit", [])

@@ -15,13 +15,13 @@ import torch
 
 from forerun import rng
 from forerun.check import oracle
-from forerun.check.faults import FAULTS
 from forerun.errors import ForerunError
 from forerun.sampling.filters import SamplingState, filter_logits
 from forerun.sampling.params import SamplingParams
 from forerun.types import Draft, Proposal
 from forerun.verify import RULES, Noise, block, token, tree
 from tests import exact, test_rng
+from tests.check.faults import FAULTS
 
 VOCAB, PAIRS = 5, 60
 RULES_OF_CHAINS = {

@@ -15,19 +15,13 @@ import numpy as np
 import pytest
 
 from forerun.check import oracle
-from forerun.check.schemes import (
-    MERGED,
-    TREES,
-    given_first,
-    greedy,
-    greedy_plus_one,
-    mixed,
-    without_replacement2,
-)
+from forerun.check.oracle import greedy, greedy_plus_one, mixed
 from forerun.types import Draft, Verdict
 from forerun.verify import block, token, tree
 from forerun.verify.base import probs_of
 from tests import exact
+from tests.verify import schemes
+from tests.verify.schemes import MERGED, TREES, greedy_first
 
 GRID = [
     ("exact", 2, 1),
@@ -232,7 +226,7 @@ def order_gains(kind, vocab, depth, seeds):
     models = [oracle.toy_models(kind, vocab, depth, seed) for seed in range(seeds)]
     return [
         mean(tree.verify_tree, greedy_plus_one, m, depth)
-        - mean(tree.verify_tree, given_first, m, depth)
+        - mean(tree.verify_tree, greedy_first, m, depth)
         for m in models
     ]
 
@@ -459,14 +453,12 @@ def test_a_budget_shared_by_drawn_scores_is_not():
 
 # Trees of two drafters.
 
-MERGES = MERGED | {"without replacement 2, twice": (without_replacement2, without_replacement2)}
-
 
 def merged_bias(pair, kind, vocab, depth, seed):
     target, first = oracle.toy_models(kind, vocab, depth, seed)
     second = oracle.toy_models(kind, vocab, depth, seed + 50)[1]
     return exact.bias(
-        tree.verify_tree, oracle.merged_proposals(pair, (first, second), depth), target, depth
+        tree.verify_tree, schemes.merged_proposals(pair, (first, second), depth), target, depth
     )
 
 
@@ -474,9 +466,10 @@ def merged_bias(pair, kind, vocab, depth, seed):
 @pytest.mark.parametrize(
     "kind, vocab, depth", [("exact", 2, 2), ("sparse", 2, 2), ("exact", 3, 1), ("sparse", 3, 1)]
 )
-@pytest.mark.parametrize("pair", MERGES.values(), ids=MERGES)
+@pytest.mark.parametrize("pair", MERGED.values(), ids=MERGED)
 def test_a_tree_of_two_sampling_drafters_is_exact(pair, kind, vocab, depth, seed):
-    """Each draws independently; `forerun.check.sources` tests that the engine has them do so."""
+    """Each draws independently; `tests/engine/test_two_drafters.py` tests that the engine has them
+    do so."""
     assert merged_bias(pair, kind, vocab, depth, seed) == 0
 
 
@@ -490,5 +483,5 @@ def test_two_sampled_children_under_the_probabilities_of_one_drafter_are_biased(
         tree_.probs = np.stack([*one.probs, one.probs[0] * 0])
         return tree_
 
-    monkeypatch.setattr(oracle, "merged", keep_all)
+    monkeypatch.setattr(schemes, "merged", keep_all)
     assert merged_bias((oracle.sampled, oracle.sampled), "exact", 3, 1, 0) > 0

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from forerun.catalogue.memory import remember
+from forerun.catalog.measurements import Measurement, record
 from forerun.cli.progress import Part, Tell, nothing
 from forerun.config import RULE_NAMES, Config, parse_depth
 from forerun.draft_spec import LOADED, parse_draft
@@ -200,7 +200,7 @@ def keep(model: str | None, results: Sequence[Result]) -> None:
             and r.same is not False
             and r.rule == "match"
         ):
-            remember(
+            record(Measurement(
                 model or DEFAULT, argument, name, r.category or "all", r.accepted_length, r.times_plain,
                 depth=str(r.depth), temperature=r.temperature, machine=processor(),
-            )  # fmt: skip
+            ))  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from forerun.bench.decode.sweep import keep
-from forerun.catalogue.memory import recall
+from forerun.catalog.measurements import load
 from forerun.measure.rounds import Result
 
 
@@ -23,7 +23,7 @@ def test_drafters_by_themselves_are_remembered() -> None:
         [result(), result(category="", temperature=0.0, depth="auto"), result(draft="off")],
     )
     keep(None, [result(draft="eagle3:head")])
-    kept = {(m.target, m.drafter, m.kind, m.category, m.depth): m for m in recall()}
+    kept = {(m.target, m.drafter, m.kind, m.category, m.depth): m for m in load()}
     assert kept.keys() == {
         ("org/target", "some/where", "model", "chat", "4"),
         ("org/target", "some/where", "model", "all", "auto"),
@@ -42,4 +42,4 @@ def test_what_says_nothing_of_one_drafter_is_not() -> None:
         result(draft="suffix+model:a"), result(draft="suffix"), result(requests=8), result(same=False),
         result(rule="token"), result(draft="recycle:table"),
     ])  # fmt: skip
-    assert recall() == []
+    assert load() == []

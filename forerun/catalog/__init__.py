@@ -1,0 +1,1 @@
+"""The registry of drafters: kinds, targets that they fit, places and measurements."""
