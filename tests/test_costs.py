@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from forerun.costs import NEIGHBOUR_STRENGTH, SETTLED, FIRST_SHARE, CostModel, Curve
+from forerun.costs import FIRST_SHARE, NEIGHBOUR_STRENGTH, SETTLED, CostModel, Curve
 
 
 def settled(slope: float, seconds: dict[int, float]) -> Curve:
@@ -42,7 +42,9 @@ def test_a_size_leans_on_those_below_until_it_has_settled() -> None:
     curve = settled(0.1, {1: 1.0})
     curve.add(3, 2.0)
     curve.add(3, 2.0)
-    assert curve.at(3) == pytest.approx((2 * 2.0 + NEIGHBOUR_STRENGTH * 1.2) / (2 + NEIGHBOUR_STRENGTH))
+    assert curve.at(3) == pytest.approx(
+        (2 * 2.0 + NEIGHBOUR_STRENGTH * 1.2) / (2 + NEIGHBOUR_STRENGTH)
+    )
     for _ in range(SETTLED - 2):
         curve.add(3, 2.0)
     assert curve.at(3) == pytest.approx(2.0)
@@ -154,7 +156,9 @@ def test_what_is_read_before_a_draft_is_no_cost_of_drafting() -> None:
     )
     other = CostModel()
     other.load_state(json.loads(json.dumps(costs.state())))
-    assert other.catch_up("model", 50) == pytest.approx(costs.catch_up("model", 50) * costs.speed_factor)
+    assert other.catch_up("model", 50) == pytest.approx(
+        costs.catch_up("model", 50) * costs.speed_factor
+    )
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from forerun.measure.corpus import excerpts
 from forerun.runtime.native import NativeDecoder
 from forerun.runtime.torch_runner import Runner
 from forerun.sampling.params import SamplingParams
-from forerun.types import Draft, Law, Round
+from forerun.types import Draft, Proposal, Round
 from forerun.verify import RULES, Noise, Rule
 
 PROMPT_TOKENS = 48
@@ -418,9 +418,11 @@ def draft_probs(draft: Draft, node: int, vocab: int) -> np.ndarray | None:
     if not children:
         return None
     q = np.zeros(vocab)
-    if draft.probs is not None and any(draft.laws[c] is not Law.DETERMINISTIC for c in children):
+    if draft.probs is not None and any(
+        draft.proposals[c] is not Proposal.DETERMINISTIC for c in children
+    ):
         q += draft.probs[node]
-    q[[draft.tokens[c] for c in children if draft.laws[c] is Law.DETERMINISTIC]] = 1.0
+    q[[draft.tokens[c] for c in children if draft.proposals[c] is Proposal.DETERMINISTIC]] = 1.0
     return q
 
 

@@ -19,14 +19,14 @@ from typing import Any
 import numpy as np
 from numpy.random import default_rng
 
-from forerun.types import Draft, Law, Verdict
+from forerun.types import Draft, Proposal, Verdict
 from forerun.verify.base import RatioRule
 
 Probability = Any  # a float or a Fraction
 Prefix = tuple[int, ...]
 Table = dict[Prefix, np.ndarray]  # the next token's distribution [V] after each prefix
 StringProbs = dict[Prefix, Probability]
-Children = tuple[list[tuple[int, Law]], "np.ndarray | None", Probability]
+Children = tuple[list[tuple[int, Proposal]], "np.ndarray | None", Probability]
 Scheme = Callable[[Draft, int, np.ndarray], Iterable[Children]]
 Proposals = Iterable[tuple[Draft, Probability]]
 
@@ -139,12 +139,12 @@ def prefix_of(draft: Draft, node: int) -> Prefix:
 def sampled(draft: Draft, node: int, q: np.ndarray) -> Iterator[Children]:
     """Draft a chain: one child, drawn from q."""
     for token in np.flatnonzero(q > 0):
-        yield [(int(token), Law.SAMPLED)], q, q[token]
+        yield [(int(token), Proposal.SAMPLED)], q, q[token]
 
 
 def greedy(draft: Draft, node: int, q: np.ndarray) -> Iterable[Children]:
     """Draft a chain of most likely tokens, which are deterministic."""
-    return [([(int(np.argmax(q)), Law.DETERMINISTIC)], None, 1)]
+    return [([(int(np.argmax(q)), Proposal.DETERMINISTIC)], None, 1)]
 
 
 def mixed(draft: Draft, node: int, q: np.ndarray) -> Iterable[Children]:
@@ -159,11 +159,11 @@ def without_replacement2(draft: Draft, node: int, q: np.ndarray) -> Iterable[Chi
     """Draft two different tokens without replacement; one where q has no second token."""
     for a in np.flatnonzero(q > 0):
         others = [b for b in np.flatnonzero(q > 0) if b != a]
-        first = (int(a), Law.WITHOUT_REPLACEMENT)
+        first = (int(a), Proposal.WITHOUT_REPLACEMENT)
         if not others:
             yield [first], q, q[a]
         for b in others:
-            second = (int(b), Law.WITHOUT_REPLACEMENT)
+            second = (int(b), Proposal.WITHOUT_REPLACEMENT)
             yield [first, second], q, q[a] * q[b] / sum(q[others])
 
 
@@ -174,13 +174,13 @@ def greedy_plus_one(
     best = int(np.argmax(q))
     rest = q.copy()
     rest[best] = 0
-    top = (best, Law.DETERMINISTIC)
+    top = (best, Proposal.DETERMINISTIC)
     if not rest.sum():
         yield [top], None, 1
         return
     rest = rest / rest.sum()
     for token in np.flatnonzero(rest > 0):
-        pair = [(int(token), Law.SAMPLED), top]
+        pair = [(int(token), Proposal.SAMPLED), top]
         yield pair if sampled_first else pair[::-1], rest, rest[token]
 
 
@@ -203,13 +203,13 @@ def proposals(scheme: Scheme, drafter: Table, depth: int) -> Iterator[tuple[Draf
         node = len(rows)
         if node == len(draft):
             probs = np.stack(rows)
-            yield Draft(draft.tokens, draft.parents, draft.sources, draft.laws, probs), weight
+            yield Draft(draft.tokens, draft.parents, draft.sources, draft.proposals, probs), weight
             return
         prefix = prefix_of(draft, node)
         leaf: Children = ([], None, 1)
         choices = [leaf] if len(prefix) == depth else scheme(draft, node, drafter[prefix])
         for children, q, prob in choices:
-            wider = Draft([*draft.tokens], [*draft.parents], [*draft.sources], [*draft.laws])
+            wider = Draft([*draft.tokens], [*draft.parents], [*draft.sources], [*draft.proposals])
             for token, law in children:
                 wider.add(token, node, "toy", law)
             row = drafter[()] * 0 if q is None else q

@@ -19,7 +19,7 @@ from forerun.check import oracle
 from forerun.check.oracle import CHAINS, TREES, Scheme
 from forerun.check.report import Finding
 from forerun.check.sequential_test import SequentialTest
-from forerun.types import Draft, Law, Verdict
+from forerun.types import Draft, Proposal, Verdict
 from forerun.verify import RULES, Noise, block, match, token, tree
 from forerun.verify.base import Coins, RatioRule
 
@@ -163,6 +163,6 @@ def _sample_chains(noises: Sequence[Noise]) -> list[Draft]:
     for node in range(2):
         drawn = rng.gumbel_argmax(logits, [noise.draft(node) for noise in noises])
         for draft, chosen in zip(drafts, drawn.tolist(), strict=True):
-            draft.add(chosen, node, "toy", Law.SAMPLED)
+            draft.add(chosen, node, "toy", Proposal.SAMPLED)
             draft.probs = np.stack([Q, Q, 0 * Q])
     return drafts

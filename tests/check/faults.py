@@ -18,7 +18,7 @@ from torch import Tensor
 from forerun import rng
 from forerun.check.faults import FAULTS as SHIPPED
 from forerun.check.faults import LENIENCE, RATIO_RULES, Change, ChangedCoins, Fault
-from forerun.types import Draft, Law, Verdict
+from forerun.types import Draft, Proposal, Verdict
 from forerun.verify import RULES, Noise, Rule, block, match
 from forerun.verify.base import Coins, RatioRule, probs_of, ratio, residual
 
@@ -225,7 +225,7 @@ def unlikely_dropped(rule: RatioRule, draft: Draft, p: np.ndarray, coins: Coins)
     """A chain is cut before its first such token, so its tokens are not drawn from q any more."""
     if draft.parents != list(range(-1, len(draft) - 1)):
         return rule(draft, p, coins)
-    sampled = [n for n in range(1, len(draft)) if draft.laws[n] is Law.SAMPLED]
+    sampled = [n for n in range(1, len(draft)) if draft.proposals[n] is Proposal.SAMPLED]
     cut = next(
         (n for n in sampled if probs_of(draft, n, p)[draft.tokens[n]] < UNLIKELY), len(draft)
     )

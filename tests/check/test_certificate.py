@@ -16,7 +16,7 @@ from forerun.check.oracle import Children
 from forerun.check.rules import ENUMERABLE, enumerate_rule
 from forerun.cli import main as cli
 from forerun.errors import ConfigError
-from forerun.types import Draft, Law
+from forerun.types import Draft, Proposal
 from forerun.verify import RULES
 from tests import tiny
 from tests.check.faults import FAULTS
@@ -89,7 +89,7 @@ def test_the_distribution_of_the_running_engine_shows_faults(name, engine):
 
 def greedy_as_sampled(draft: Draft, node: int, q: np.ndarray) -> list[Children]:
     """The fault of a drafter that treats its most likely token as sampled from q."""
-    return [([(int(np.argmax(q)), Law.SAMPLED)], q, 1)]
+    return [([(int(np.argmax(q)), Proposal.SAMPLED)], q, 1)]
 
 
 @pytest.mark.parametrize("rule", ["token", "block", "tree"])
@@ -157,7 +157,7 @@ def test_torch_kernels_may_diverge_at_near_ties_only(pair):
 
 def test_draft_probs_count_deterministic_children_as_certain():
     draft = Draft.root(0)
-    draft.add(2, 0, "toy", Law.SAMPLED)
+    draft.add(2, 0, "toy", Proposal.SAMPLED)
     draft.add(1, 0, "toy")
     draft.probs = np.array([[0.25, 0.25, 0.5], [0, 0, 0], [0, 0, 0]])
     assert draft_probs(draft, 0, 3).tolist() == [0.25, 1.0, 0.5]

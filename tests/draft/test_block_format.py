@@ -294,7 +294,7 @@ def test_older_files_hold_the_target_s_embedding_and_head(tmp_path: Path) -> Non
     """They are borrowed: the drafts are those of the file without them. A row of another makes it
     the drafter's own."""
     head, weights = head_of(sample_from_anchor=False), tiny.decoder(tiny.family("llama")).weights
-    copies_text = {
+    copies = {
         "embed_tokens.weight": weights.embed.float(),
         "lm_head.weight": weights.head.weight.float(),
     }

@@ -246,7 +246,9 @@ def test_sixteenths_are_those_of_the_chances_in_torch(
             expected += [above * STANDS[16 + min(int(chance * 16), 15)] for chance in near]
             above *= STANDS[chain.confidence_bins[level]]
         beside = [
-            chance for chance, sure in zip(full.path_probs, full.confidence_bins, strict=True) if sure >= 16
+            chance
+            for chance, sure in zip(full.path_probs, full.confidence_bins, strict=True)
+            if sure >= 16
         ]
         assert beside == pytest.approx(sorted(expected, reverse=True)[:BESIDE], rel=0.15)
 

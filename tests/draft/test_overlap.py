@@ -25,7 +25,7 @@ from forerun.types import Draft
 from forerun.verify import RULES, Noise
 from tests import tiny
 from tests.draft.test_cascade import KERNELS, say_the_same
-from tests.draft.test_draft_model import FILTERED, GREEDY, FIRST_SHARE, proposer, row, text_of
+from tests.draft.test_draft_model import FILTERED, FIRST_SHARE, GREEDY, proposer, row, text_of
 
 ROUNDS = int(os.environ.get("FORERUN_ROUNDS", "600"))
 
@@ -84,7 +84,9 @@ def verdict(draft: Draft, ahead: Ahead, slot: int, chance: random.Random) -> lis
 
 
 @pytest.mark.parametrize("how", ["coupled", "chains", "trees"])
-@pytest.mark.parametrize("params", [GREEDY, FIRST_SHARE, FILTERED], ids=["greedy", "warm", "filtered"])
+@pytest.mark.parametrize(
+    "params", [GREEDY, FIRST_SHARE, FILTERED], ids=["greedy", "warm", "filtered"]
+)
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_drafts_are_those_of_the_model_alone(
     kernels: str, params: SamplingParams, how: str
@@ -168,7 +170,9 @@ def test_where_there_is_no_room_it_is_the_model_alone() -> None:
         ahead.open(0, text)
         (draft,) = ahead.propose([row(text)])
         assert len(draft) == 5
-        ahead.begin_overlap([row(text)], [Draft.chain(text[-1], [*draft.tokens[1:], token], "other")])
+        ahead.begin_overlap(
+            [row(text)], [Draft.chain(text[-1], [*draft.tokens[1:], token], "other")]
+        )
         assert not ahead._foreseen
         (again,) = ahead.propose([row([*text, draft.tokens[1]])])
         assert again.tokens == draft.tokens[1:2] + again.tokens[1:] and len(again) > 1

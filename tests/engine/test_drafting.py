@@ -404,7 +404,7 @@ def test_a_copy_is_looked_at_to_its_end_and_counts_for_who_copied_as_far_as_it_w
     """Half of what its proposer said stood before: a few tokens would be asked for by that. What is
     not worth verifying is nothing that was there."""
     text = said(engine_of(Sometimes("second", 1)), "off").tokens
-    copies_text = Copies([token ^ 1 for token in text], 2)
+    copies = Copies([token ^ 1 for token in text], 2)
     engine = cheap(copies)
     request = engine.add(build.prompts()[1], build.params(1, 0.0, 40), draft="copies", depth="auto")
     engine.drafting.state(request).acceptance["copies"].kept = BetaCounts(50, 50)
@@ -423,7 +423,7 @@ def test_where_there_is_no_room_for_a_whole_copy_a_shorter_one_is_asked_for(
 ) -> None:
     """Pages are scarce under load, and what is looked at is more than what is verified."""
     text = said(engine_of(Sometimes("second", 1)), "off").tokens
-    copies_text = Copies(text, 2)
+    copies = Copies(text, 2)
     monkeypatch.setattr(copies, "most", lambda depth: depth if depth < DEEPEST else 1 << 20)
     engine = cheap(copies)
     engine.set_policy(build.Eager())

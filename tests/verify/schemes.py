@@ -23,7 +23,7 @@ from forerun.check.oracle import (
     without_replacement2,
 )
 from forerun.draft.compose import merged
-from forerun.types import Draft, Law
+from forerun.types import Draft, Proposal
 
 MergedScheme = tuple[Scheme, Scheme]  # two drafters whose drafts are merged into one tree
 
@@ -32,12 +32,12 @@ def iid2(draft: Draft, node: int, q: np.ndarray) -> Iterable[Children]:
     """Draft two independent samples, which may be equal."""
     support = np.flatnonzero(q > 0)
     for a, b in itertools.product(support, support):
-        yield [(int(a), Law.SAMPLED), (int(b), Law.SAMPLED)], q, q[a] * q[b]
+        yield [(int(a), Proposal.SAMPLED), (int(b), Proposal.SAMPLED)], q, q[a] * q[b]
 
 
 def top2(draft: Draft, node: int, q: np.ndarray) -> Iterable[Children]:
     """Draft the two most likely tokens deterministically."""
-    yield [(int(t), Law.DETERMINISTIC) for t in np.argsort(-q, kind="stable")[:2]], None, 1
+    yield [(int(t), Proposal.DETERMINISTIC) for t in np.argsort(-q, kind="stable")[:2]], None, 1
 
 
 def ngram_plus_sample(
@@ -46,7 +46,7 @@ def ngram_plus_sample(
     """Draft a sample and a token looked up from the prefix; with `distinct` only if they differ."""
     found = sum(prefix_of(draft, node)) % len(q)
     for t in np.flatnonzero(q > 0):
-        both = [(int(t), Law.SAMPLED), (found, Law.DETERMINISTIC)]
+        both = [(int(t), Proposal.SAMPLED), (found, Proposal.DETERMINISTIC)]
         yield both[:1] if distinct and t == found else both, q, q[t]
 
 
