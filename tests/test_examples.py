@@ -16,8 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 import forerun
+from forerun import LLM, SamplingParams
+from forerun.draft.ngram import NGram
 from forerun.draft.proposer import Proposer
 from tests import tiny
 from tests.cluster.deployed import NEEDS_RAY
@@ -31,10 +35,11 @@ SHORT = {  # what makes them short
     "predict.py": ("--repeats", "1", "--tokens", "24", "--changed", "1"),
 }
 CLUSTER = "cluster_demo.py"
+PAGE = "speculative_decoding.py"  # which needs a model
 
 
 def test_no_example_is_forgotten() -> None:
-    assert {path.name for path in EXAMPLES.glob("*.py")} == {*SHORT, CLUSTER}
+    assert {path.name for path in EXAMPLES.glob("*.py")} == {*SHORT, CLUSTER, PAGE}
 
 
 @pytest.mark.parametrize("name", SHORT)
@@ -48,6 +53,25 @@ def test_examples_run(
     except SystemExit as end:
         assert not end.code, "demo.py ends so where a text differs"
     assert len(capsys.readouterr().out.splitlines()) > 1
+
+
+@pytest.mark.parametrize("depth", [1, 4])
+def test_the_algorithm_on_one_page_gives_the_tokens_of_the_engine(depth: int) -> None:
+    page = runpy.run_path(str(EXAMPLES / PAGE))
+    directory = tiny.spoken()
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64)
+    llm = LLM(directory, draft="off", dtype="float64", kv_tokens=1024)
+    params = SamplingParams.pure(temperature=0, max_tokens=40, ignore_eos=True)
+    for text in ("import os\nimport sys\n" * 3, "The name of the name"):
+        prompt = llm.tokens(text)
+        tokens, passes = page["generate"](model, NGram(), prompt, 40, depth)
+        assert tokens == llm.generate(prompt, params)[0].token_ids
+        assert passes < 40
+
+
+def test_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(EXAMPLES / PAGE))["main"](str(tiny.spoken()), "import os\n" * 3)
+    assert "forward passes" in capsys.readouterr().err
 
 
 def started(name: str, *options: str, timeout: float = 300) -> str:
