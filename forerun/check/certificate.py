@@ -18,7 +18,7 @@ from forerun.check.texts import check_texts
 from forerun.drafts import names_in
 from forerun.errors import ConfigError, nearest
 from forerun.llm import LLM
-from forerun.measure.corpus import excerpts
+from forerun.measure.workloads import excerpts
 from forerun.models.hub import DEFAULT
 from forerun.native import NativeDecoder
 from forerun.progress import Tell, nothing

@@ -22,8 +22,7 @@ from forerun.llm import LLM
 from forerun.loader import Loader
 from forerun.measure.energy import Meter
 from forerun.measure.rounds import Rounds, Setting, always
-from forerun.measure.run import PLAIN, Arm, Work
-from forerun.measure.where import machine
+from forerun.measure.run import PLAIN, Arm, Work, machine
 from forerun.progress import Tell, nothing
 from forerun.runner import Runner
 from forerun.sampling.params import SamplingParams
