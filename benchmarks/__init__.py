@@ -1,0 +1,1 @@
+"""Benchmarks of parts of forerun and of other engines; run from the repository's root, see README.md."""
