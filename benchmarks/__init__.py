@@ -1,1 +1,2 @@
-"""Benchmarks of parts of forerun and of other engines; run from the repository's root, see README.md."""
+"""Benchmarks of parts of forerun and of other engines; run from the repository's root, see
+README.md."""

@@ -1,10 +1,11 @@
-"""Measure joules per token of plain decoding and of every draft, with the machine's energy counters.
+"""Measure joules per token of plain decoding and of every draft, with the machine's energy
+counters.
 
     python -m benchmarks.energy --drafts suffix --categories chat --price 0.4
 
-Saved time is not saved energy: drafted tokens that are rejected cost joules too. A window repeats the
-same prompts until it is long enough for the counters, prefill included. The idle power is measured
-first. Without counters (NVML or RAPL, see `forerun doctor`) nothing is estimated.
+Saved time is not saved energy: drafted tokens that are rejected cost joules too. A window repeats
+the same prompts until it is long enough for the counters, prefill included. The idle power is
+measured first. Without counters (NVML or RAPL, see `forerun doctor`) nothing is estimated.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     python -m benchmarks.kernels --formats bfloat16,int8 --rows 1,4,8,16
 
-A program of linear layers runs over distinct matrices that together exceed the caches, through the same
-call that runs a decoder. All cases are timed in turn, round after round, with the bandwidth in every
-round.
+A program of linear layers runs over distinct matrices that together exceed the caches, through the
+same call that runs a decoder. All cases are timed in turn, round after round, with the bandwidth in
+every round.
 """
 
 from __future__ import annotations
@@ -161,7 +161,8 @@ class ArbitraryWeights(Kept):
 
 
 class Layers:
-    """Copies of one packed linear layer, at least `size` bytes, and a program that runs them all."""
+    """Copies of one packed linear layer, at least `size` bytes, and a program that runs them
+    all."""
 
     def __init__(self, weight: torch.Tensor, form: str, size: int) -> None:
         """weight: [outputs, inputs]"""

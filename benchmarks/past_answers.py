@@ -1,32 +1,34 @@
-#!/usr/bin/env python3
-"""What a model says to tasks of `forerun bench`, as lines of text for `forerun index`: a corpus of past answers.
+"""Write a model's answers to built-in tasks as JSON lines for `forerun index`: a corpus of past
+answers.
 
-python scripts/past_answers.py --categories chat,mathematics --dtype bfloat16 > answers.jsonl
-forerun index answers.jsonl --out INDEX
+    python -m benchmarks.past_answers --categories chat,mathematics --dtype bfloat16 > answers.jsonl
+    forerun index answers.jsonl --out INDEX
 """
 
 from __future__ import annotations
 
-import argparse
 import json
+from collections.abc import Sequence
 
-from forerun import LLM, SamplingParams
-from forerun.measure.workloads import builtin
+from benchmarks.command import add_engine_options, chosen_tasks, load, parser, run
+from forerun import SamplingParams
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--categories", default="chat,mathematics,free,summary")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--tokens", type=int, default=160)
-    args = parser.parse_args()
-    llm = LLM(dtype=args.dtype)
-    for task in builtin():
-        if task.category in args.categories.split(","):
-            for temperature in (0.0, 0.8):
-                params = SamplingParams.pure(max_tokens=args.tokens, temperature=temperature, seed=1, ignore_eos=True)
-                print(json.dumps({"text": llm.generate(task.prompt, params)[0].text}), flush=True)
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run from the command line."""
+    options = parser(__doc__)
+    add_engine_options(options)
+    options.add_argument("--categories", default="chat,mathematics,free,summary")
+    options.add_argument("--tokens", type=int, default=160, help="tokens of an answer")
+    given = options.parse_args(arguments)
+    llm = load(given)
+    for task in chosen_tasks(None, given.categories):
+        for temperature in (0.0, 0.8):
+            params = SamplingParams.pure(
+                max_tokens=given.tokens, temperature=temperature, seed=1, ignore_eos=True
+            )
+            print(json.dumps({"text": llm.generate(task.prompt, params)[0].text}), flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

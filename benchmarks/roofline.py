@@ -1,11 +1,12 @@
-"""Compare a target forward pass with the limits of this machine: bytes, operations, and which binds.
+"""Compare a target forward pass with the limits of this machine: bytes, operations, and which
+binds.
 
     python -m benchmarks.roofline --quantization int8 --rows 1,4,8,16 --context 128
 
-A pass is bounded by two limits (Williams, Waterman, Patterson 2009, doi 10.1145/1498765.1498785): its
-bytes over the memory bandwidth, which hardly depends on the number of rows, and its operations over the
-peak of the cores, which grows with it. Where the first is larger, verifying a further drafted token
-costs next to nothing. Both limits are measured in the same rounds as the passes.
+A pass is bounded by two limits (Williams, Waterman, Patterson 2009, doi 10.1145/1498765.1498785):
+its bytes over the memory bandwidth, which hardly depends on the number of rows, and its operations
+over the peak of the cores, which grows with it. Where the first is larger, verifying a further
+drafted token costs next to nothing. Both limits are measured in the same rounds as the passes.
 """
 
 from __future__ import annotations

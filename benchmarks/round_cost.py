@@ -1,23 +1,24 @@
-#!/usr/bin/env python3
-"""What one round of a head costs beside a pass of one row over the default model, whatever its drafts are worth.
+"""Compare the cost of one draft of a head with a forward pass of one row, whatever the draft is
+worth.
 
-    python scripts/round_cost.py                      # the model's own file
-    python scripts/round_cost.py --quantization int8 --depth 4
+    python -m benchmarks.round_cost                      # the model's own file
+    python -m benchmarks.round_cost --quantization int8 --depth 4
 
-`eagle3` is the head that comes with forerun; the others are untrained: `block` has two layers and a Markov head of
-rank 64, `medusa` one residual layer a head, and both say 8,192 tokens; `mlp` (levels tied) says all, as
-published ones do. Rounds and passes take turns; medians, and the median of their quotients.
+`eagle3` is the head that comes with forerun; the others are untrained: `block` has two layers and a
+Markov head of rank 64, `medusa` one residual layer per head, both over 8,192 tokens; `mlp` (tied
+levels) over all tokens, as published ones. Drafts and passes take turns; medians, and the median of
+ratios.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from benchmarks.command import add_engine_options, load, parser, run
 from forerun import LLM, SamplingParams
 from forerun.cache.attention import Segment
 from forerun.draft.base import Proposer, Row
@@ -35,78 +36,100 @@ from forerun.native import NativeDecoder
 from forerun.train.recipes.block import layers_like, spread
 from forerun.verify import Noise
 
-BEFORE, SAID = 200, 8192  # tokens of the text in the caches; tokens that the block drafter says
+CONTEXT = 200  # tokens in the caches before the first draft
+DRAFT_VOCAB = 8192
+WARM_UP = 5
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--quantization")
-    parser.add_argument("--depth", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=150)
-    asked = parser.parse_args()
-    draft = f"eagle3:{BUNDLED / DEFAULT}"
-    llm = LLM(draft=draft, dtype=asked.dtype, quantization=asked.quantization, kv_tokens=1024)
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run from the command line."""
+    options = parser(__doc__)
+    add_engine_options(options)
+    options.add_argument("--depth", type=int, default=4)
+    options.add_argument("--rounds", type=int, default=150)
+    given = options.parse_args(arguments)
+    llm = load(given, draft=f"eagle3:{BUNDLED / DEFAULT}", kv_tokens=1024)
     torch.manual_seed(0)
-    for name, drafter in [("eagle3", llm.engine.proposers[llm.draft]), *untrained(llm, asked.depth)]:
+    heads = [("eagle3", llm.engine.proposers[llm.draft]), *untrained(llm, given.depth)]
+    for name, drafter in heads:
         for temperature in (0.0, 0.8):
-            pairs = measure(llm, drafter, SamplingParams(temperature=temperature), asked.depth, asked.rounds)
-            rounds, passes = (1e3 * statistics.median(side) for side in zip(*pairs, strict=True))
+            params = SamplingParams(temperature=temperature)
+            pairs = measure(llm, drafter, params, given.depth, given.rounds)
+            drafting, forward = (1e3 * statistics.median(side) for side in zip(*pairs, strict=True))
             share = statistics.median(a / b for a, b in pairs)
             print(
-                f"{name:6} depth {asked.depth}, temperature {temperature:g}: a round {rounds:.2f} ms"
-                f" is {share:.2f} of a pass of {passes:.2f} ms ({llm.decoder.precision})",
+                f"{name:6} depth {given.depth}, temperature {temperature:g}: a draft of"
+                f" {drafting:.2f} ms is {share:.2f} of a pass of {forward:.2f} ms"
+                f" ({llm.decoder.precision})",
                 flush=True,
             )
 
 
 def untrained(llm: LLM, depth: int) -> Iterator[tuple[str, Proposer]]:
-    """Drafters that say anything, by name."""
-    c, view = llm.decoder.config, view_of(llm.decoder)
+    """Yield untrained drafters by name."""
+    c = llm.decoder.config
+    view = view_of(llm.decoder)
     block = BlockConfig(
-        layer=layers_like(c, 2), target_hidden=c.hidden, boundaries=spread(c.layers, 3), block=depth, mask_token=0,
-        draft_vocab=SAID, own_head=True, law=MarkovShape(64),
-    )  # fmt: skip
-    yield "block", Block(BlockHead(block).requires_grad_(False), view, tokens=1024, page=16, slots=4)
-    medusa = MedusaHeads(depth, 1, c.hidden, c.vocab, said=SAID)
-    medusa.token_map = torch.arange(SAID)
-    mlp = MlpShape(levels=depth, hidden=c.hidden, inner=c.hidden, vocab=c.vocab, tied=True, scaled=True)
-    levels = {"medusa": medusa, "mlp": MlpSpeculator(mlp)}
-    yield from ((name, Levels(name, heads.requires_grad_(False), view)) for name, heads in levels.items())
+        layer=layers_like(c, 2),
+        target_hidden=c.hidden,
+        boundaries=spread(c.layers, 3),
+        block=depth,
+        mask_token=0,
+        draft_vocab=DRAFT_VOCAB,
+        own_head=True,
+        law=MarkovShape(64),
+    )
+    head = BlockHead(block).requires_grad_(False)
+    yield "block", Block(head, view, tokens=1024, page=16, slots=4)
+    medusa = MedusaHeads(depth, 1, c.hidden, c.vocab, said=DRAFT_VOCAB)
+    medusa.token_map = torch.arange(DRAFT_VOCAB)
+    yield "medusa", Levels("medusa", medusa.requires_grad_(False), view)
+    shape = MlpShape(
+        levels=depth, hidden=c.hidden, inner=c.hidden, vocab=c.vocab, tied=True, scaled=True
+    )
+    yield "mlp", Levels("mlp", MlpSpeculator(shape).requires_grad_(False), view)
 
 
-def measure(llm: LLM, drafter: Proposer, params: SamplingParams, depth: int, rounds: int) -> list[tuple[float, float]]:
-    """Seconds of a round and of the pass after it."""
-    target, c = llm.engine.target, llm.decoder.config
+def measure(
+    llm: LLM, drafter: Proposer, params: SamplingParams, depth: int, rounds: int
+) -> list[tuple[float, float]]:
+    """Return the seconds of each draft and of the forward pass after it."""
+    target = llm.engine.target
+    c = llm.decoder.config
+    decoder = target.decoder
+    assert isinstance(decoder, NativeDecoder)
     drafter.reset()
-    text = torch.randint(3, c.vocab, (BEFORE + 2 * rounds + 20,)).tolist()
-    show(drafter, c.hidden, 0, BEFORE - 1, text)
-    target.cache.open(0, text[:BEFORE])
-    target.cache.pages.grow(0, BEFORE + 1)
-    assert isinstance(target.decoder, NativeDecoder)
-    target.decoder.forward([Segment(0, text[:BEFORE], list(range(-1, BEFORE - 1)), [])], target.cache)
-    target.cache.commit(0, range(BEFORE))
-    one, found = Segment(0, [text[BEFORE]], [-1], [0]), []
-    for at in range(BEFORE, BEFORE + 2 * (rounds + 5), 2):
+    text = torch.randint(3, c.vocab, (CONTEXT + 2 * rounds + 20,)).tolist()
+    drafter.open(0, text[:1])
+    observe(drafter, c.hidden, 0, CONTEXT - 1)
+    target.cache.open(0, text[:CONTEXT])
+    target.cache.pages.grow(0, CONTEXT + 1)
+    parents = list(range(-1, CONTEXT - 1))
+    decoder.forward([Segment(0, text[:CONTEXT], parents, [])], target.cache)
+    target.cache.commit(0, range(CONTEXT))
+    one = Segment(0, [text[CONTEXT]], [-1], [0])
+    found = []
+    for at in range(CONTEXT, CONTEXT + 2 * (rounds + WARM_UP), 2):
         row = Row(0, text[:at], params, Noise(1, at - 1), depth)
-        found.append((timed(drafter.propose, [row]), timed(target.decoder.forward, [one], target.cache)))
-        show(drafter, c.hidden, at - 1, 2, text)
+        drafting = seconds_of(drafter.propose, [row])
+        found.append((drafting, seconds_of(decoder.forward, [one], target.cache)))
+        observe(drafter, c.hidden, at - 1, 2)
     target.cache.close(0)
-    return found[5:]
+    return found[WARM_UP:]
 
 
-def show(drafter: Proposer, hidden: int, start: int, count: int, text: list[int]) -> None:
-    """States of `count` tokens, which are any."""
-    if start == 0:
-        drafter.open(0, text[:1])
-    drafter.observe(0, start, {boundary: torch.randn(count, hidden) for boundary in drafter.boundaries})
+def observe(drafter: Proposer, hidden: int, start: int, count: int) -> None:
+    """Give a drafter random hidden states of `count` tokens."""
+    states = {layer: torch.randn(count, hidden) for layer in drafter.boundaries}
+    drafter.observe(0, start, states)
 
 
-def timed(do: Callable[..., object], *given: object) -> float:
+def seconds_of(function: Callable[..., object], *arguments: object) -> float:
+    """Return the time of one call."""
     start = time.perf_counter()
-    do(*given)
+    function(*arguments)
     return time.perf_counter() - start
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -9,6 +9,7 @@ Fails where logits differ by more than 1e-4 of their size.
 
 from __future__ import annotations
 
+import argparse
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -16,10 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from speculators.models.dflash import DFlashSpeculatorConfig  # type: ignore[import-not-found]
-from speculators.models.dflash.core import DFlashDraftModel  # type: ignore[import-not-found]
-from speculators.models.dspark import DSparkSpeculatorConfig  # type: ignore[import-not-found]
-from speculators.models.dspark.core import DSparkDraftModel  # type: ignore[import-not-found]
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config
 
@@ -36,30 +33,48 @@ STATES = [2, 0, 1]
 WINDOW = {
     "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 6, "use_sliding_window": True,
 }  # fmt: skip
-CASES: list[tuple[str, type, type, dict[str, Any], dict[str, Any]]] = [
-    ("DFlash", DFlashSpeculatorConfig, DFlashDraftModel, {}, {}),
-    ("DFlash, some tokens", DFlashSpeculatorConfig, DFlashDraftModel, {"draft_vocab_size": 40}, {}),
-    ("DFlash, window", DFlashSpeculatorConfig, DFlashDraftModel, {}, WINDOW),
-    ("DFlash, seen window", DFlashSpeculatorConfig, DFlashDraftModel, {"sliding_window_non_causal": True}, WINDOW),
-    *(
-        (
-            f"DSpark, {kind}, from anchor {first}", DSparkSpeculatorConfig, DSparkDraftModel,
-            {"markov_head_type": kind, "markov_rank": 6, "sample_from_anchor": first}, {},
-        )
-        for kind in ("vanilla", "gated", "rnn")
-        for first in (True, False)
-    ),
-]  # fmt: skip
+Case = tuple[
+    str, type, type, dict[str, Any], dict[str, Any]
+]  # name, config, model, own fields, layer fields
 
 
-def made(config: type, model: type, own: dict[str, Any], layer: dict[str, Any], base: LlamaForCausalLM) -> Any:
+def cases() -> list[Case]:
+    """Return what is compared."""
+    from speculators.models.dflash import DFlashSpeculatorConfig  # type: ignore[import-not-found]
+    from speculators.models.dflash.core import DFlashDraftModel  # type: ignore[import-not-found]
+    from speculators.models.dspark import DSparkSpeculatorConfig  # type: ignore[import-not-found]
+    from speculators.models.dspark.core import DSparkDraftModel  # type: ignore[import-not-found]
+
+    flash = DFlashSpeculatorConfig, DFlashDraftModel
+    found: list[Case] = [
+        ("DFlash", *flash, {}, {}),
+        ("DFlash, some tokens", *flash, {"draft_vocab_size": 40}, {}),
+        ("DFlash, window", *flash, {}, WINDOW),
+        ("DFlash, seen window", *flash, {"sliding_window_non_causal": True}, WINDOW),
+    ]
+    for kind in ("vanilla", "gated", "rnn"):
+        for first in (True, False):
+            own = {"markov_head_type": kind, "markov_rank": 6, "sample_from_anchor": first}
+            name = f"DSpark, {kind}, from anchor {first}"
+            found.append((name, DSparkSpeculatorConfig, DSparkDraftModel, own, {}))
+    return found
+
+
+def made(
+    config: type, model: type, own: dict[str, Any], layer: dict[str, Any], base: LlamaForCausalLM
+) -> Any:
     """One of their models, its parts of some consequence, with the target's embedding and head."""
     layers = Qwen3Config(
         vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=16, max_position_embeddings=128, **layer,
     )  # fmt: skip
     layers._attn_implementation = "eager"
-    common = {"block_size": SIZE, "mask_token_id": 3, "aux_hidden_state_layer_ids": STATES, "draft_vocab_size": VOCAB}
+    common = {
+        "block_size": SIZE,
+        "mask_token_id": 3,
+        "aux_hidden_state_layer_ids": STATES,
+        "draft_vocab_size": VOCAB,
+    }
     theirs = model(config(transformer_layer_config=layers, **(common | own)))
     with torch.no_grad():
         for value in theirs.parameters():
@@ -85,7 +100,9 @@ def said(theirs: Any, states: Tensor, tokens: Tensor) -> Tensor:
     block, first = tokens[ANCHOR : ANCHOR + SIZE], theirs.config.sample_from_anchor
     before = block if first else torch.cat((block[:1], block[:-1]))
     if getattr(theirs, "markov_head", None) is not None:
-        logits = logits + theirs.markov_head.block_bias(prev_token_ids=before[None], hidden_states=hidden)
+        logits = logits + theirs.markov_head.block_bias(
+            prev_token_ids=before[None], hidden_states=hidden
+        )
     if theirs.d2t is None:
         return logits[0]
     full = torch.full((SIZE, VOCAB), -torch.inf)
@@ -93,7 +110,9 @@ def said(theirs: Any, states: Tensor, tokens: Tensor) -> Tensor:
     return full
 
 
-def drafted(directory: Path, target: TargetView, states: Tensor, tokens: Tensor) -> Iterator[Tensor]:
+def drafted(
+    directory: Path, target: TargetView, states: Tensor, tokens: Tensor
+) -> Iterator[Tensor]:
     """The same of forerun, slot by slot, of those that say something."""
     drafter = Block(load_block(directory, target), target, tokens=64, page=4, slots=1)
     text = tokens.tolist()
@@ -128,20 +147,33 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         base.save_pretrained(folder)
         target = view_of(LLM(folder, draft="off", kernels="torch", kv_tokens=256).decoder)
-        for name, config, model, own, layer in CASES:
+        for name, config, model, own, layer in cases():
             theirs = made(config, model, own, layer, base)
             with tempfile.TemporaryDirectory() as place:
                 theirs.save_pretrained(place)
-                states, tokens = torch.randn(LENGTH, len(STATES) * HIDDEN), torch.randint(VOCAB, (LENGTH,))
-                expected = said(theirs, states, tokens)[0 if theirs.config.sample_from_anchor else 1 :]
+                states, tokens = (
+                    torch.randn(LENGTH, len(STATES) * HIDDEN),
+                    torch.randint(VOCAB, (LENGTH,)),
+                )
+                expected = said(theirs, states, tokens)[
+                    0 if theirs.config.sample_from_anchor else 1 :
+                ]
                 ours = torch.stack(list(drafted(Path(place), target, states, tokens)))
             known = expected.isfinite()
             same = torch.equal(known, ours.isfinite())
-            apart = float(((ours - expected)[known].abs().max()) / expected[known].abs().max()) if same else torch.inf
+            apart = (
+                float(((ours - expected)[known].abs().max()) / expected[known].abs().max())
+                if same
+                else torch.inf
+            )
             worst = max(worst, apart)
             print(f"{name}: {apart:.1e}")
     return int(not worst <= MOST)
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.parse_args()
     sys.exit(main())

@@ -10,6 +10,7 @@ and asked for the same states and tokens. Fails where logits differ by more than
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import sys
@@ -56,8 +57,12 @@ def filled(module: nn.Module) -> nn.Module:
 
 
 def medusa(sources: Path, base: LlamaForCausalLM) -> Iterator[Case]:
-    named = {f"medusa__model__{name}": MagicMock() for name in ("modeling_llama_kv", "utils", "kv_cache")}
-    theirs = load("medusa.model.medusa_model", sources / "Medusa/medusa/model/medusa_model.py", **named)
+    named = {
+        f"medusa__model__{name}": MagicMock() for name in ("modeling_llama_kv", "utils", "kv_cache")
+    }
+    theirs = load(
+        "medusa.model.medusa_model", sources / "Medusa/medusa/model/medusa_model.py", **named
+    )
     theirs.AutoTokenizer = MagicMock()
     for layers in (1, 2):
         heads = filled(theirs.MedusaModel(base, LEVELS_AHEAD, layers).medusa_head)
@@ -75,7 +80,12 @@ def speculators(sources: Path) -> Iterator[Case]:
 
     serialization.register_adapter = MagicMock()  # of an older fms, and not needed here
     common = {"n_predict": LEVELS_AHEAD, "vocab_size": VOCAB, "model_type": "mlp_speculator"}
-    ibm = {**common, "emb_dim": HIDDEN, "inner_dim": 24, "architectures": ["MLPSpeculatorPreTrainedModel"]}
+    ibm = {
+        **common,
+        "emb_dim": HIDDEN,
+        "inner_dim": 24,
+        "architectures": ["MLPSpeculatorPreTrainedModel"],
+    }
     extras = load("fms_speculator", sources / "fms-extras/fms_extras/models/speculator.py")
     folder = sources / "ArcticTraining/projects"
     mlp = load("arctic_mlp", folder / "mlp_speculator/mlp_speculator/speculator.py")
@@ -83,7 +93,9 @@ def speculators(sources: Path) -> Iterator[Case]:
     made: list[tuple[str, dict[str, Any], Any, str]] = []
     for tied in (False, True):
         raw = ibm | {"tie_weights": tied, "scale_input": tied}
-        own = extras.MLPSpeculator(HIDDEN, 24, VOCAB, LEVELS_AHEAD, tie_weights=tied, scale_input=tied)
+        own = extras.MLPSpeculator(
+            HIDDEN, 24, VOCAB, LEVELS_AHEAD, tie_weights=tied, scale_input=tied
+        )
         made.append((f"IBM, tied {tied}", raw, own, "speculator."))
         raw = raw | {"architectures": ["ArcticMLPSpeculatorPreTrainedModel"]}
         made.append((f"Arctic, tied {tied}", raw, mlp.MLPSpeculator(SimpleNamespace(**raw)), ""))
@@ -93,7 +105,14 @@ def speculators(sources: Path) -> Iterator[Case]:
             "inner_dim": "24", "emb_dim": "24", "proj_dim": "24", "method": "sum_rnn", "tie_weights": tied,
             "tie_lstm_embs": False, "scale_input": True,
         }  # fmt: skip
-        made.append((f"Arctic, sum_rnn, tied {tied}", raw, lstm.ArcticLSTMSpeculator(SimpleNamespace(**raw)), ""))
+        made.append(
+            (
+                f"Arctic, sum_rnn, tied {tied}",
+                raw,
+                lstm.ArcticLSTMSpeculator(SimpleNamespace(**raw)),
+                "",
+            )
+        )
     for name, raw, own, prefix in made:
         tensors = {f"{prefix}{k}": tensor for k, tensor in filled(own).state_dict().items()}
 
@@ -122,7 +141,10 @@ def compare(case: Case, target: TargetView) -> float:
         torch.save(tensors, directory / file)
         heads = LEVELS[kind_of(directory)](directory)
     heads.attach(target)
-    states, tokens = torch.randn(POSITIONS, HIDDEN), torch.randint(VOCAB, (POSITIONS + LEVELS_AHEAD,))
+    states, tokens = (
+        torch.randn(POSITIONS, HIDDEN),
+        torch.randint(VOCAB, (POSITIONS + LEVELS_AHEAD,)),
+    )
     pairs = zip(say(states, tokens), drafted(heads, states, tokens), strict=True)
     return max(float((theirs - ours).abs().max()) for theirs, ours in pairs)
 
@@ -145,4 +167,8 @@ def main(sources: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("sources", type=Path, help="checkouts or unpacked wheels")
+    sys.exit(main(parser.parse_args().sources))

@@ -4,13 +4,14 @@
         --peers transformers=venv/bin/python,server=http://localhost:8000
 
 Each engine runs in a process of its own, by the Python that has it (transformers, llama.cpp through
-llama-cpp-python, openvino), or is a server's URL (`server` decodes plainly, `drafting-server` drafts). A
-directory is converted to each format; a GGUF file runs as it is stored. Drafts come from a draft model,
-or are looked up in the text, by each engine in its own way.
+llama-cpp-python, openvino), or is a server's URL (`server` decodes plainly, `drafting-server`
+drafts). A directory is converted to each format; a GGUF file runs as it is stored. Drafts come from
+a draft model, or are looked up in the text, by each engine in its own way.
 
-A round runs plain decoding and every depth of every engine once over the same prompts, starting with a
-different one each time; ratios are formed within rounds, and the read bandwidth is measured after every
-run. One short uncounted round comes first. An engine that fails is left out, with a reason.
+A round runs plain decoding and every depth of every engine once over the same prompts, starting
+with a different one each time; ratios are formed within rounds, and the read bandwidth is measured
+after every run. One short uncounted round comes first. An engine that fails is left out, with a
+reason.
 """
 
 from __future__ import annotations
@@ -64,8 +65,8 @@ LOOKUP = "lookup"  # drafts copied from the text: suffix here, other engines hav
 class Kind:
     """Another engine: the script that runs it, what its Python needs, and the formats that it runs.
 
-    A server has no formats: it has loaded its weights already. `not_stored` is why it does not run a
-    GGUF file as it is stored.
+    A server has no formats: it has loaded its weights already. `not_stored` is why it does not run
+    a GGUF file as it is stored.
     """
 
     script: str
@@ -147,7 +148,8 @@ class Load:
 
 @dataclass(slots=True)
 class Report:
-    """Results and how they were measured; `bandwidth` is (lowest, median, highest) GB/s, or None."""
+    """Results and how they were measured; `bandwidth` is (lowest, median, highest) GB/s, or
+    None."""
 
     model: str
     draft: str
@@ -533,7 +535,7 @@ def show(report: Report) -> None:
         read = f", read bandwidth {middle:.1f} GB/s ({low:.1f} to {high:.1f})"
     print(
         f"{report.tokens} tokens, greedy, {report.threads} threads, draft {report.draft}"
-        f" ({report.draft_format}), medians of {report.repeats} rounds; prefill is not counted{read}"
+        f" ({report.draft_format}), medians of {report.repeats} rounds without prefill{read}"
     )
 
 

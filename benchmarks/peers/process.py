@@ -1,7 +1,8 @@
-"""Another engine in a process of its own, run by the Python that has it; both sides exchange JSON lines.
+"""Another engine in a process of its own, run by the Python that has it; both sides exchange JSON
+lines.
 
-Whatever goes wrong there (a missing package, a crash, a hang, invalid output) is one `PeerError` here,
-and the process ends. `workers/worker.py` is the other side and documents the lines.
+Whatever goes wrong there (a missing package, a crash, a hang, invalid output) is one `PeerError`
+here, and the process ends. `workers/worker.py` is the other side and documents the lines.
 """
 
 from __future__ import annotations
@@ -141,7 +142,8 @@ class Worker:
         return Outcome(speed, outputs, sum(lengths) / steps if steps else None, prefill)
 
     def _answer(self) -> dict[str, Any]:
-        """Return the next line as an object. Raises PeerError if it is none, or reports an error."""
+        """Return the next line as an object. Raises PeerError if it is none, or reports an
+        error."""
         try:
             line = self.lines.get(timeout=self.timeout)
         except queue.Empty:
@@ -191,8 +193,8 @@ class Worker:
 def _environment(threads: int) -> dict[str, str]:
     """Return this environment with bounded thread pools and without our package paths.
 
-    OMP_WAIT_POLICY keeps its default: threads that sleep at every barrier cost llama.cpp a quarter of
-    its speed, and no thread spins while another engine runs.
+    OMP_WAIT_POLICY keeps its default: threads that sleep at every barrier cost llama.cpp a quarter
+    of its speed, and no thread spins while another engine runs.
     """
     hidden = ("PYTHONPATH", "PYTHONHOME")
     kept = {name: value for name, value in os.environ.items() if name not in hidden}

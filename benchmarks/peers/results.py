@@ -65,7 +65,8 @@ class PeerResult:
 class PrefillResult:
     """One engine reading prompts of one length; medians over rounds.
 
-    `first_token` is in seconds, `speed` in prompt tokens per second, `ours_over` our speed over its.
+    `first_token` is in seconds, `speed` in prompt tokens per second, `ours_over` our speed over
+    its.
     """
 
     engine: str

@@ -38,13 +38,13 @@ SWEEP_DEPTHS = "1,2,4,8,auto"
 PASSAGE_CHARACTERS = 400  # of a prompt for a server, some 130 tokens
 PASSAGES = 1024  # enough that most measurements repeat no prompt
 DRAFT_COLUMNS = ("draft", "times plain (95 %)", "text")  # of serve, only where drafts are compared
-MODEL_HELP = "A GGUF file, a directory, ollama:NAME, lmstudio:NAME or a Hub id; without it, the default model."
+MODEL_HELP = "A GGUF file, a directory, ollama:NAME, lmstudio:NAME or a Hub id."
 
 app = typer.Typer(
     rich_markup_mode="rich",
     help="Measure decoding, start-up and servers, make model pairs, and predict the speed-up."
-    " Other engines, kernels, the roofline and energy are measured by the scripts in the repository's"
-    " folder benchmarks: peers, kernels, roofline, energy; report makes tables of --out files.",
+    " Other engines, kernels, the roofline and energy are measured by scripts in the repository:"
+    " python -m benchmarks.peers, .kernels, .roofline, .energy; .report prints tables of --out files.",
 )
 
 
@@ -115,7 +115,8 @@ def decode(
     sampling: dict[str, Any],
     options: dict[str, Any],
 ) -> None:
-    """Time plain decoding and every draft in turn: tokens per second without prefill, times plain."""
+    """Time plain decoding and every draft in turn: tokens per second without prefill, times
+    plain."""
     settle = 0.0 if "repeats" in options else SETTLE_SECONDS
     given = DecodeOptions(**DECODE_DEFAULTS | {"repeats": ROUNDS} | options)
     fields = plan_fields(given, config, sampling, "auto", "auto")
@@ -136,7 +137,8 @@ def sweep(
     sampling: dict[str, Any],
     options: dict[str, Any],
 ) -> None:
-    """Time the product of drafts, depths, rules, temperatures and concurrency beside plain decoding."""
+    """Time the product of drafts, depths, rules, temperatures and concurrency beside plain
+    decoding."""
     given = DecodeOptions(**options)
     fields = plan_fields(given, config, sampling, "suffix", SWEEP_DEPTHS)
     _measure("sweep", config, given, fields, as_json)
@@ -230,7 +232,8 @@ def start(
     repeats: Annotated[int, typer.Option(help="Number of rounds, after an uncounted one.")] = 5,
     as_json: Json = False,
 ) -> None:
-    """Time the start of `generate` to its first text and of `serve` to its first answer, with memory."""
+    """Time the start of `generate` to its first text and of `serve` to its first answer, with
+    memory."""
     from forerun.bench.start import measure_starts, size_of, this_command
     from forerun.measure.run import machine
 
@@ -314,7 +317,7 @@ def serve(
     ] = 60.0,
     out: Annotated[
         Path | None,
-        typer.Option(help="Write the results to a .jsonl file, for benchmarks/report.py."),
+        typer.Option(help="Write the results to a .jsonl file, for benchmarks.report."),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -375,8 +378,8 @@ def _print_serving(report: ServeReport) -> None:
         f" temperature {report.temperature:g}"
     )
     print(
-        f"medians of {_rounds(report.repeats)}; milliseconds are the 50th, 95th and 99th percentile,"
-        " as a client sees them"
+        f"medians of {_rounds(report.repeats)}; milliseconds are the 50th, 95th and 99th"
+        " percentile, as a client sees them"
     )
     if any(result.counted == "chunks" for result in report.results):
         print(
@@ -447,7 +450,7 @@ def model(
     ahead: Annotated[
         float | None,
         typer.Option(
-            help="Asynchronous drafting on other cores: probability that the verdict is anticipated."
+            help="Asynchronous drafting on other cores: probability of anticipating the verdict."
         ),
     ] = None,
     inner: Annotated[
@@ -561,7 +564,8 @@ def _check_out(path: Path | None) -> None:
 
 
 def _write_lines(path: Path | None, report: dict[str, Any]) -> None:
-    """Write one JSON line per result, each with the fields of its run, so that files concatenate."""
+    """Write one JSON line per result, each with the fields of its run, so that files
+    concatenate."""
     if path is None:
         return
     run = {name: value for name, value in report.items() if name not in ("results", "limits")}

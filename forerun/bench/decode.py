@@ -1,4 +1,5 @@
-"""Decoding speed: every draft beside plain decoding of the same model, on the same tasks, interleaved."""
+"""Decoding speed: every draft beside plain decoding of the same model, on the same tasks,
+interleaved."""
 
 from __future__ import annotations
 

@@ -32,7 +32,8 @@ class DecodeOptions:
         rules: Verification rules of each draft, separated by commas.
         temperatures: Temperatures, separated by commas.
         quantizations: Quantizations of the target: none, int8, int4, separated by commas.
-        categories: Categories of tasks, separated by commas, or all. Built-in tasks without --prompts.
+        categories: Categories of tasks, separated by commas, or all. Built-in tasks without
+            --prompts.
         prompts: A file of tasks: text (one), .jsonl or .json, such as Spec-Bench's question.jsonl.
             Without it and without --categories, prompts.json beside the model's directory, or
             passages of Python's standard library.
@@ -41,7 +42,7 @@ class DecodeOptions:
         repeats: Number of rounds; each runs everything once over all prompts.
         batches: Number of prompts of each category, times the number of concurrent requests.
         price: Price of an hour of this machine; adds the price of a million tokens.
-        out: Write the results to a .jsonl file, which benchmarks/report.py turns into tables.
+        out: Write the results to a .jsonl file, from which benchmarks.report makes tables.
     """
 
     drafts: str | None = None
@@ -78,7 +79,8 @@ def plan_fields(
     """Return the fields of a `DecodePlan` that follow from a command line.
 
     Args:
-        options, config, sampling: what was given; fields that the plan holds are removed from `config`.
+        options, config, sampling: what was given; fields that the plan holds are removed from
+            `config`.
         draft, depths: the values to use where none were given.
 
     Raises:

@@ -1,11 +1,11 @@
 """A random-weight target and draft model with a chosen agreement, as Hugging Face directories.
 
-The target is a Llama. The draft model is its first layers with the same embeddings, norm and head; the
-outputs of the target's later layers are scaled by `eps`, so eps = 0 would make the two models equal and
-a larger eps makes them agree less. The head gives every token a few likely successors, and sharp random
-attention picks among them by the context, so greedy text branches instead of entering a short cycle.
-Speed depends on shapes and agreement, not on what a text means: such a pair runs as fast as a trained
-pair of its size and acceptance.
+The target is a Llama. The draft model is its first layers with the same embeddings, norm and head;
+the outputs of the target's later layers are scaled by `eps`, so eps = 0 would make the two models
+equal and a larger eps makes them agree less. The head gives every token a few likely successors,
+and sharp random attention picks among them by the context, so greedy text branches instead of
+entering a short cycle. Speed depends on shapes and agreement, not on what a text means: such a pair
+runs as fast as a trained pair of its size and acceptance.
 """
 
 from __future__ import annotations
@@ -228,7 +228,8 @@ class Comparison:
         )
 
     def _logits(self, runner: Runner, text: Sequence[int]) -> Tensor:
-        """Return the logits that predict each output token, from one pass. [tokens, V] on the CPU"""
+        """Return the logits that predict each output token, from one pass. [tokens, V] on the
+        CPU"""
         length = len(text) - 1
         slot = 0
         runner.cache.pages.grow(slot, length)
@@ -258,8 +259,8 @@ def _mean(values: Tensor) -> float:
 def draw_weights(recipe: PairRecipe) -> Weights:
     """Return the target's tensors (bfloat16) by their Hugging Face names, for eps = 1.
 
-    Each matrix is normal with a deviation that keeps activations near 1. The order of the draws is part
-    of the recipe.
+    Each matrix is normal with a deviation that keeps activations near 1. The order of the draws is
+    part of the recipe.
     """
     r = recipe
     generator = torch.Generator().manual_seed(recipe.seed)
@@ -293,7 +294,8 @@ def draw_weights(recipe: PairRecipe) -> Weights:
 
 
 def _head(embeddings: Tensor, recipe: PairRecipe, generator: torch.Generator) -> Tensor:
-    """Return a head that is noise plus, for each token, the embeddings of `nsucc` predecessors. [V, H]
+    """Return a head that is noise plus, for each token, the embeddings of `nsucc` predecessors. [V,
+    H]
 
     Random permutations pair every token with its successors, so all tokens are equally frequent.
     """
@@ -309,7 +311,8 @@ def _head(embeddings: Tensor, recipe: PairRecipe, generator: torch.Generator) ->
 
 
 def scaled(base: Weights, recipe: PairRecipe, eps: float) -> Weights:
-    """Return the target for one eps: outputs of the layers that the draft model lacks, times eps."""
+    """Return the target for one eps: outputs of the layers that the draft model lacks, times
+    eps."""
     tail = {
         f"model.layers.{i}.{part}.weight"
         for i in range(recipe.draft_layers, recipe.layers)
@@ -319,7 +322,8 @@ def scaled(base: Weights, recipe: PairRecipe, eps: float) -> Weights:
 
 
 def _save(weights: Weights, recipe: PairRecipe, layers: int, directory: Path) -> int:
-    """Write a model of the first `layers` layers without tokenizer; return its number of parameters."""
+    """Write a model of the first `layers` layers without tokenizer; return its number of
+    parameters."""
     later = tuple(f"model.layers.{i}." for i in range(layers, recipe.layers))
     weights = {name: tensor for name, tensor in weights.items() if not name.startswith(later)}
     ends = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
@@ -350,7 +354,8 @@ def _save(weights: Weights, recipe: PairRecipe, layers: int, directory: Path) ->
 
 
 def _write_tokenizer(recipe: PairRecipe, directories: list[Path]) -> list[list[int]]:
-    """Write a byte-level BPE tokenizer of `vocab` tokens into each directory; return the prompts."""
+    """Write a byte-level BPE tokenizer of `vocab` tokens into each directory; return the
+    prompts."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.decoder = decoders.ByteLevel()

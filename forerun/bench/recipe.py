@@ -1,4 +1,5 @@
-"""Parameters of a random-weight model pair. Imports no torch: the command line needs it for `--help`."""
+"""Parameters of a random-weight model pair. Imports no torch: the command line needs it for
+`--help`."""
 
 from __future__ import annotations
 
@@ -13,12 +14,14 @@ MIN_VOCAB = 256 + len(SPECIAL)  # every byte needs a token
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairRecipe:
-    """Target, draft model, their agreement and the prompts. The defaults are used in docs/performance.md.
+    """Target, draft model, their agreement and the prompts. The defaults are used in
+    docs/performance.md.
 
     Args:
         layers: Number of layers of the target.
         draft_layers: Number of layers of the draft model, which are the target's first ones.
-        middle_layers: Number of layers of a third model between the two, for cascades; 0 makes none.
+        middle_layers: Number of layers of a third model between the two, for cascades; 0 makes
+            none.
         hidden: Width of the residual stream.
         heads: Number of query heads.
         kv_heads: Number of key and value heads.

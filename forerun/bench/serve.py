@@ -1,18 +1,19 @@
-"""Load on a running server: throughput, time to first token, time between tokens, and drafts compared.
+"""Load on a running server: throughput, time to first token, time between tokens, and drafts
+compared.
 
-A run keeps a number of requests in flight. Its window opens with the first request and closes when a
-client first finds nothing left to send, so the concurrency within it is constant; answers that are
-still running are awaited, so that long ones count. The speed is the tokens that arrived within the
-window over its length, prefill included.
+A run keeps a number of requests in flight. Its window opens with the first request and closes when
+a client first finds nothing left to send, so the concurrency within it is constant; answers that
+are still running are awaited, so that long ones count. The speed is the tokens that arrived within
+the window over its length, prefill included.
 
-A round runs every draft at every concurrency once, starting with a different draft each time, all on
-the same prompts with the same seeds; ratios are formed and outputs compared within rounds. The first
-round warms up and does not count.
+A round runs every draft at every concurrency once, starting with a different draft each time, all
+on the same prompts with the same seeds; ratios are formed and outputs compared within rounds. The
+first round warms up and does not count.
 
-Servers cache prompts, and drafters remember outputs. So a draft gets no prompt twice while there are
-others, and where drafts are compared, one token is requested for each prompt first: otherwise the
-first draft alone would pay for the prefill. Times are a client's: they include the network, and this
-program's own work where it shares the server's cores.
+Servers cache prompts, and drafters remember outputs. So a draft gets no prompt twice while there
+are others, and where drafts are compared, one token is requested for each prompt first: otherwise
+the first draft alone would pay for the prefill. Times are a client's: they include the network, and
+this program's own work where it shares the server's cores.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ Request = tuple[int, Prompt, dict[str, Any]]  # index, prompt, further fields of
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """What requests say about drafting: a draft of the server and its depth; None leaves it open."""
+    """What requests say about drafting: a draft of the server and its depth; None leaves it
+    open."""
 
     draft: str | None = None
     depth: int | str | None = None
@@ -174,7 +176,8 @@ class ServeResult:
         requests: concurrent requests.
         rounds: complete ones; 0 if all results come from a run that was cut short.
         tokens_per_second: of all requests together, median of the rounds.
-        times_plain: speed over that of plain decoding in the same round, median; None without drafts.
+        times_plain: speed over that of plain decoding in the same round, median; None without
+            drafts.
         interval: 95 % bootstrap interval of times_plain; None for fewer than two rounds.
         requests_per_second: tokens per second over the mean tokens of an answer.
         first_token_ms: {percentile: milliseconds from sending to the first piece of text}.

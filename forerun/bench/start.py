@@ -36,7 +36,8 @@ class Start:
         command: how forerun is called.
         verb: generate or serve.
         ready: seconds until a server answers /health; None for generate.
-        first: seconds to the first byte of text; for a server, to the first answer once it is ready.
+        first: seconds to the first byte of text; for a server, to the first answer once it is
+            ready.
         memory: peak resident bytes, including pages of memory-mapped files.
     """
 
@@ -50,7 +51,8 @@ class Start:
 def measure_starts(
     commands: Sequence[str], options: Sequence[str], repeats: int, tell: Tell = nothing
 ) -> list[Start]:
-    """Start every command in turn, `repeats` times after one uncounted start that fills file caches.
+    """Start every command in turn, `repeats` times after one uncounted start that fills file
+    caches.
 
     Args:
         commands: how forerun is called, such as "python -m forerun"; compared round by round.

@@ -1,13 +1,17 @@
-"""Energy counters of this machine, and the energy of a time window as the difference of two readings.
+"""Energy counters of this machine, and the energy of a time window as the difference of two
+readings.
 
-    nvml-counter   NVIDIA's energy counter of each visible CUDA device (Volta and later), read with the
+    nvml-counter   NVIDIA's energy counter of each visible CUDA device (Volta and later), read with
+    the
                    package nvidia-ml-py
-    rapl           Linux powercap counters of each processor package and its DRAM. The zones `core` and
-                   `uncore` are parts of a package and `psys` contains the packages: all are left out
+    rapl           Linux powercap counters of each processor package and its DRAM. The zones `core`
+    and
+                   `uncore` are parts of a package and `psys` contains the packages: all are left
+                   out
 
-Energy is never estimated from a power model. An unknown value is None, never 0: there is no counter,
-it cannot be read, the window is too short for its resolution, or the counter may have wrapped more
-than once. A counter covers the whole device, including other processes.
+Energy is never estimated from a power model. An unknown value is None, never 0: there is no
+counter, it cannot be read, the window is too short for its resolution, or the counter may have
+wrapped more than once. A counter covers the whole device, including other processes.
 """
 
 from __future__ import annotations
@@ -34,7 +38,8 @@ class Unavailable(Exception):
 
 
 class Nvml:
-    """Energy counters of the CUDA devices that torch sees, matched by UUID (NVML's order differs)."""
+    """Energy counters of the CUDA devices that torch sees, matched by UUID (NVML's order
+    differs)."""
 
     method = "nvml-counter"
 

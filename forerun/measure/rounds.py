@@ -1,11 +1,12 @@
 """Interleaved rounds: several ways to decode beside plain decoding, on the same prompts.
 
-A setting is a category of tasks at one temperature and one number of concurrent requests; its prompts
-are grouped into batches that run together. A round runs plain decoding and every arm once over every
-batch and starts with a different arm each time. The time of an arm on a batch is its median over the
-rounds; its speed is all tokens over the sum of these times, so one disturbed run does not count and
-every prompt counts with the time it takes. Drafter state of finished requests is dropped before every
-run. One uncounted round over the first batch comes first: it warms up, and the depth policy measures.
+A setting is a category of tasks at one temperature and one number of concurrent requests; its
+prompts are grouped into batches that run together. A round runs plain decoding and every arm once
+over every batch and starts with a different arm each time. The time of an arm on a batch is its
+median over the rounds; its speed is all tokens over the sum of these times, so one disturbed run
+does not count and every prompt counts with the time it takes. Drafter state of finished requests is
+dropped before every run. One uncounted round over the first batch comes first: it warms up, and the
+depth policy measures.
 """
 
 from __future__ import annotations

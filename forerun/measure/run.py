@@ -1,10 +1,10 @@
 """One timed run: requests added together and decoded to their end with one draft setting.
 
 The timed window opens when the last request has produced its first token and closes when the last
-request ends; the speed is the tokens produced within it over its length. Prefill is excluded, and so
-are tokens that faster requests produced during prefill; the tail of a run, where requests with fewer
-accepted tokens run alone, is included. A draft model reads the prompt within the window, unless an
-earlier run left it in the draft model's cache.
+request ends; the speed is the tokens produced within it over its length. Prefill is excluded, and
+so are tokens that faster requests produced during prefill; the tail of a run, where requests with
+fewer accepted tokens run alone, is included. A draft model reads the prompt within the window,
+unless an earlier run left it in the draft model's cache.
 """
 
 from __future__ import annotations

@@ -1,19 +1,20 @@
 """Expected speed-up of speculative decoding from acceptance rates and costs.
 
-Costs are in target forward passes over one row (one token of one request). Acceptance is conditional:
-the probability that a level is accepted given that the levels before it were. With tau for the tokens
-per forward pass:
+Costs are in target forward passes over one row (one token of one request). Acceptance is
+conditional: the probability that a level is accepted given that the levels before it were. With tau
+for the tokens per forward pass:
 
-    chain, one rate a for all levels     tau(K) = (1 - a^(K+1)) / (1 - a)          Leviathan 2211.17192, eq. 1
+    chain, one rate a for all levels     tau(K) = (1 - a^(K+1)) / (1 - a)              [1], eq. 1
     chain, a rate a_i for level i        tau(K) = 1 + sum over i of a_1 a_2 .. a_i
-    tree                                 tau = 1 + sum over nodes of P(accepted)   Sequoia 2402.12374
+    tree                                 tau = 1 + sum over nodes of P(accepted)       [2]
     speed-up at depth K                  S(K) = tau(K) v(B) / (v(B + B w K) + c K + f)
-    asynchronous drafting                S(K) = tau(K) v(B) / (h max(v, d) + (1 - h) (v + d))   SSD 2603.03251
+    asynchronous drafting                S(K) = tau(K) v(B) / (h max(v, d) + (1 - h) (v + d))  [3]
 
-for B concurrent requests, v(n) the cost of a pass over n rows, w nodes per level, c the cost of drafting
-a level (a draft model), f the cost of a draft whatever its depth (one-pass drafters), d = c K + f, and h
-the probability that the verdict was anticipated. With B = w = 1, v constant and f = 0 the speed-up is
-Leviathan's theorem 3.8.
+[1] Leviathan et al., arXiv 2211.17192; [2] Sequoia, arXiv 2402.12374; [3] SSD, arXiv 2603.03251;
+for B concurrent requests, v(n) the cost of a pass over n rows, w nodes per level, c the cost of
+drafting a level (a draft model), f the cost of a draft whatever its depth (one-pass drafters), d =
+c K + f, and h the probability that the verdict was anticipated. With B = w = 1, v constant and f =
+0 the speed-up is Leviathan's theorem 3.8.
 """
 
 from __future__ import annotations
@@ -94,7 +95,8 @@ class Speculation:
         return Forecast(depth, rows, tokens, cost, tokens * self.verify_cost(self.requests) / cost)
 
     def best(self, max_depth: int = MAX_DEPTH) -> Forecast:
-        """Return the depth from 0 to `max_depth` with the greatest speed-up, the smallest of equals."""
+        """Return the depth from 0 to `max_depth` with the greatest speed-up, the smallest of
+        equals."""
         forecasts = (self.at(depth) for depth in range(max_depth + 1))
         return max(forecasts, key=lambda forecast: forecast.speedup)
 
@@ -117,7 +119,8 @@ class Speculation:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """One depth: rows of a pass, tokens per pass and request, cost of a step, times plain decoding."""
+    """One depth: rows of a pass, tokens per pass and request, cost of a step, times plain
+    decoding."""
 
     depth: int
     rows: int
@@ -129,8 +132,8 @@ class Forecast:
 def cascaded(draft_cost: float, inner: Speculation) -> tuple[int, float]:
     """Return (best depth, cost per level) of a draft model that is itself drafted for.
 
-    `draft_cost` is the cost of the draft model's forward pass over one row, and the costs of `inner`
-    are in such passes. Depth 0 means that the draft model is faster alone.
+    `draft_cost` is the cost of the draft model's forward pass over one row, and the costs of
+    `inner` are in such passes. Depth 0 means that the draft model is faster alone.
     """
     best = inner.best()
     return best.depth, draft_cost / best.speedup
@@ -139,8 +142,8 @@ def cascaded(draft_cost: float, inner: Speculation) -> tuple[int, float]:
 def cost_by_rows(costs: dict[int, float]) -> Cost:
     """Return a cost function through measured points {rows: cost}, scaled so that one row costs 1.
 
-    It is linear between the points and continues the last segment. Raises ConfigError for costs that
-    are not positive, or without one row.
+    It is linear between the points and continues the last segment. Raises ConfigError for costs
+    that are not positive, or without one row.
     """
     if not costs or min(costs) != 1:
         raise ConfigError("verify costs need the cost of one row: give 1:COST too")

@@ -33,8 +33,8 @@ MT_BENCH = frozenset(
 GROUPS = {"mt_bench": MT_BENCH}
 PLACEHOLDER = "SHOULD BE FETCHED FROM THE SOURCE"  # SPEED-Bench's published data lacks most prompts
 FILE_FORMATS = (
-    "a prompts file is text (one prompt), JSON lines (a string, token ids, or an object with prompt,"
-    " text or turns on each), or JSON with a list of prompts"
+    "a prompts file is text (one prompt), JSON lines (a string, token ids, or an object with"
+    " prompt, text or turns on each), or JSON with a list of prompts"
 )
 PASSAGE_TOKENS = 128
 PASSAGES = 5  # different passages for each concurrent request
@@ -71,9 +71,9 @@ def builtin() -> list[Task]:
 def read_tasks(path: Path) -> list[Task]:
     """Read the tasks of a file, at least one, in order and with distinct ids.
 
-    Text is one prompt; `.jsonl` has one task per line; `.json` a list of them, or an object with the
-    list under "prompts" (as `forerun bench pair` writes it). A task is a string, token ids, or an
-    object with one of
+    Text is one prompt; `.jsonl` has one task per line; `.json` a list of them, or an object with
+    the list under "prompts" (as `forerun bench pair` writes it). A task is a string, token ids, or
+    an object with one of
 
     - `prompt` or `text`: a text, token ids or messages;
     - `turns`: texts, of which the first is the prompt (Spec-Bench's question.jsonl);

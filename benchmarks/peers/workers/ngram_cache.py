@@ -1,8 +1,8 @@
-"""Prompt lookup as llama.cpp's example `lookup` does it with its n-gram cache of the context (common/ngram-cache.cpp).
+"""Prompt lookup like llama.cpp's example `lookup` with its n-gram cache of the context.
 
-What followed each 1 to 4 tokens of the text is counted. A draft goes on with what mostly followed its last 4 tokens, or
-its last 3 and so on, as long as that was seen often enough and mostly means mostly. The example can have two more
-caches, of other texts, in files; without these files it does what is done here.
+See common/ngram-cache.cpp. The tokens that followed each 1 to 4 tokens of the text are counted. A
+draft continues with what mostly followed the last 4 tokens, or 3 and so on, if that was seen often
+enough and is a large enough share. The example can use two more caches, of other texts, from files.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ LEAST = 2  # tokens of a text with a draft
 
 
 class NgramCache:
-    """The counts of one text that grows."""
+    """N-gram counts of one growing text."""
 
     def __init__(self) -> None:
         self.counts: dict[tuple[int, ...], dict[int, int]] = {}
         self.length = 0
 
     def read(self, text: Sequence[int]) -> None:
-        """Count what is new in the text, which begins with what was read before."""
+        """Count the new tokens of the text, which starts with what was read before."""
         for at in range(self.length, len(text)):
             for size in SIZES:
                 if size <= at:
@@ -37,7 +37,7 @@ class NgramCache:
         self.length = len(text)
 
     def draft(self, text: Sequence[int], most: int) -> list[int]:
-        """How the text goes on, at most so far; nothing where the counts do not say."""
+        """Return up to `most` drafted tokens; fewer or none if the counts do not suffice."""
         guess: list[int] = []
         tail = list(text[-max(SIZES) :])
         while len(guess) < most and len(text) >= LEAST:

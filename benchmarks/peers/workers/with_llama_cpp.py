@@ -1,10 +1,10 @@
-"""The worker for llama.cpp, through the low-level interface of llama-cpp-python.
+"""Worker for llama.cpp, through the low-level interface of llama-cpp-python.
 
-Speculation is the greedy loop of llama.cpp's own examples: a draft model with a context of its own drafts a chain, one
-pass of the target judges it, and what did not stand is removed from both memories. Several requests are sequences of
-one context, drafted and judged together. Its memory is float16, its default; the draft model is read along, so a
-round costs it no more than the tokens it has not seen. Without a draft model, guesses are looked up in the text by the
-rule of its example `lookup`.
+Speculation is the greedy loop of llama.cpp's own examples: a draft model with a context of its own
+drafts a chain, one pass of the target verifies it, and rejected tokens are removed from both KV
+caches. Several requests are sequences of one context, drafted and verified together. The KV cache
+is float16, its default. Without a draft model, drafts are looked up in the text by the rule of its
+example `lookup`.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import worker
 from ngram_cache import NgramCache
 
 BATCH = 2048  # rows that one call takes
-CELLS = 256  # a sequence's memory is a multiple of this
-Row = tuple[int, int, int, bool]  # token, position, sequence, whether its successor is wanted
+CELLS = 256  # a sequence's KV cache is a multiple of this
+Row = tuple[int, int, int, bool]  # token, position, sequence, whether logits are wanted
 
 
 class Model:
-    """Weights, and the memory of as many sequences as were last asked for."""
+    """Weights, and a context for a number of sequences."""
 
     def __init__(self, path: Path, options: dict[str, Any]) -> None:
         settings = llama.llama_model_default_params()
@@ -41,7 +41,7 @@ class Model:
         self.sequences = 0
 
     def begin(self, sequences: int) -> None:
-        """Empty the memory, of a context for so many sequences."""
+        """Clear the KV cache of a context for this many sequences."""
         if sequences != self.sequences:
             if self.context:
                 llama.llama_free(self.context)
@@ -58,7 +58,7 @@ class Model:
         llama.llama_memory_clear(self.memory, False)
 
     def read(self, rows: Sequence[Row]) -> list[int]:
-        """The likeliest successors of the rows that want one, in order."""
+        """Return the most likely next tokens of the rows that want one, in order."""
         found: list[int] = []
         for start in range(0, len(rows), BATCH):
             found += self._pass(rows[start : start + BATCH])
@@ -82,12 +82,12 @@ class Model:
         ]
 
     def keep(self, sequence: int, length: int) -> None:
-        """Forget what a sequence holds from position `length` on."""
+        """Remove a sequence's KV cache from position `length` on."""
         llama.llama_memory_seq_rm(self.memory, sequence, length, -1)
 
 
 class LlamaCpp:
-    """A target and its draft model, as GGUF files made of the checkpoints, or as they are where they are GGUF files."""
+    """A target and its draft model, converted to GGUF unless they are GGUF files."""
 
     plain = worker.MANY
     depths = True
@@ -143,7 +143,7 @@ class LlamaCpp:
     def _judge(
         self, texts: list[list[int]], going: list[int], guesses: dict[int, list[int]]
     ) -> dict[int, int]:
-        """One pass of the target over the drafts; appends what stands, and says how many tokens that is."""
+        """Verify drafts in one target pass and append accepted tokens; return how many."""
         rows = [
             (token, len(texts[i]) - 1 + at, i, True)
             for i in going
@@ -161,7 +161,7 @@ class LlamaCpp:
 
 
 class Lookup:
-    """Drafts of one run that come from the texts themselves."""
+    """Drafts of one run that are looked up in the texts."""
 
     def __init__(self, texts: list[list[int]]) -> None:
         self.texts, self.caches = texts, [NgramCache() for _ in texts]
@@ -169,14 +169,17 @@ class Lookup:
             cache.read(text)
 
     def draft(self, depths: dict[int, int]) -> dict[int, list[int]]:
-        """What was found behind each text that is asked about, of at most so many tokens."""
+        """Return drafts for {request: depth}."""
         for i in depths:
             self.caches[i].read(self.texts[i])
         return {i: self.caches[i].draft(self.texts[i], depth) for i, depth in depths.items()}
 
 
 class Chains:
-    """Drafts of one run. `read` is the length of each text that the draft model's memory holds rightly."""
+    """Drafts of one run from the draft model.
+
+    `read` is the length of each text that is valid in the draft model's KV cache.
+    """
 
     def __init__(self, model: Model, texts: list[list[int]]) -> None:
         self.model, self.texts, self.read = model, texts, [0] * len(texts)
@@ -186,12 +189,12 @@ class Chains:
         model.begin(len(texts))
 
     def draft(self, depths: dict[int, int]) -> dict[int, list[int]]:
-        """The draft model's greedy continuation of each text, as deep as asked; the tokens it missed are read first."""
+        """Return greedy drafts for {request: depth}; unread tokens are read first."""
         guesses: dict[int, list[int]] = {i: [] for i in depths}
         for level in range(max(depths.values())):
             rows: list[Row] = []
             for i in [i for i in depths if depths[i] > level]:
-                start = len(self.texts[i]) + level - 1 if level else self._forget_what_fell(i)
+                start = len(self.texts[i]) + level - 1 if level else self._rewind(i)
                 unread = guesses[i][-1:] if level else self.texts[i][start:]
                 rows += [
                     (token, start + at, i, at == len(unread) - 1) for at, token in enumerate(unread)
@@ -203,8 +206,8 @@ class Chains:
         self.last = {i: (len(self.texts[i]), guess) for i, guess in guesses.items() if guess}
         return guesses
 
-    def _forget_what_fell(self, i: int) -> int:
-        """Take the last draft's tokens that did not stand out of the memory; returns how much of the text it holds."""
+    def _rewind(self, i: int) -> int:
+        """Remove rejected tokens from the KV cache; return the length that stays valid."""
         if i in self.last:
             before, guess = self.last[i]
             stood = len(self.texts[i]) - 1 - before

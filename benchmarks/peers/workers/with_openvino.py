@@ -1,8 +1,9 @@
-"""The worker for OpenVINO GenAI: its continuous batching, plain and with a draft model.
+"""Worker for OpenVINO GenAI: its continuous batching pipeline, plain and with a draft model.
 
-The model reaches it as GGUF, which GenAI turns into its own representation and saves. Its reader takes no bfloat16:
-such weights become float16, which holds them exactly but for those below 6e-5. Draft models are only loaded from what
-was saved, and only beside a tokenizer; prompts are token ids, so what makes one token of any text serves as such.
+The model is passed as GGUF, which GenAI converts and saves. Its reader takes no bfloat16: such
+weights become float16, which represents them exactly except below 6e-5. Draft models are only
+loaded from saved models, and only with a tokenizer; prompts are token ids, so a constant tokenizer
+suffices.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ FORMATS = {"bfloat16": "float16"}
 
 
 class OpenVino:
-    """One pipeline for each way to decode: a pipeline with a draft model does not decode without it."""
+    """One pipeline for each way to decode: one with a draft model cannot decode without it."""
 
     plain = worker.MANY
     depths = True
@@ -51,13 +52,13 @@ class OpenVino:
         config = genai.SchedulerConfig()
         config.num_kv_blocks = self.options["requests"] * (self.options["context"] // BLOCK + 2)
         config.max_num_seqs = self.options["requests"]
-        # a prompt that is read in parts leaves its draft model out of step for good (2026.4), so none is
+        # chunked prefill puts the draft model out of step for good (2026.4)
         config.max_num_batched_tokens = self.options["requests"] * self.options["context"]
         config.enable_prefix_caching = False
         return config
 
     def _convert(self, directory: str, form: str) -> str:
-        """The directory that holds a model as OpenVINO keeps it; made whole or not at all."""
+        """Return the directory of a converted model; written completely or not at all."""
         place = worker.converted(self.options["converted"], directory, f"{form}.openvino")
         if place.is_dir():
             return str(place)
@@ -110,7 +111,7 @@ class OpenVino:
 
 
 def save_tokenizer(directory: Path) -> None:
-    """A tokenizer that makes token 0 of any text: it is only compared with the draft model's, and never read."""
+    """Save a tokenizer that turns any text into token 0; it is never used for text."""
     text = ops.parameter([-1], openvino.Type.string)
     shape = ops.concat([ops.shape_of(text), ops.constant(np.array([1], np.int64))], 0)
     outputs = []

@@ -1,9 +1,9 @@
-"""The worker for a server that speaks OpenAI's completions over HTTP: vLLM, SGLang, forerun itself.
+"""Worker for a server with OpenAI's completions API: vLLM, SGLang, forerun itself.
 
-Prompts go as token ids, all at once, and answers are streamed. Where the server says which tokens a piece holds
-(`return_token_ids`), they are counted and compared; elsewhere its total is shared out over the pieces. The server
-loads what it was started with: whether it speculates is known to whoever started it, so `drafting-server` is another
-name for this worker, measured as speculative decoding.
+Prompts are sent as token ids, all at once, and answers are streamed. If the server returns token
+ids (`return_token_ids`), they are counted and compared; otherwise its total is divided among the
+chunks. The server decides whether it speculates: `drafting-server` is this worker, measured as
+speculative.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ WAIT = 3600.0  # seconds without a byte; the bench itself gives up sooner
 
 
 class Server:
-    """A server at a URL. Raises ValueError for one that answers otherwise than OpenAI's would."""
+    """A server at a URL. Raises ValueError if it has no OpenAI API."""
 
     depths = False
 
@@ -48,14 +48,14 @@ class Server:
             raise ValueError(f"there is no server at {self.url}: {error.reason}") from None
 
     def _version(self) -> str:
-        """What vLLM's /version says; nothing of a server without."""
+        """Return what vLLM's /version says, or nothing."""
         try:
             return str(json.loads(self._open("/version").read())["version"])
         except (ValueError, KeyError, TypeError):
             return ""
 
     def run(self, depth: int, prompts: worker.Prompts, tokens: int) -> dict[str, Any]:
-        """As `worker.Engine.run`; the server drafts as deep as it likes."""
+        """As `worker.Engine.run`; the server chooses its depth."""
         watch = worker.Watch(len(prompts))
         with ThreadPoolExecutor(len(prompts)) as pool:
             answers = list(pool.map(lambda prompt: list(self._pieces(prompt, tokens)), prompts))
@@ -78,11 +78,17 @@ class Server:
     def _pieces(
         self, prompt: list[int], tokens: int
     ) -> Iterator[tuple[float, list[int] | None, int]]:
-        """Each piece of an answer: when it came, its token ids if told, and (the last one) the tokens of the answer."""
+        """Yield (time, token ids or None, tokens of the answer so far) of each chunk."""
         body = {
-            "model": self.model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True,
-            "stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True,
-        }  # fmt: skip
+            "model": self.model,
+            "prompt": prompt,
+            "max_tokens": tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "return_token_ids": True,
+        }
         pieces: list[tuple[float, list[int] | None]] = []
         total = 0
         with self._open("/v1/completions", body) as lines:

@@ -1,5 +1,7 @@
-"""The worker for transformers: `generate`, and assisted generation with a constant number of drafted tokens, which come
-from an assistant or from transformers' own prompt lookup."""
+"""Worker for transformers: `generate`, and assisted generation with a constant draft length.
+
+Drafts come from an assistant model or from transformers' prompt lookup.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ FIRST_PAD = 0  # any token: padding is masked
 
 
 class Transformers:
-    """A target and its assistant. Assisted generation takes one request at a time (5.23: a ValueError otherwise)."""
+    """A target and its assistant; assisted generation takes one request at a time."""
 
     plain = worker.MANY
     depths = True
@@ -77,13 +79,13 @@ class Transformers:
 
 
 class Streamer:
-    """Tells the watch of each pass: `generate` puts the prompts first, then what each pass gave."""
+    """Streamer that records each pass: `generate` puts the prompts first, then new tokens."""
 
     def __init__(self, watch: worker.Watch) -> None:
         self.watch, self.prompts_came = watch, False
 
     def put(self, value: Any) -> None:
-        """Tokens of one pass: [requests] in plain decoding, [1, accepted] in assisted generation."""
+        """Record tokens of one pass: [requests], or [1, accepted] in assisted generation."""
         if self.prompts_came:
             self.watch.step(
                 {0: value.shape[1]} if value.dim() == 2 else dict.fromkeys(range(len(value)), 1)
@@ -91,7 +93,7 @@ class Streamer:
         self.prompts_came = True
 
     def end(self) -> None:
-        """Nothing is left to be told."""
+        """Do nothing: all passes are recorded."""
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
 """The protocol of the workers, and the timing of a run.
 
-The files in this folder run another engine for `benchmarks.peers`, one process each, by the Python that
-has that engine. They are started by path and import nothing of forerun; none may be named like a
-package, since a script's own directory comes first on Python's path.
+The files in this folder run another engine for `benchmarks.peers`, one process each, by the Python
+that has that engine. They are started by path and import nothing of forerun; none may be named like
+a package, since a script's own directory comes first on Python's path.
 
-A worker is started with its options as one JSON object, loads, and writes one line: {"ready": {...}} or
-{"error": "..."}. Then it answers each line {"depth": k, "prompts": [[ids]], "tokens": n} with one line
-until its input ends. Output of libraries goes to stderr.
+A worker is started with its options as one JSON object, loads, and writes one line: {"ready":
+{...}} or {"error": "..."}. Then it answers each line {"depth": k, "prompts": [[ids]], "tokens": n}
+with one line until its input ends. Output of libraries goes to stderr.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 Prompts = list[list[int]]
-MANY = 1 << 20  # requests at once: no bound of its own
+MANY = 1 << 20  # concurrent requests: no limit of its own
 
 
 class Engine(Protocol):
     """A loaded engine.
 
-    `version` is its package's. `plain` and `speculative` are the maximum concurrency without and with a
-    draft, 0 where it cannot. `depths` is True if it drafts at a requested depth.
+    `version` is its package's. `plain` and `speculative` are the maximum concurrency without and
+    with a draft, 0 where it cannot. `depths` is True if it drafts at a requested depth.
     """
 
     version: str
@@ -47,14 +47,15 @@ class Engine(Protocol):
 class Watch:
     """Timing of one run, with the window of `forerun.measure.run`.
 
-    The window opens when the last request has its first token and closes when the last one ends; the
-    tokens within it are counted.
+    The window opens when the last request has its first token and closes when the last one ends;
+    the tokens within it are counted.
     """
 
     def __init__(self, requests: int) -> None:
         self.waiting = set(range(requests))
         self.begun = self.opened = self.closed = time.perf_counter()
-        self.tokens, self.steps = 0.0, 0
+        self.tokens = 0.0
+        self.steps = 0
 
     def step(self, counts: Mapping[int, float], now: float | None = None) -> None:
         """Record a target pass: {request: tokens it produced}."""
@@ -67,7 +68,8 @@ class Watch:
             self.tokens += sum(counts.values())
 
     def answer(self, outputs: Prompts | None, steps: bool = True) -> dict[str, Any]:
-        """Return the answer to a run: times in seconds, target passes summed over requests (or None).
+        """Return the answer to a run: times in seconds, target passes summed over requests (or
+        None).
 
         `outputs` is None if the engine does not return token ids.
         """
@@ -82,9 +84,7 @@ class Watch:
 
 def work(load: Callable[[dict[str, Any]], Engine]) -> None:
     """Load an engine, then answer until stdin ends."""
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit(1)
-    )  # tidies up on the way, as a bare end would not
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that cleanup runs
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
 
@@ -94,15 +94,15 @@ def work(load: Callable[[dict[str, Any]], Engine]) -> None:
     try:
         engine = load(json.loads(sys.argv[1]))
     except ImportError:
-        raise  # ends the process, as it does where a script imports at its top
+        raise  # ends the process, as a failing import at the top of a script does
     except Exception as error:
         return say({"error": _in_a_line(error)})
     names = ("version", "plain", "speculative", "depths")
     say({"ready": {name: getattr(engine, name) for name in names}})
     for line in sys.stdin:
-        order = json.loads(line)
+        request = json.loads(line)
         try:
-            say(engine.run(order["depth"], order["prompts"], order["tokens"]))
+            say(engine.run(request["depth"], request["prompts"], request["tokens"]))
         except Exception as error:
             return say({"error": _in_a_line(error)})
     return None

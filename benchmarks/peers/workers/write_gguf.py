@@ -1,8 +1,9 @@
-"""A Llama checkpoint as a GGUF file, with gguf's own quantisation.
+"""Convert a Llama checkpoint to a GGUF file with gguf's quantization.
 
-The names and the order of queries and keys are llama.cpp's: it rotates neighbouring values where Hugging Face rotates
-halves, so the rows of each head are interleaved. There is no vocabulary, only its size: prompts are token ids.
-Norms stay float32. With int4, embeddings and the head are int8, as in forerun, since they cost the most in quality.
+Names and the order of queries and keys are llama.cpp's: it rotates neighbouring values where
+Hugging Face rotates halves, so the rows of each head are interleaved. There is no vocabulary, only
+its size, since prompts are token ids. Norms stay float32. With int4, embeddings and head are int8,
+as in forerun.
 """
 
 from __future__ import annotations
@@ -27,18 +28,23 @@ FORMATS = {  # of the matrices, and what the file calls that
     "int4": (Type.Q4_0, FileType.MOSTLY_Q4_0),
 }
 LAYER = {
-    "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
-}  # fmt: skip
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
 OUTSIDE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
 class Checkpoint:
-    """The safetensors files and config.json of a directory, read with numpy alone, tensor by tensor.
+    """The safetensors files and config.json of a directory, read with numpy, tensor by tensor.
 
-    `names` holds a place for each tensor: file, offset of its bytes, dtype as the file names it, and shape.
-    Raises ValueError or OSError for what cannot be read.
+    `names` maps each tensor to its file, offset, dtype and shape. Raises ValueError or OSError.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -58,19 +64,17 @@ class Checkpoint:
             raise ValueError(f"there are no .safetensors files in {directory}")
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor. Raises ValueError where there is none of that name."""
+        """Return the shape of a tensor. Raises ValueError for an unknown name."""
         if name not in self.names:
             raise ValueError(f"the checkpoint has no tensor {name}")
         return self.names[name][3]
 
     def read(self, name: str) -> Any:
-        """One tensor as a numpy array in float32, which holds each of the stored dtypes exactly."""
+        """Return one tensor in float32, which represents each stored dtype exactly."""
         shape = self.shape(name)
         path, start, dtype, _ = self.names[name]
         if dtype not in STORED:
-            raise ValueError(
-                f"{name} is stored as {dtype}, which is not converted here: only {', '.join(STORED)}"
-            )
+            raise ValueError(f"{name} is stored as {dtype}, not as one of {', '.join(STORED)}")
         stored = np.memmap(path, STORED[dtype], mode="r", offset=start, shape=shape)
         if dtype == "BF16":  # the upper half of a float32
             return (stored.astype(np.uint32) << 16).view(np.float32)
@@ -78,15 +82,14 @@ class Checkpoint:
 
 
 def convert(directory: Path, form: str, path: Path) -> None:
-    """Write `path`, whole or not at all.
+    """Write `path` completely or not at all, unless it exists.
 
     Args:
         directory: a Hugging Face checkpoint.
         form: float32, float16, bfloat16, int8 (Q8_0) or int4 (Q4_0).
-        path: the file to make, or to leave if it is there already.
 
     Raises:
-        ValueError: a checkpoint that is no plain Llama.
+        ValueError: the checkpoint is not a plain Llama.
     """
     if path.exists():
         return
@@ -129,7 +132,7 @@ def _refuse_others(checkpoint: Checkpoint) -> None:
 
 
 def _names(checkpoint: Checkpoint) -> dict[str, str]:
-    """The tensors to convert: names in the checkpoint to names in the file."""
+    """Return {name in the checkpoint: name in the file}."""
     names = {f"{theirs}.weight": f"{ours}.weight" for theirs, ours in OUTSIDE.items()}
     if checkpoint.config.get("tie_word_embeddings"):
         del names["lm_head.weight"]  # llama.cpp takes the embeddings
@@ -152,7 +155,7 @@ def _type(name: str, shape: tuple[int, ...], form: str) -> Type:
 
 
 def _describe(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
-    """The shape of the model, and a vocabulary of nothing but its size."""
+    """Write the hyperparameters, and a vocabulary without tokens."""
     heads = config["num_attention_heads"]
     size = config.get("head_dim") or config["hidden_size"] // heads
     rope = config.get("rope_parameters") or config
@@ -172,7 +175,7 @@ def _describe(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
 
 
 def interleaved(tensor: Any, name: str, config: dict[str, Any]) -> Any:
-    """Queries and keys with the two halves of each head's rows interleaved; any other tensor as it is. [outputs, in]"""
+    """Return queries and keys with interleaved halves, other tensors unchanged. [outputs, in]"""
     if not name.endswith(("attn_q.weight", "attn_k.weight")):
         return tensor
     heads = config["num_attention_heads"]
