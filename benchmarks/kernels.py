@@ -26,7 +26,7 @@ from forerun.kernels import native
 from forerun.kernels.native import CBatch, CMatrix, COp, CProgram
 from forerun.machine import cores
 from forerun.measure.lists import listed, whole
-from forerun.measure.rounds import median
+from forerun.measure.medians import median
 from forerun.measure.tables import print_columns, print_json
 from forerun.models.packed_cache import Kept
 from forerun.packed import Packed

@@ -33,7 +33,7 @@ from forerun.kernels import native
 from forerun.llm import LLM
 from forerun.machine import cores
 from forerun.measure.lists import listed, whole
-from forerun.measure.rounds import median
+from forerun.measure.medians import median
 from forerun.measure.tables import print_columns, print_json
 from forerun.models.config import load_config
 from forerun.models.decoder import Decoder, longest_context

@@ -45,7 +45,7 @@ from forerun.kernels import native
 from forerun.llm import LLM
 from forerun.machine import cores
 from forerun.measure.lists import listed, whole
-from forerun.measure.rounds import median
+from forerun.measure.medians import median
 from forerun.measure.run import PLAIN, Arm, Work, timed_run
 from forerun.measure.tables import print_columns, print_json
 from forerun.measure.workloads import choose_tasks, token_ids

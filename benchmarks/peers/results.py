@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from benchmarks.peers.process import Capabilities, Outcome, Prompts
-from forerun.measure.rounds import bootstrap_interval, first_difference, median
+from forerun.measure.medians import bootstrap_interval, first_difference, median
 
 OURS = "forerun"
 OWN_DEPTH = 1  # stands for the depth of an engine that chooses it itself

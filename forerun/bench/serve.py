@@ -40,7 +40,7 @@ from forerun.bench.endpoint import (
 )
 from forerun.config import parse_depth
 from forerun.errors import ConfigError, ForerunError, RequestError
-from forerun.measure.rounds import bootstrap_interval, first_difference, median
+from forerun.measure.medians import bootstrap_interval, first_difference, median
 from forerun.progress import Tell, nothing
 from forerun.ranges import check_number, check_whole
 

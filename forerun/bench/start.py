@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO
 
 from forerun.errors import ConfigError, ForerunError, one_line
-from forerun.measure.rounds import median, median_if_known
+from forerun.measure.medians import median, median_if_known
 from forerun.progress import Tell, nothing
 from forerun.ranges import check_whole
 

@@ -1,4 +1,4 @@
-"""A server that speaks just enough of OpenAI's API to be measured, and misbehaves as it is told."""
+"""A server with a minimal OpenAI API and configurable misbehaviour."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-PATIENCE = 30.0  # seconds until what a test waits for is said never to come
+PATIENCE = 30.0  # seconds until a test gives up waiting
 Behaviour = Callable[["Handler", dict[str, Any]], None]
 
 
@@ -23,18 +23,18 @@ END = {"choices": [{"index": 0, "text": "", "finish_reason": "length"}]}
 
 
 def usage(tokens: int, **more: Any) -> dict[str, Any]:
-    """The chunk behind the text."""
+    """The final chunk with the usage."""
     return {"choices": [], "usage": {"prompt_tokens": 10, "completion_tokens": tokens}} | more
 
 
 @dataclass
 class Fake:
-    """What it says it is, how it answers, and what it was asked. `released` lets go whoever waits in a handler."""
+    """The server's identity, behaviour and received requests; `released` wakes waiting handlers."""
 
     behaviour: Behaviour
     maker: str = "somebody"
     models: list[str] = field(default_factory=lambda: ["one"])
-    pages: dict[str, tuple[int, str]] = field(default_factory=dict)  # path: status and body, instead of the usual
+    pages: dict[str, tuple[int, str]] = field(default_factory=dict)  # path: (status, body)
     asked: list[dict[str, Any]] = field(default_factory=list)
     paths: list[str] = field(default_factory=list)
     keys: list[str | None] = field(default_factory=list)
@@ -59,7 +59,11 @@ class Handler(BaseHTTPRequestHandler):
             "/v1/models": (200, json.dumps(models)),
             "/server_info": (200, json.dumps({"drafts": ["off", "ngram", "suffix"]})),
         }
-        self.reply(*(usual | self.fake.pages).get(self.path, (404, '{"error": {"message": "no such page"}}')))
+        self.reply(
+            *(usual | self.fake.pages).get(
+                self.path, (404, '{"error": {"message": "no such page"}}')
+            )
+        )
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -71,7 +75,7 @@ class Handler(BaseHTTPRequestHandler):
         self.fake.behaviour(self, body)
 
     def reply(self, status: int, text: str, kind: str = "application/json") -> None:
-        """A whole answer."""
+        """Send a complete response."""
         content = text.encode()
         self.send_response(status)
         self.send_header("Content-Type", kind)
@@ -80,30 +84,30 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def begin(self) -> None:
-        """The head of a stream, which ends with the connection."""
+        """Send the head of a stream, which ends with the connection."""
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.send_header("Connection", "close")
         self.end_headers()
 
-    def say(self, *events: Any) -> None:
-        """Events of a stream; texts go out as they are."""
+    def send(self, *events: Any) -> None:
+        """Send events of a stream; strings are sent unchanged."""
         for event in events:
             data = event if isinstance(event, str) else json.dumps(event)
             self.wfile.write(f"data: {data}\n\n".encode())
         self.wfile.flush()
 
     def stream(self, *events: Any) -> None:
-        """A whole stream."""
+        """Send a complete stream."""
         self.begin()
-        self.say(*events)
+        self.send(*events)
 
     def log_message(self, *args: Any) -> None:
         pass
 
 
 def good(handler: Handler, body: dict[str, Any]) -> None:
-    """Two tokens in each chunk but the first, as one that speculates gives."""
+    """Stream two tokens per chunk except the first, like a speculating server."""
     tokens = body["max_tokens"]
     pieces = [chunk("a"), *(chunk("bb") for _ in range((tokens - 1) // 2)), END]
     handler.stream(*pieces, usage(1 + (tokens - 1) // 2 * 2), "[DONE]")
@@ -111,12 +115,14 @@ def good(handler: Handler, body: dict[str, Any]) -> None:
 
 @contextmanager
 def faking(behaviour: Behaviour = good, **options: Any) -> Iterator[Fake]:
-    """A running fake on a free port."""
+    """Run a fake server on a free port."""
     fake = Fake(behaviour, **options)
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (Handler,), {"fake": fake}))
     server.daemon_threads = True
     server.handle_error = lambda *args: None  # clients that go away are part of the tests
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+    thread = threading.Thread(
+        target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
+    )
     thread.start()
     fake.url = f"http://127.0.0.1:{server.server_port}"
     try:
