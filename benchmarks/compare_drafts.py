@@ -11,6 +11,7 @@ with weights by itself.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.command import add_engine_options, chosen_tasks, load, parser, run
@@ -22,6 +23,16 @@ from forerun.measure.rounds import Rounds, Setting
 from forerun.measure.run import PLAIN, Arm
 from forerun.measure.tables import print_columns
 from forerun.progress import progress
+
+
+@dataclass(frozen=True, slots=True)
+class NamedArm(Arm):
+    """An arm whose draft is an expression in the engine's names of its drafts."""
+
+    @property
+    def name(self) -> str:
+        """The name of the proposer in the engine."""
+        return self.draft
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -40,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = options.parse_args(arguments)
     llm = load(given, draft=given.draft, kv_tokens=8192)
     params = SamplingParams.pure(max_tokens=given.tokens, seed=1, ignore_eos=True)
-    arms = [Arm(draft, parse_depth(given.depth)) for draft in given.drafts]
+    arms = [NamedArm(draft, parse_depth(given.depth)) for draft in given.drafts]
     tasks = chosen_tasks(given.prompts, given.categories)
     rows = []
     for category in dict.fromkeys(task.category for task in tasks):

@@ -1,4 +1,4 @@
-"""Fixtures of measurements: an empty registry, and a read bandwidth that does not depend on the machine."""
+"""Fixtures of measurements: an empty registry and a fixed read bandwidth."""
 
 from pathlib import Path
 

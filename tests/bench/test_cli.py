@@ -1,4 +1,4 @@
-"""The bench verbs on the command line: tables, one line and exit code 2 for bad input, help without torch."""
+"""The bench verbs: tables, one line and exit code 2 for bad input, help without torch."""
 
 import json
 import subprocess
@@ -117,7 +117,8 @@ def test_bench_alone_shows_its_verbs_and_names_the_scripts(bench) -> None:
 @pytest.mark.parametrize("verb", ["pair", "decode", "sweep", "start", "serve", "model"])
 def test_help_is_quick_and_shows_an_example(verb: str) -> None:
     code = (
-        f"import sys; from forerun import cli; sys.argv = ['forerun', 'bench', '{verb}', '--help']\n"
+        "import sys; from forerun import cli\n"
+        f"sys.argv = ['forerun', 'bench', '{verb}', '--help']\n"
         "try: cli.main()\nexcept SystemExit: pass\n"
         "assert not {'torch', 'transformers', 'numpy', 'httpx2'} & set(sys.modules)"
     )

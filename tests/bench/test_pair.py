@@ -1,4 +1,4 @@
-"""Model pairs: ordinary model directories, the requested agreement, reproducible, complete or absent."""
+"""Model pairs: ordinary directories, the requested agreement, reproducible, complete or absent."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Load on a server: what the figures are, fair comparison of drafts, and every way in which a server can fail."""
+"""Load on a server: the figures, fair comparison of drafts, and the ways a server can fail."""
 
 import json
 import os
