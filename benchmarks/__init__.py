@@ -1,2 +1,1 @@
-"""Benchmarks of parts of forerun and of other engines; run from the repository's root, see
-README.md."""
+"""Benchmarks of forerun and other engines, see README.md."""

@@ -1,5 +1,4 @@
-"""Compare compositions of the drafts of one engine, in turn on the same prompts, beside plain
-decoding.
+"""Compare compositions of the drafts of one engine, in turn, beside plain decoding.
 
     python -m benchmarks.compare_drafts --model trio/target --prompts trio/prompts.json \\
         --draft model:trio/middle --draft model:trio/draft --drafts model 'model#2>model' --depth 4

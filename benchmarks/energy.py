@@ -1,5 +1,4 @@
-"""Measure joules per token of plain decoding and of every draft, with the machine's energy
-counters.
+"""Measure joules per token of plain decoding and drafts with the machine's energy counters.
 
     python -m benchmarks.energy --drafts suffix --categories chat --price 0.4
 

@@ -1,5 +1,4 @@
-"""Compare the native kernels with a GGUF file's dequantized weights, and with rounding of
-activations.
+"""Measure the error of the native kernels against a GGUF file's dequantized weights.
 
     L=/usr/share/common-licenses
     python -m benchmarks.gguf_accuracy $L/GPL-3 $L/Artistic docs/exactness.md

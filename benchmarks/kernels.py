@@ -161,8 +161,7 @@ class ArbitraryWeights(Kept):
 
 
 class Layers:
-    """Copies of one packed linear layer, at least `size` bytes, and a program that runs them
-    all."""
+    """Copies of one packed layer, at least `size` bytes, and a program that runs them."""
 
     def __init__(self, weight: torch.Tensor, form: str, size: int) -> None:
         """weight: [outputs, inputs]"""

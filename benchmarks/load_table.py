@@ -1,5 +1,4 @@
-"""Compare fixed depths and `auto` with plain decoding under a steady load: each request that ends
-is replaced.
+"""Compare fixed depths and `auto` with plain decoding under a steady load.
 
     python -m benchmarks.load_table --loads chat:1:0.8,edit:8:0,random:4:0.8 --seconds 30 --rounds 1
     python -m benchmarks.load_table --model pair/target --prompts pair/prompts.json \\

@@ -1,8 +1,7 @@
-"""Write a model's answers to built-in tasks as JSON lines for `forerun index`: a corpus of past
-answers.
+"""Write a model's answers to built-in tasks as a corpus for `forerun index`.
 
-    python -m benchmarks.past_answers --categories chat,mathematics --dtype bfloat16 > answers.jsonl
-    forerun index answers.jsonl --out INDEX
+python -m benchmarks.past_answers --categories chat,mathematics --dtype bfloat16 > answers.jsonl
+forerun index answers.jsonl --out INDEX
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Print Markdown tables of what `forerun bench decode|sweep|serve --out FILE.jsonl` wrote; draw a
-plot.
+"""Print Markdown tables of `forerun bench .. --out FILE.jsonl`, and draw a plot.
 
-    python -m benchmarks.report laptop.jsonl server.jsonl            # every result
-    python -m benchmarks.report sweep.jsonl --best                   # each draft's fastest setting
-    python -m benchmarks.report sweep.jsonl --plot depths.png        # needs matplotlib
+python -m benchmarks.report laptop.jsonl server.jsonl            # every result
+python -m benchmarks.report sweep.jsonl --best                   # each draft's fastest setting
+python -m benchmarks.report sweep.jsonl --plot depths.png        # needs matplotlib
 """
 
 from __future__ import annotations

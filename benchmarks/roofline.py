@@ -1,5 +1,4 @@
-"""Compare a target forward pass with the limits of this machine: bytes, operations, and which
-binds.
+"""Compare a target forward pass with the limits of this machine and show which one binds.
 
     python -m benchmarks.roofline --quantization int8 --rows 1,4,8,16 --context 128
 

@@ -1,5 +1,4 @@
-"""Compare the cost of one draft of a head with a forward pass of one row, whatever the draft is
-worth.
+"""Compare the cost of one draft of each kind of head with a forward pass of one row.
 
     python -m benchmarks.round_cost                      # the model's own file
     python -m benchmarks.round_cost --quantization int8 --depth 4

@@ -1,5 +1,4 @@
-"""Write a GGUF file of any size with random weights and the default model's tokenizer, to time
-loading.
+"""Write a GGUF file of any size with random weights, to time loading.
 
     python -m benchmarks.synthetic_gguf 4.0 large.gguf
     /usr/bin/time -v forerun generate "Hello" -n 1 --model large.gguf

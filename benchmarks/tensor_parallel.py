@@ -1,5 +1,4 @@
-"""Compare a model split over several processes with the same in one: outputs, memory and step
-times.
+"""Compare a model split over several processes with the same in one.
 
     python -m benchmarks.tensor_parallel --of 3    # the default model has three key-value heads
     python -m benchmarks.tensor_parallel --model pair/target --prompts pair/prompts.json --of 2 \\

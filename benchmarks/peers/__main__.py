@@ -148,8 +148,7 @@ class Load:
 
 @dataclass(slots=True)
 class Report:
-    """Results and how they were measured; `bandwidth` is (lowest, median, highest) GB/s, or
-    None."""
+    """Results and how they were measured; `bandwidth` is (lowest, median, highest) GB/s."""
 
     model: str
     draft: str

@@ -1,5 +1,4 @@
-"""Another engine in a process of its own, run by the Python that has it; both sides exchange JSON
-lines.
+"""Another engine in a process of its own; both sides exchange JSON lines.
 
 Whatever goes wrong there (a missing package, a crash, a hang, invalid output) is one `PeerError`
 here, and the process ends. `workers/worker.py` is the other side and documents the lines.
@@ -49,8 +48,11 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """An engine's version, its maximum concurrency without and with a draft (0: it cannot), and
-    whether it drafts at a requested depth."""
+    """Version and limits of an engine.
+
+    `plain` and `speculative` are its maximum concurrency without and with a draft, 0 where it cannot;
+    `depths` is True if it drafts at a requested depth.
+    """
 
     version: str
     plain: int
@@ -142,8 +144,7 @@ class Worker:
         return Outcome(speed, outputs, sum(lengths) / steps if steps else None, prefill)
 
     def _answer(self) -> dict[str, Any]:
-        """Return the next line as an object. Raises PeerError if it is none, or reports an
-        error."""
+        """Return the next line as an object. Raises PeerError for anything else."""
         try:
             line = self.lines.get(timeout=self.timeout)
         except queue.Empty:

@@ -115,8 +115,7 @@ def decode(
     sampling: dict[str, Any],
     options: dict[str, Any],
 ) -> None:
-    """Time plain decoding and every draft in turn: tokens per second without prefill, times
-    plain."""
+    """Time plain decoding and every draft in turn: tokens per second, times plain."""
     settle = 0.0 if "repeats" in options else SETTLE_SECONDS
     given = DecodeOptions(**DECODE_DEFAULTS | {"repeats": ROUNDS} | options)
     fields = plan_fields(given, config, sampling, "auto", "auto")
@@ -137,8 +136,7 @@ def sweep(
     sampling: dict[str, Any],
     options: dict[str, Any],
 ) -> None:
-    """Time the product of drafts, depths, rules, temperatures and concurrency beside plain
-    decoding."""
+    """Time every combination of drafts, depths, rules, temperatures and concurrency."""
     given = DecodeOptions(**options)
     fields = plan_fields(given, config, sampling, "suffix", SWEEP_DEPTHS)
     _measure("sweep", config, given, fields, as_json)
@@ -232,8 +230,7 @@ def start(
     repeats: Annotated[int, typer.Option(help="Number of rounds, after an uncounted one.")] = 5,
     as_json: Json = False,
 ) -> None:
-    """Time the start of `generate` to its first text and of `serve` to its first answer, with
-    memory."""
+    """Time the start of `generate` and `serve` to their first text, with memory."""
     from forerun.bench.start import measure_starts, size_of, this_command
     from forerun.measure.run import machine
 
@@ -564,8 +561,7 @@ def _check_out(path: Path | None) -> None:
 
 
 def _write_lines(path: Path | None, report: dict[str, Any]) -> None:
-    """Write one JSON line per result, each with the fields of its run, so that files
-    concatenate."""
+    """Write one JSON line per result with the fields of its run, so that files concatenate."""
     if path is None:
         return
     run = {name: value for name, value in report.items() if name not in ("results", "limits")}

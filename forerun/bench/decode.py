@@ -1,5 +1,4 @@
-"""Decoding speed: every draft beside plain decoding of the same model, on the same tasks,
-interleaved."""
+"""Decoding speed: every draft beside plain decoding of one model, interleaved."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Client for a running server with the OpenAI API: one streamed request, and what the server
-reports about it.
+"""Client for a running server with the OpenAI API: one streamed request and its statistics.
 
 A request that fails is an `Answer` with one line in `error`, never an exception; only `connect`
 raises. Statistics of speculative decoding are read in the formats of forerun, vLLM and llama.cpp.
@@ -130,8 +129,7 @@ class Answer:
 
     @property
     def scale(self) -> float:
-        """Tokens of the answer per streamed token: 1 if the server says which tokens a chunk
-        has."""
+        """Tokens of the answer per streamed token; 1 if the server says what a chunk holds."""
         streamed = sum(count for _, count in self.chunks)
         return self.tokens / streamed if streamed else 1.0
 
@@ -314,8 +312,7 @@ class Server:
 
 @asynccontextmanager
 async def connect(endpoint: Endpoint) -> AsyncIterator[Server]:
-    """Connect to a server. Raises ConfigError if it cannot be used, ForerunError if none
-    answers."""
+    """Connect to a server. Raises ConfigError if it cannot be used, ForerunError if it is gone."""
     headers = {"Authorization": f"Bearer {endpoint.key}"} if endpoint.key else {}
     limits = httpx2.Limits(
         max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEPALIVE
@@ -351,8 +348,7 @@ def request_prompt(prompt: Prompt, chat: bool) -> Prompt:
 
 
 def spec_stats(chunk: dict[str, Any]) -> SpecStats | None:
-    """Read the statistics of a chunk as forerun, vLLM and llama.cpp write them; None without
-    any."""
+    """Read a chunk's statistics in the formats of forerun, vLLM and llama.cpp; None without any."""
     metrics = _object(chunk, "metrics")
     own = _object(metrics, "forerun")
     if own:

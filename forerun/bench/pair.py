@@ -228,8 +228,7 @@ class Comparison:
         )
 
     def _logits(self, runner: Runner, text: Sequence[int]) -> Tensor:
-        """Return the logits that predict each output token, from one pass. [tokens, V] on the
-        CPU"""
+        """Return the logits that predict each output token. [tokens, V] on the CPU"""
         length = len(text) - 1
         slot = 0
         runner.cache.pages.grow(slot, length)
@@ -294,10 +293,10 @@ def draw_weights(recipe: PairRecipe) -> Weights:
 
 
 def _head(embeddings: Tensor, recipe: PairRecipe, generator: torch.Generator) -> Tensor:
-    """Return a head that is noise plus, for each token, the embeddings of `nsucc` predecessors. [V,
-    H]
+    """Return the output head. [V, H]
 
-    Random permutations pair every token with its successors, so all tokens are equally frequent.
+    It is noise plus, for each token, the embeddings of `nsucc` predecessors. Random permutations pair
+    every token with its successors, so all tokens are equally frequent.
     """
     head = torch.randn(recipe.vocab, recipe.hidden, generator=generator)
     directions = torch.nn.functional.normalize(embeddings.float(), dim=1)
@@ -311,8 +310,7 @@ def _head(embeddings: Tensor, recipe: PairRecipe, generator: torch.Generator) ->
 
 
 def scaled(base: Weights, recipe: PairRecipe, eps: float) -> Weights:
-    """Return the target for one eps: outputs of the layers that the draft model lacks, times
-    eps."""
+    """Return the target with the outputs of layers that the draft lacks scaled by eps."""
     tail = {
         f"model.layers.{i}.{part}.weight"
         for i in range(recipe.draft_layers, recipe.layers)
@@ -322,8 +320,7 @@ def scaled(base: Weights, recipe: PairRecipe, eps: float) -> Weights:
 
 
 def _save(weights: Weights, recipe: PairRecipe, layers: int, directory: Path) -> int:
-    """Write a model of the first `layers` layers without tokenizer; return its number of
-    parameters."""
+    """Write the first `layers` layers as a model without tokenizer; return its parameters."""
     later = tuple(f"model.layers.{i}." for i in range(layers, recipe.layers))
     weights = {name: tensor for name, tensor in weights.items() if not name.startswith(later)}
     ends = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
@@ -354,8 +351,7 @@ def _save(weights: Weights, recipe: PairRecipe, layers: int, directory: Path) ->
 
 
 def _write_tokenizer(recipe: PairRecipe, directories: list[Path]) -> list[list[int]]:
-    """Write a byte-level BPE tokenizer of `vocab` tokens into each directory; return the
-    prompts."""
+    """Write a byte-level BPE tokenizer into each directory; return the prompts."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.decoder = decoders.ByteLevel()

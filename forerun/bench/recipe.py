@@ -1,5 +1,4 @@
-"""Parameters of a random-weight model pair. Imports no torch: the command line needs it for
-`--help`."""
+"""Parameters of a random-weight model pair. Imports no torch, for a quick `--help`."""
 
 from __future__ import annotations
 
@@ -14,8 +13,7 @@ MIN_VOCAB = 256 + len(SPECIAL)  # every byte needs a token
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairRecipe:
-    """Target, draft model, their agreement and the prompts. The defaults are used in
-    docs/performance.md.
+    """Target, draft model, agreement and prompts; the defaults are those of docs/performance.md.
 
     Args:
         layers: Number of layers of the target.

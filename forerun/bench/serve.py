@@ -1,5 +1,4 @@
-"""Load on a running server: throughput, time to first token, time between tokens, and drafts
-compared.
+"""Load on a running server: throughput, latencies, and drafts compared.
 
 A run keeps a number of requests in flight. Its window opens with the first request and closes when
 a client first finds nothing left to send, so the concurrency within it is constant; answers that
@@ -57,8 +56,7 @@ Request = tuple[int, Prompt, dict[str, Any]]  # index, prompt, further fields of
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """What requests say about drafting: a draft of the server and its depth; None leaves it
-    open."""
+    """Draft and depth that requests ask for; None leaves them to the server."""
 
     draft: str | None = None
     depth: int | str | None = None

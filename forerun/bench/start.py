@@ -51,8 +51,7 @@ class Start:
 def measure_starts(
     commands: Sequence[str], options: Sequence[str], repeats: int, tell: Tell = nothing
 ) -> list[Start]:
-    """Start every command in turn, `repeats` times after one uncounted start that fills file
-    caches.
+    """Start every command in turn, `repeats` times after an uncounted start.
 
     Args:
         commands: how forerun is called, such as "python -m forerun"; compared round by round.

@@ -1,5 +1,4 @@
-"""Energy counters of this machine, and the energy of a time window as the difference of two
-readings.
+"""Energy counters of this machine, and the energy of a time window.
 
     nvml-counter   NVIDIA's energy counter of each visible CUDA device (Volta and later), read with
     the
@@ -38,8 +37,7 @@ class Unavailable(Exception):
 
 
 class Nvml:
-    """Energy counters of the CUDA devices that torch sees, matched by UUID (NVML's order
-    differs)."""
+    """Energy counters of torch's CUDA devices, matched by UUID: NVML's order differs."""
 
     method = "nvml-counter"
 

@@ -95,8 +95,7 @@ class Speculation:
         return Forecast(depth, rows, tokens, cost, tokens * self.verify_cost(self.requests) / cost)
 
     def best(self, max_depth: int = MAX_DEPTH) -> Forecast:
-        """Return the depth from 0 to `max_depth` with the greatest speed-up, the smallest of
-        equals."""
+        """Return the depth up to `max_depth` with the greatest speed-up, the smallest of equals."""
         forecasts = (self.at(depth) for depth in range(max_depth + 1))
         return max(forecasts, key=lambda forecast: forecast.speedup)
 
@@ -119,8 +118,7 @@ class Speculation:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """One depth: rows of a pass, tokens per pass and request, cost of a step, times plain
-    decoding."""
+    """Rows of a pass, tokens per pass and request, cost of a step, and speed-up of one depth."""
 
     depth: int
     rows: int

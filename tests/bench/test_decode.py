@@ -105,8 +105,7 @@ def test_statistics() -> None:
 
 
 def test_tally_by_hand() -> None:
-    """One request in passes of 1, 3, 1, 3, .. tokens; the last pass of another is cut by its
-    limit."""
+    """One request in passes of 1, 3, 1, 3, .. tokens; another whose last pass is cut."""
     one = RequestStats(completion_tokens=40, rounds=[(0, 0), (4, 2)] * 10, depths=[0, 4] * 10)
     one.by_source["suffix"].drafted = 40
     one.by_source["suffix"].accepted = 20
@@ -122,8 +121,7 @@ def test_tally_by_hand() -> None:
 
 
 def test_a_report_by_the_verb(pair: Pair, monkeypatch, capsys, tmp_path) -> None:
-    """Prompts come from the pair; every draft, depth and precision gives plain decoding's
-    output."""
+    """Every draft, depth and precision gives plain decoding's output."""
     flags = ["--drafts", f"suffix,model:{pair.directory}/draft", "--depths", "auto,3"]
     flags += ["--quantizations", "none,int8", "--tokens", "24", "--repeats", "2", "--requests", "2"]
     flags += [
@@ -191,8 +189,7 @@ def test_joules_are_medians_of_an_arms_own_rounds(pair: Pair, monkeypatch) -> No
 
 
 def test_rounds_are_fair(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """State is dropped before every run, each round starts with another arm, the warm-up is not
-    counted."""
+    """State is dropped before each run, arms rotate, the warm-up does not count."""
     log: list[Any] = []
 
     def note(engine: object, works: list, params: SamplingParams, arm: Arm) -> Run:

@@ -68,8 +68,7 @@ class Watch:
             self.tokens += sum(counts.values())
 
     def answer(self, outputs: Prompts | None, steps: bool = True) -> dict[str, Any]:
-        """Return the answer to a run: times in seconds, target passes summed over requests (or
-        None).
+        """Return the answer to a run: times in seconds, and target passes summed over requests.
 
         `outputs` is None if the engine does not return token ids.
         """
