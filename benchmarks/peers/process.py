@@ -50,8 +50,8 @@ class Outcome:
 class Capabilities:
     """Version and limits of an engine.
 
-    `plain` and `speculative` are its maximum concurrency without and with a draft, 0 where it cannot;
-    `depths` is True if it drafts at a requested depth.
+    `plain` and `speculative` are its maximum concurrency without and with a draft, 0 where it
+    cannot; `depths` is True if it drafts at a requested depth.
     """
 
     version: str

@@ -295,8 +295,8 @@ def draw_weights(recipe: PairRecipe) -> Weights:
 def _head(embeddings: Tensor, recipe: PairRecipe, generator: torch.Generator) -> Tensor:
     """Return the output head. [V, H]
 
-    It is noise plus, for each token, the embeddings of `nsucc` predecessors. Random permutations pair
-    every token with its successors, so all tokens are equally frequent.
+    It is noise plus, for each token, the embeddings of `nsucc` predecessors. Random permutations
+    pair every token with its successors, so all tokens are equally frequent.
     """
     head = torch.randn(recipe.vocab, recipe.hidden, generator=generator)
     directions = torch.nn.functional.normalize(embeddings.float(), dim=1)

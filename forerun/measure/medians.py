@@ -1,4 +1,4 @@
-"""Medians with their uncertainty, and comparison of outputs. Imports no torch: clients use it too."""
+"""Medians with their uncertainty, and comparison of outputs. Imports no torch."""
 
 from __future__ import annotations
 
