@@ -19,8 +19,8 @@ from pathlib import Path
 
 from benchmarks.command import chosen_tasks, parser, run
 from forerun import LLM, SamplingParams
-from forerun.draft.ahead import Ahead
-from forerun.draft.base import Row
+from forerun.draft.overlap import Ahead
+from forerun.draft.proposer import Row
 from forerun.types import Draft
 
 MAX_PROMPTS = 4

@@ -16,12 +16,12 @@ from pathlib import Path
 from benchmarks.command import add_engine_options, chosen_tasks, load, parser, run
 from forerun import SamplingParams
 from forerun.bench.decode import batches
+from forerun.cli.progress import progress
 from forerun.config import parse_depth
 from forerun.measure.energy import Meter
 from forerun.measure.rounds import Rounds, Setting
 from forerun.measure.run import PLAIN, Arm
 from forerun.measure.tables import print_columns
-from forerun.progress import progress
 
 
 @dataclass(frozen=True, slots=True)

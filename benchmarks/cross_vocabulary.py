@@ -29,7 +29,7 @@ from benchmarks.command import parser, run
 from forerun import LLM, SamplingParams
 from forerun.models.gguf.export import write_tokenizer
 from forerun.models.hub import find_model
-from forerun.models.text import Tokenizer
+from forerun.models.tokenizer import Tokenizer
 from forerun.train.prune import prune
 from forerun.train.topics import TOPICS
 

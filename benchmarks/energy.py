@@ -25,8 +25,8 @@ from forerun.measure.run import PLAIN, Arm, machine, timed_run
 from forerun.measure.tables import print_columns, print_json
 from forerun.measure.workloads import Task
 from forerun.models.hub import DEFAULT
-from forerun.ranges import check_number
 from forerun.sampling.params import SamplingParams
+from forerun.utils import check_number
 
 Windows = list[tuple[Energy, int]]  # energy and tokens of each window
 

@@ -26,8 +26,8 @@ from forerun.load import load_tokenizer
 from forerun.models.config import load_config
 from forerun.models.decoder import Decoder
 from forerun.models.hub import find_model
-from forerun.native import NativeDecoder
-from forerun.runner import Runner
+from forerun.runtime.native import NativeDecoder
+from forerun.runtime.torch_runner import Runner
 
 CONTEXT, GROUP = 2048, 64
 exact_linear = reference.linear

@@ -21,16 +21,16 @@ import torch
 from numpy.random import default_rng
 
 from benchmarks.command import parser, run
-from forerun.errors import ConfigError, nearest
+from forerun.errors import ConfigError, suggest
+from forerun.hardware import cores
 from forerun.kernels import native
 from forerun.kernels.native import CBatch, CMatrix, COp, CProgram
-from forerun.machine import cores
 from forerun.measure.lists import listed, whole
 from forerun.measure.medians import median
 from forerun.measure.tables import print_columns, print_json
 from forerun.models.packed_cache import Kept
-from forerun.packed import Packed
-from forerun.ranges import check_whole
+from forerun.runtime.program import Packed
+from forerun.utils import check_integer
 
 MAX_ROWS = 4096
 PACKABLE = ("float32", "bfloat16", "float16", "int8", "int4")  # formats made from floats
@@ -96,13 +96,13 @@ def measure_kernels(
         )
     for form in formats:
         if form not in native.FORMATS:
-            raise ConfigError(f"there is no format {form!r}: {nearest(form, native.FORMATS)}")
+            raise ConfigError(f"there is no format {form!r}: {suggest(form, native.FORMATS)}")
     for count in rows:
-        check_whole("rows", count, 1, MAX_ROWS)
-    check_whole("inputs", inputs, 1, 1 << 17)
-    check_whole("outputs", outputs, 1, 1 << 20)
-    check_whole("megabytes", megabytes, 1, 1 << 16)
-    check_whole("repeats", repeats, 1, 10_000)
+        check_integer("rows", count, 1, MAX_ROWS)
+    check_integer("inputs", inputs, 1, 1 << 17)
+    check_integer("outputs", outputs, 1, 1 << 20)
+    check_integer("megabytes", megabytes, 1, 1 << 16)
+    check_integer("repeats", repeats, 1, 10_000)
     if native.reason():
         raise ConfigError(f"there are no native kernels to measure: {native.reason()}")
     instructions = native.start(threads)
@@ -243,7 +243,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options.add_argument("--repeats", type=int, default=9, help="number of rounds")
     options.add_argument("--threads", type=int, default=0, help="0 uses one per core")
     given: argparse.Namespace = options.parse_args(arguments)
-    check_whole("threads", given.threads, 0, cores())
+    check_integer("threads", given.threads, 0, cores())
     report = measure_kernels(
         listed(given.formats),
         [whole(count, "rows") for count in listed(given.rows)],

@@ -26,10 +26,9 @@ from benchmarks.command import chosen_tasks, parser, run
 from forerun import LLM, SamplingParams
 from forerun.bench.decode import batches
 from forerun.draft.registry import with_references
-from forerun.engine.acceptance import Wish
-from forerun.engine.depth import Auto
+from forerun.engine.acceptance import DraftOption
+from forerun.engine.depth import BatchState, DepthPolicy
 from forerun.engine.engine import Engine
-from forerun.engine.policy import Place
 from forerun.engine.request import OFF
 from forerun.measure.run import PLAIN, Arm, Work
 from forerun.measure.tables import print_json
@@ -40,13 +39,13 @@ RANDOM_TOKENS = 64  # of a random prompt
 SHIFT = 7  # tasks by which each round starts later than the one before
 
 
-class Never(Auto):
+class Never(DepthPolicy):
     """Policy that never drafts, with the overhead of deciding."""
 
-    def choose(self, wishes: Sequence[Wish], place: Place) -> list[int]:
+    def choose(self, wishes: Sequence[DraftOption], place: BatchState) -> list[int]:
         return [0] * len(wishes)
 
-    def tried(self, rivals: Sequence[Wish], speed: float, place: Place) -> int | None:
+    def tried(self, rivals: Sequence[DraftOption], speed: float, place: BatchState) -> int | None:
         return None
 
 
@@ -200,7 +199,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     arms = [PLAIN, *arms_of(given.fixed), Arm(llm.draft, "auto")]
     engines = {}
     for arm in arms:
-        policy = Never() if arm.depth == NEVER else Auto()
+        policy = Never() if arm.depth == NEVER else DepthPolicy()
         engines[arm] = Engine(llm.engine.target, llm.engine.proposers, policy=policy)
     found: dict[tuple[Arm, Load], list[Played]] = {
         (arm, load): [] for arm in arms for load in given.loads

@@ -19,11 +19,10 @@ from pathlib import Path
 
 from benchmarks.command import parser, run
 from forerun.draft.corpus import Index
-from forerun.draft.ground import ground
-from forerun.draft.retrieval import _Shelf
+from forerun.draft.retrieval import _Shelf, ground
 from forerun.load import load_tokenizer
 from forerun.models.hub import find_model
-from forerun.models.text import Tokenizer
+from forerun.models.tokenizer import Tokenizer
 
 DEPTH, MAX_FUNCTIONS, MAX_TOKENS, PROMPT_LINES, SUFFIX = 6, 40, 160, 5, 16
 SHORTEST, LONGEST = 12, 40  # lines of a function

@@ -28,19 +28,19 @@ from benchmarks.kernels import Layers
 from forerun.cache.attention import Segment
 from forerun.config import Config
 from forerun.errors import CapacityError, ConfigError
+from forerun.hardware import cores
 from forerun.kernels import native
 from forerun.llm import LLM
-from forerun.machine import cores
 from forerun.measure.lists import listed, whole
 from forerun.measure.medians import median
 from forerun.measure.tables import print_columns, print_json
 from forerun.models.config import load_config
 from forerun.models.decoder import Decoder, longest_context
 from forerun.models.hub import DEFAULT, find_model
-from forerun.native import NativeDecoder
-from forerun.packed import Mixed, Packed, all_packed
-from forerun.ranges import check_whole
-from forerun.runner import Runner
+from forerun.runtime.native import NativeDecoder
+from forerun.runtime.program import Mixed, Packed, all_packed
+from forerun.runtime.torch_runner import Runner
+from forerun.utils import check_integer
 
 MAX_ROWS = 1024
 PASSES = 3  # timed in a row, after an untimed one
@@ -287,9 +287,9 @@ def measure_roofline(
     if not rows:
         raise ConfigError("there is nothing to measure: give at least one number of rows")
     for count in rows:
-        check_whole("rows", count, 1, MAX_ROWS)
-    check_whole("context", context, 1, 1 << 24)
-    check_whole("repeats", repeats, 1, 10_000)
+        check_integer("rows", count, 1, MAX_ROWS)
+    check_integer("context", context, 1, 1 << 24)
+    check_integer("repeats", repeats, 1, 10_000)
     counts = sorted({1, *rows})
     needed = context + counts[-1]
     longest = longest_context(load_config(find_model(options.get("model"))))

@@ -20,18 +20,14 @@ import torch
 from benchmarks.command import add_engine_options, load, parser, run
 from forerun import LLM, SamplingParams
 from forerun.cache.attention import Segment
-from forerun.draft.base import Proposer, Row
-from forerun.draft.block import Block
-from forerun.draft.block_head import BlockHead
-from forerun.draft.block_shapes import BlockConfig, MarkovShape
-from forerun.draft.bundled import BUNDLED
-from forerun.draft.level_dialects import MlpShape
-from forerun.draft.levels import Levels
-from forerun.draft.medusa import MedusaHeads
-from forerun.draft.mlp import MlpSpeculator
-from forerun.draft.view import view_of
+from forerun.draft.block.formats import BlockConfig, MarkovShape
+from forerun.draft.block.module import BlockHead
+from forerun.draft.block.proposer import Block
+from forerun.draft.medusa import MedusaHeads, MedusaProposer, MlpShape, MlpSpeculator
+from forerun.draft.proposer import Proposer, Row, view_of
+from forerun.draft.registry import BUNDLED
 from forerun.models.hub import DEFAULT
-from forerun.native import NativeDecoder
+from forerun.runtime.native import NativeDecoder
 from forerun.train.recipes.block import layers_like, spread
 from forerun.verify import Noise
 
@@ -71,7 +67,7 @@ def untrained(llm: LLM, depth: int) -> Iterator[tuple[str, Proposer]]:
     block = BlockConfig(
         layer=layers_like(c, 2),
         target_hidden=c.hidden,
-        boundaries=spread(c.layers, 3),
+        aux_hidden_layers=spread(c.layers, 3),
         block=depth,
         mask_token=0,
         draft_vocab=DRAFT_VOCAB,
@@ -82,11 +78,11 @@ def untrained(llm: LLM, depth: int) -> Iterator[tuple[str, Proposer]]:
     yield "block", Block(head, view, tokens=1024, page=16, slots=4)
     medusa = MedusaHeads(depth, 1, c.hidden, c.vocab, said=DRAFT_VOCAB)
     medusa.token_map = torch.arange(DRAFT_VOCAB)
-    yield "medusa", Levels("medusa", medusa.requires_grad_(False), view)
+    yield "medusa", MedusaProposer("medusa", medusa.requires_grad_(False), view)
     shape = MlpShape(
         levels=depth, hidden=c.hidden, inner=c.hidden, vocab=c.vocab, tied=True, scaled=True
     )
-    yield "mlp", Levels("mlp", MlpSpeculator(shape).requires_grad_(False), view)
+    yield "mlp", MedusaProposer("mlp", MlpSpeculator(shape).requires_grad_(False), view)
 
 
 def measure(
@@ -119,7 +115,7 @@ def measure(
 
 def observe(drafter: Proposer, hidden: int, start: int, count: int) -> None:
     """Give a drafter random hidden states of `count` tokens."""
-    states = {layer: torch.randn(count, hidden) for layer in drafter.boundaries}
+    states = {layer: torch.randn(count, hidden) for layer in drafter.aux_hidden_layers}
     drafter.observe(0, start, states)
 
 

@@ -1,4 +1,5 @@
-"""Two replicas on this machine: conversations stay where their beginning is known, and one replica may die.
+"""Two replicas on this machine: conversations stay where their beginning is known, and one replica
+may die.
 
     make cluster-demo
 
@@ -22,7 +23,12 @@ name = "small"
 replicas = 2
 kv_tokens = 16384
 """
-PEOPLE = ("a pirate who answers in verse", "a lawyer who answers in clauses", "a cook", "a sailor who is seasick")
+PEOPLE = (
+    "a pirate who answers in verse",
+    "a lawyer who answers in clauses",
+    "a cook",
+    "a sailor who is seasick",
+)
 
 
 def main() -> None:
@@ -59,10 +65,17 @@ def show(address: str) -> None:
     for turn in range(3):
         for person in PEOPLE:
             system = f"You are {person}. " * 30
-            messages = [{"role": "system", "content": system}, {"role": "user", "content": f"Question {turn}"}]
-            usage = post(address, {"model": "small", "messages": messages, "max_tokens": 8})["usage"]
+            messages = [
+                {"role": "system", "content": system},
+                {"role": "user", "content": f"Question {turn}"},
+            ]
+            usage = post(address, {"model": "small", "messages": messages, "max_tokens": 8})[
+                "usage"
+            ]
             cached = usage["prompt_tokens_details"]["cached_tokens"]
-            print(f"  round {turn + 1}, {person:32} {cached:4} of {usage['prompt_tokens']} prompt tokens were there")
+            print(
+                f"  round {turn + 1}, {person:32} {cached:4} of {usage['prompt_tokens']} prompt tokens were there"
+            )
     with urllib.request.urlopen(f"{address}/metrics") as response:
         page = response.read().decode()
     print("\nwhere they went, and why:")
@@ -74,7 +87,9 @@ def show(address: str) -> None:
 def post(address: str, body: dict[str, object]) -> dict[str, dict[str, dict[str, int]]]:
     """The answer to a conversation."""
     headers = {"Content-Type": "application/json"}
-    request = urllib.request.Request(f"{address}/v1/chat/completions", json.dumps(body).encode(), headers)
+    request = urllib.request.Request(
+        f"{address}/v1/chat/completions", json.dumps(body).encode(), headers
+    )
     with urllib.request.urlopen(request) as response:
         answer: dict[str, dict[str, dict[str, int]]] = json.load(response)
     return answer

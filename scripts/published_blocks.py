@@ -1,11 +1,12 @@
-"""Compare drafted logits with those of speculators' own code: DFlash and DSpark, with what they have.
+"""Compare drafted logits with those of speculators' own code: DFlash and DSpark, with what they
+have.
 
 python scripts/published_blocks.py
 
-Needs speculators 0.9 beside forerun, in an environment of its own. Its models are filled with random numbers, saved as
-it saves them, read by forerun, and asked about the same block behind the same states, the text's own tokens drafted.
-Fails where logits differ by more than 1e-4 of their size.
-"""
+Needs speculators 0.9 beside forerun, in an environment of its own. Its models are filled with
+random numbers, saved as it saves them, read by forerun, and asked about the same block behind the
+same states, the text's own tokens drafted. Fails where logits differ by more than 1e-4 of their
+size."""
 
 from __future__ import annotations
 
@@ -21,11 +22,10 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config
 
 from forerun import LLM, SamplingParams
-from forerun.draft.base import Row
-from forerun.draft.block import Block
-from forerun.draft.block_format import load_block
+from forerun.draft.block.module import load_block
+from forerun.draft.block.proposer import Block
+from forerun.draft.proposer import Row, TargetView, view_of
 from forerun.draft.tree import Tree
-from forerun.draft.view import TargetView, view_of
 from forerun.verify import Noise
 
 HIDDEN, VOCAB, SIZE, LENGTH, ANCHOR, MOST = 32, 64, 5, 30, 17, 1e-4

@@ -1,12 +1,13 @@
-"""Compare drafted logits with those of the families' own code: Medusa, MLP speculators of IBM and Arctic.
+"""Compare drafted logits with those of the families' own code: Medusa, MLP speculators of IBM and
+Arctic.
 
 python scripts/published_heads.py SOURCES
 
-SOURCES holds checkouts or unpacked wheels, whichever there are: Medusa (`pip download --no-deps medusa-llm`),
-fms-extras (foundation-model-stack/fms-extras, which needs ibm-fms beside it) and ArcticTraining
-(snowflakedb/ArcticTraining). Their modules are filled with random numbers, saved as they save them, read by forerun,
-and asked for the same states and tokens. Fails where logits differ by more than 1e-4. Their code is run: read it first.
-"""
+SOURCES holds checkouts or unpacked wheels, whichever there are: Medusa (`pip download --no-deps
+medusa-llm`), fms-extras (foundation-model-stack/fms-extras, which needs ibm-fms beside it) and
+ArcticTraining (snowflakedb/ArcticTraining). Their modules are filled with random numbers, saved as
+they save them, read by forerun, and asked for the same states and tokens. Fails where logits differ
+by more than 1e-4. Their code is run: read it first."""
 
 from __future__ import annotations
 
@@ -26,9 +27,9 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from forerun import LLM
-from forerun.draft.level_heads import LevelHeads
+from forerun.draft.medusa import LevelHeads
+from forerun.draft.proposer import TargetView, view_of
 from forerun.draft.registry import LEVELS, kind_of
-from forerun.draft.view import TargetView, view_of
 
 HIDDEN, VOCAB, LEVELS_AHEAD, POSITIONS, MOST = 32, 64, 3, 6, 1e-4
 BASE = LlamaConfig(
@@ -39,7 +40,8 @@ Case = tuple[str, dict[str, Any], dict[str, Tensor], str, Callable[[Tensor, Tens
 
 
 def load(name: str, path: Path, **stubs: Any) -> Any:
-    """A module of theirs by its file; `stubs` are modules that it imports and does not need here."""
+    """A module of theirs by its file; `stubs` are modules that it imports and does not need
+    here."""
     for stub, content in stubs.items():
         sys.modules[stub.replace("__", ".")] = content
     spec = importlib.util.spec_from_file_location(name, path)

@@ -1,4 +1,5 @@
-"""The shape of the code: imports go down, files and functions stay short, the public surface is a decision."""
+"""The shape of the code: imports go down, files and functions stay short, the public surface is a
+decision."""
 
 import ast
 import functools
@@ -34,8 +35,29 @@ FLOORS = [
     {"draft"},
     {"catalogue"},
     {"engine"},
-    {"completion", "flags", "job", "learned", "llm", "loader", "measure", "probe", "skips", "terminal"},
-    {"bench", "check", "doctor", "drafters_cli", "generate_cli", "index_cli", "models_cli", "server", "train"},
+    {
+        "completion",
+        "flags",
+        "job",
+        "learned",
+        "llm",
+        "loader",
+        "measure",
+        "probe",
+        "skips",
+        "terminal",
+    },
+    {
+        "bench",
+        "check",
+        "doctor",
+        "drafters_cli",
+        "generate_cli",
+        "index_cli",
+        "models_cli",
+        "server",
+        "train",
+    },
     {"tune", "tune_cli"},
     {"cluster"},
     {"chat", "cli", "__main__", "__init__"},
@@ -80,10 +102,15 @@ LEAVES = {"bench", "train", "check", "server", "doctor"}
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_no_leaf_imports_another(path: Path) -> None:
-    """What they share is below them: training, the certificate and the benchmarks have `measure`."""
+    """What they share is below them: training, the certificate and the benchmarks have
+    `measure`."""
     mine = path.relative_to(PACKAGE).with_suffix("").parts[0]
     for node in ast.walk(tree_of(path)):
-        if mine in LEAVES and isinstance(node, ast.ImportFrom) and (node.module or "").startswith("forerun."):
+        if (
+            mine in LEAVES
+            and isinstance(node, ast.ImportFrom)
+            and (node.module or "").startswith("forerun.")
+        ):
             assert part(node.module) not in LEAVES - {mine}, f"{path} imports {node.module}"
 
 
@@ -104,5 +131,6 @@ def test_rule_names_are_those_of_verify() -> None:
 
 
 def test_numbers_at_random_are_imported_with_the_file() -> None:
-    """numpy loads its generators where `np.random` is first looked up, and what it compiles swallows a Ctrl-C then."""
+    """numpy loads its generators where `np.random` is first looked up, and what it compiles
+    swallows a Ctrl-C then."""
     assert not [path for path in FILES if "np.random" in path.read_text()]

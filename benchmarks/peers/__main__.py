@@ -38,12 +38,12 @@ from benchmarks.peers.results import (
 )
 from forerun import __version__
 from forerun.config import parse_depth
-from forerun.drafts import parse_draft
+from forerun.draft_spec import parse_draft
 from forerun.engine.request import OFF
-from forerun.errors import ConfigError, ForerunError, RequestError, nearest
+from forerun.errors import ConfigError, ForerunError, RequestError, suggest
+from forerun.hardware import cores
 from forerun.kernels import native
 from forerun.llm import LLM
-from forerun.machine import cores
 from forerun.measure.lists import listed, whole
 from forerun.measure.medians import median
 from forerun.measure.run import PLAIN, Arm, Work, timed_run
@@ -51,8 +51,8 @@ from forerun.measure.tables import print_columns, print_json
 from forerun.measure.workloads import choose_tasks, token_ids
 from forerun.models.hub import find_model
 from forerun.models.names import tag_of
-from forerun.ranges import check_whole
 from forerun.sampling.params import SamplingParams
+from forerun.utils import check_integer
 
 T = TypeVar("T")
 WARM_UP_TOKENS = 64
@@ -401,7 +401,7 @@ def parse_peers(entries: Sequence[str]) -> dict[str, str]:
     for entry in entries:
         name, _, where = (part.strip() for part in entry.partition("="))
         if name not in KINDS:
-            raise ConfigError(f"there is no peer {name!r}: {nearest(name, KINDS)}")
+            raise ConfigError(f"there is no peer {name!r}: {suggest(name, KINDS)}")
         if name in peers:
             raise ConfigError(f"the peer {name} was given twice: give it once")
         if name.endswith("server"):
@@ -432,7 +432,7 @@ def make_plan(given: Any) -> Plan:
                 f"a GGUF file runs as it is stored, a directory in {', '.join(FORMATS)}"
             )
         if form not in (*FORMATS, STORED):
-            raise ConfigError(f"there is no format {form!r}: {nearest(form, FORMATS)}")
+            raise ConfigError(f"there is no format {form!r}: {suggest(form, FORMATS)}")
     usual = "auto,3,5,7,10,16" if draft == LOOKUP else "auto,2,3,4,5,7"
     depths = [parse_depth(depth) for depth in listed(given.depths) or listed(usual)]
     if 0 in depths:
@@ -444,7 +444,7 @@ def make_plan(given: Any) -> Plan:
         ("threads", given.threads, 0),
         *(("prefill", length, 1) for length in prefill),
     ):
-        check_whole(name, value, lowest)
+        check_integer(name, value, lowest)
     return Plan(
         target=target,
         draft=draft,
@@ -561,7 +561,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = options.parse_args(arguments)
     counts = dict.fromkeys(whole(count, "requests") for count in listed(given.requests))
     for count in counts:
-        check_whole("requests", count, 1, 1024)
+        check_integer("requests", count, 1, 1024)
     plan = make_plan(given)
     loads = [
         load

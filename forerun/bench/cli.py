@@ -11,18 +11,16 @@ import typer
 
 from forerun.bench.options import FLAGS, SAMPLING_FLAGS, DecodeOptions, plan_fields
 from forerun.bench.recipe import PairRecipe
-from forerun.completion import model_names
+from forerun.cli.completion import model_names
+from forerun.cli.flags import ENGINE, Group, Json, model_as_argument, with_flags, with_model
+from forerun.cli.progress import progress
 from forerun.config import parse_depth
-from forerun.drafts import drafts_in
+from forerun.draft_spec import drafts_in
 from forerun.errors import ConfigError, ForerunError, Interrupted
-from forerun.flags import ENGINE, Group, Json, model_as_argument, with_flags, with_model
-from forerun.jsonl import json_line
 from forerun.measure.lists import listed, number, whole
 from forerun.measure.tables import print_columns, print_json, print_table
 from forerun.measure.workloads import builtin, choose_tasks, excerpts, of_categories, read_tasks
-from forerun.progress import progress
-from forerun.ranges import check_whole
-from forerun.whole import write_whole
+from forerun.utils import check_integer, json_line, write_atomic
 
 if TYPE_CHECKING:
     from forerun.bench.decode import DecodeReport
@@ -465,7 +463,7 @@ def model(
     from forerun.measure.speedup import MAX_DEPTH, Speculation, cascaded
 
     if depth is not None:
-        check_whole("depth", depth, 0, MAX_DEPTH)
+        check_integer("depth", depth, 0, MAX_DEPTH)
     rows = _verify_cost(verify_cost)
     levels = 0
     if inner:
@@ -566,4 +564,4 @@ def _write_lines(path: Path | None, report: dict[str, Any]) -> None:
         return
     run = {name: value for name, value in report.items() if name not in ("results", "limits")}
     lines = [json_line(run | result) + "\n" for result in report["results"]]
-    write_whole(path, "".join(lines))
+    write_atomic(path, "".join(lines))

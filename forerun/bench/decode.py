@@ -8,20 +8,20 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from forerun.catalogue.memory import remember
+from forerun.cli.progress import Part, Tell, nothing
 from forerun.config import RULE_NAMES, Config, parse_depth
-from forerun.drafts import LOADED, parse_draft
+from forerun.draft_spec import LOADED, parse_draft
 from forerun.engine.request import OFF
-from forerun.errors import ConfigError, RequestError, nearest
+from forerun.errors import ConfigError, RequestError, suggest
+from forerun.hardware import processor
 from forerun.llm import LLM
-from forerun.machine import processor
 from forerun.measure.energy import Meter
 from forerun.measure.rounds import Batch, Limit, Result, Rounds, Setting
 from forerun.measure.run import PLAIN, Arm, Work, machine
 from forerun.measure.workloads import Task
 from forerun.models.hub import DEFAULT
-from forerun.progress import Part, Tell, nothing
-from forerun.ranges import check_number, check_whole
 from forerun.sampling.params import SamplingParams
+from forerun.utils import check_integer, check_number
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,15 +84,15 @@ class DecodePlan:
             parse_depth(depth)
         for rule in self.rules:
             if rule not in RULE_NAMES:
-                raise ConfigError(f"there is no rule {rule!r}: {nearest(rule, RULE_NAMES)}")
+                raise ConfigError(f"there is no rule {rule!r}: {suggest(rule, RULE_NAMES)}")
         for requests in self.requests:
-            check_whole("requests", requests, 1, 1024)
+            check_integer("requests", requests, 1, 1024)
         for temperature in self.temperatures:
             replace(self.params, temperature=temperature)  # checks it
         if self.params.max_tokens < 2:
             raise ConfigError("a single token is prefill only: give at least 2 tokens")
-        check_whole("repeats", self.repeats, 1, 10_000)
-        check_whole("batches", self.batches, 1, 10_000)
+        check_integer("repeats", self.repeats, 1, 10_000)
+        check_integer("batches", self.batches, 1, 10_000)
         check_number("seconds", self.settle, 0, 1e6)
         if self.price is not None and not 0 < self.price < 1e6:
             raise ConfigError(f"price={self.price} is out of range: give the price of an hour")

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 import httpx2
 
-from forerun.errors import ConfigError, ForerunError, RequestError, nearest
+from forerun.errors import ConfigError, ForerunError, RequestError, suggest
 
 Prompt = str | list[int] | list[dict[str, Any]]  # a text, token ids, or the messages of a chat
 # Servers, as `owned_by` in /v1/models names them, that accept these fields of a request.
@@ -287,7 +287,7 @@ class Server:
                     f"{base} is not a forerun server: others take no draft per request"
                 )
             if draft not in self.drafts:
-                raise ConfigError(f"{base} has no draft {draft!r}: {nearest(draft, self.drafts)}")
+                raise ConfigError(f"{base} has no draft {draft!r}: {suggest(draft, self.drafts)}")
 
     async def _get(self, path: str) -> dict[str, Any]:
         base = self.endpoint.base

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from forerun.cli.flags import SAMPLING, Group
 from forerun.config import Config, parse_depth
-from forerun.drafts import drafts_in
-from forerun.flags import SAMPLING, Group
+from forerun.draft_spec import drafts_in
 from forerun.measure.lists import listed, number, plural, whole
 from forerun.sampling.params import NEUTRAL, SamplingParams
 

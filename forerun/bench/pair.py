@@ -25,14 +25,14 @@ from torch import Tensor
 from forerun import __version__
 from forerun.bench.recipe import SPECIAL, PairRecipe
 from forerun.cache.attention import Segment
+from forerun.cli.progress import Tell, nothing
 from forerun.errors import ConfigError
 from forerun.llm import LLM
 from forerun.load import make_runner, pick_device
 from forerun.measure.workloads import excerpts, library_texts
-from forerun.progress import Tell, nothing
-from forerun.runner import Runner
+from forerun.runtime.torch_runner import Runner
 from forerun.sampling.params import SamplingParams
-from forerun.whole import whole_directory
+from forerun.utils import atomic_directory
 
 CHARACTERS_PER_TOKEN = 732  # of text to train the tokenizer on, per token of its vocabulary
 COMPARED_TOKENS, COMPARED_PROMPTS = 128, 16  # greedy tokens of each prompt that are compared
@@ -105,7 +105,7 @@ def make_pair(out: Path, recipe: PairRecipe, tell: Tell = nothing) -> Pair:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} exists and is not empty: give another directory, or remove it")
     out.parent.mkdir(parents=True, exist_ok=True)
-    with whole_directory(out) as work:
+    with atomic_directory(out) as work:
         tell("training a tokenizer")
         parts = ["target", "draft", *(["middle"] if recipe.middle_layers else [])]
         prompts = _write_tokenizer(recipe, [work / part for part in parts])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from forerun.errors import ConfigError
-from forerun.ranges import check_numbers
+from forerun.utils import check_numbers
 
 SPECIAL = ("<s>", "</s>", "<pad>")  # tokens 0, 1 and 2
 MIN_VOCAB = 256 + len(SPECIAL)  # every byte needs a token

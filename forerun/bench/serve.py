@@ -37,11 +37,11 @@ from forerun.bench.endpoint import (
     connect,
     request_prompt,
 )
+from forerun.cli.progress import Tell, nothing
 from forerun.config import parse_depth
 from forerun.errors import ConfigError, ForerunError, RequestError
 from forerun.measure.medians import bootstrap_interval, first_difference, median
-from forerun.progress import Tell, nothing
-from forerun.ranges import check_number, check_whole
+from forerun.utils import check_integer, check_number
 
 OFF = "off"
 PERCENTILES = (50, 95, 99)
@@ -106,11 +106,11 @@ class ServePlan:
         if not self.requests:
             raise ConfigError("there is nothing to measure: give at least one number of requests")
         for count in self.requests:
-            check_whole("requests", count, 1, 1024)
-        check_whole("tokens", self.tokens, 1, 1 << 20)
-        check_whole("repeats", self.repeats, 1, 10_000)
+            check_integer("requests", count, 1, 1024)
+        check_integer("tokens", self.tokens, 1, 1 << 20)
+        check_integer("repeats", self.repeats, 1, 10_000)
         check_number("temperature", self.temperature, 0)
-        check_whole("seed", self.seed, 0, (1 << 62) - 1)
+        check_integer("seed", self.seed, 0, (1 << 62) - 1)
         if self.seconds is not None and not 0 < self.seconds < math.inf:
             raise ConfigError(f"seconds={self.seconds} is out of range: give seconds over 0")
         if self.seconds is not None and self.drafts:

@@ -19,10 +19,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
 
+from forerun.cli.progress import Tell, nothing
 from forerun.errors import ConfigError, ForerunError, one_line
 from forerun.measure.medians import median, median_if_known
-from forerun.progress import Tell, nothing
-from forerun.ranges import check_whole
+from forerun.utils import check_integer
 
 PROMPT = "Say hello."
 READY_TIMEOUT = 600.0  # seconds that a process may take to become ready
@@ -61,7 +61,7 @@ def measure_starts(
         ConfigError: a command that cannot be run.
         ForerunError: a process that ends early, with its last line.
     """
-    check_whole("repeats", repeats, 1)
+    check_integer("repeats", repeats, 1)
     found: dict[tuple[str, str], list[Start]] = {}
     verbs = (("generate", start_generate), ("serve", start_serve))
     turns = list(itertools.product(range(repeats + 1), commands, verbs))

@@ -1,8 +1,9 @@
-"""Which replica a request goes to: the one that has read most of its prompt, unless too much waits there.
+"""Which replica a request goes to: the one that has read most of its prompt, unless too much waits
+there.
 
-No network, no clock, no Ray: what is known of the replicas is passed in. What a replica holds is a guess from what it
-was sent, since its cache may have dropped it; a wrong guess costs a prefill, and never changes a text.
-"""
+No network, no clock, no Ray: what is known of the replicas is passed in. What a replica holds is a
+guess from what it was sent, since its cache may have dropped it; a wrong guess costs a prefill, and
+never changes a text."""
 
 from __future__ import annotations
 
@@ -13,12 +14,16 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from forerun.ranges import check_whole
+from forerun.utils import check_integer
 
-HOLDERS = 4  # replicas remembered for one prefix: a popular one spreads, and is not handed to and fro
+HOLDERS = (
+    4  # replicas remembered for one prefix: a popular one spreads, and is not handed to and fro
+)
 END = "\x1e"  # between the parts of a text, which have none as a rule
 
-Load = Callable[[str], int | None]  # requests that a replica works on; None where there is no such replica
+Load = Callable[
+    [str], int | None
+]  # requests that a replica works on; None where there is no such replica
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,8 +31,10 @@ class Routing:
     """How much a known prefix counts.
 
     Args:
-        block: characters that are compared at once; what is left of a prompt behind its last whole block is not.
-        blocks: most blocks of one prompt that are compared; 0 sends every request to the shorter of two queues.
+        block: characters that are compared at once; what is left of a prompt behind its last whole
+            block is not.
+        blocks: most blocks of one prompt that are compared; 0 sends every request to the shorter of
+            two queues.
         place: characters of a known prefix that make up for one more request in a queue.
         lead: most requests that a replica may have more than another one, however much it knows.
         remembered: blocks of all prompts that are remembered, the latest ones.
@@ -47,7 +54,7 @@ class Routing:
             ("lead", 0, 1 << 16),
             ("remembered", 1, 1 << 26),
         ):
-            check_whole(f"routing.{name}", getattr(self, name), low, high)
+            check_integer(f"routing.{name}", getattr(self, name), low, high)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +77,9 @@ class Affinity:
     def __len__(self) -> int:
         return len(self._holders)
 
-    def choose(self, prefixes: Sequence[int], live: Sequence[str], load: Load, avoid: Container[str] = ()) -> Choice:
+    def choose(
+        self, prefixes: Sequence[int], live: Sequence[str], load: Load, avoid: Container[str] = ()
+    ) -> Choice:
         """The replica for a prompt with these prefixes (of `prefixes`), the shortest first.
 
         Args:
@@ -92,12 +101,17 @@ class Affinity:
         """From now on this replica holds these prefixes."""
         for prefix in reversed(prefixes):  # so that of one prompt the longest is forgotten first
             others = self._holders.pop(prefix, ())
-            self._holders[prefix] = (replica, *(other for other in others if other != replica))[:HOLDERS]
+            self._holders[prefix] = (replica, *(other for other in others if other != replica))[
+                :HOLDERS
+            ]
         while len(self._holders) > self.routing.remembered:
             self._holders.popitem(last=False)
 
-    def _holder(self, prefixes: Sequence[int], load: Load, avoid: Container[str]) -> tuple[int, str | None]:
-        """How many blocks the best holder has, and which it is: of those with the longest prefix the least busy."""
+    def _holder(
+        self, prefixes: Sequence[int], load: Load, avoid: Container[str]
+    ) -> tuple[int, str | None]:
+        """How many blocks the best holder has, and which it is: of those with the longest prefix
+        the least busy."""
         for held in range(len(prefixes), 0, -1):
             found = [
                 (busy, replica)
@@ -110,11 +124,13 @@ class Affinity:
 
     def _held(self, prefixes: Sequence[int], replica: str) -> int:
         lengths = range(len(prefixes), 0, -1)
-        return next((held for held in lengths if replica in self._holders.get(prefixes[held - 1], ())), 0)
+        return next(
+            (held for held in lengths if replica in self._holders.get(prefixes[held - 1], ())), 0
+        )
 
     def _shorter(self, live: Sequence[str], load: Load, avoid: Container[str]) -> str:
-        """The less busy of two that are drawn: nearly as even as the least busy of all, at no cost (Mitzenmacher,
-        2001)."""
+        """The less busy of two that are drawn: nearly as even as the least busy of all, at no cost
+        (Mitzenmacher, 2001)."""
         allowed = [replica for replica in live if replica not in avoid] if avoid else live
         drawn = self._random.sample(allowed or live, min(2, len(allowed or live)))
         return min(drawn, key=lambda replica: load(replica) or 0)
@@ -131,7 +147,9 @@ def prefixes(body: Mapping[str, Any], tenant: str | None, routing: Routing) -> t
         return ()
     key = body.get("prompt_cache_key")
     at = hash((tenant, str(body.get("cache_salt") or ""), key if isinstance(key, str) else ""))
-    found = [at] if isinstance(key, str) and key else []  # who gives a key wants those with the same one together
+    found = (
+        [at] if isinstance(key, str) and key else []
+    )  # who gives a key wants those with the same one together
     text = _beginning(body, routing.block * routing.blocks)
     for start in range(0, len(text) - routing.block + 1, routing.block):
         at = hash((at, text[start : start + routing.block]))

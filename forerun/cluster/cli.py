@@ -15,11 +15,17 @@ from forerun.errors import ConfigError
 
 
 def deploy(
-    file: Annotated[Path, typer.Argument(help="A TOML file with the models and their replicas.", metavar="CONFIG")],
-    check: Annotated[bool, typer.Option("--check", help="Say what would be started, and start nothing.")] = False,
+    file: Annotated[
+        Path,
+        typer.Argument(help="A TOML file with the models and their replicas.", metavar="CONFIG"),
+    ],
+    check: Annotated[
+        bool, typer.Option("--check", help="Say what would be started, and start nothing.")
+    ] = False,
     verbose: Annotated[bool, typer.Option("--verbose", help="Log every request.")] = False,
 ) -> None:
-    """Serve models by replicas on Ray, behind one address; each request goes where its beginning is known."""
+    """Serve models by replicas on Ray, behind one address; each request goes where its beginning is
+    known."""
     _need_extra()
     from forerun.cluster.memory import divided
     from forerun.cluster.plan import read_plan, summary
@@ -42,17 +48,26 @@ def deploy(
 
 def _need_extra(*more: str) -> None:
     missing = next(
-        (name for name in ("fastapi", "httptools", "prometheus_client", "uvicorn", *more) if not find_spec(name)), None
+        (
+            name
+            for name in ("fastapi", "httptools", "prometheus_client", "uvicorn", *more)
+            if not find_spec(name)
+        ),
+        None,
     )
     if missing:
         raise ConfigError(f"a cluster needs {missing}: pip install 'forerun[cluster]'")
 
 
 def _keep_to_this_machine() -> None:
-    """Make a Ray that is started by this process listen on loopback addresses, its pages of metrics among them, and ask
-    for a key, a new one unless there is one: who may use its ports may run programs. Ray reads both when it is
+    """Make a Ray that is started by this process listen on loopback addresses, its pages of metrics
+    among them, and ask
+    for a key, a new one unless there is one: who may use its ports may run programs. Ray reads both
+        when it is
     imported: this comes before."""
-    os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # as on those systems: no other machine takes part
+    os.environ.setdefault(
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0"
+    )  # as on those systems: no other machine takes part
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     if not any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")):
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)

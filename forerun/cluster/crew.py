@@ -31,24 +31,31 @@ from forerun.server.tenants import Callers
 
 log = logging.getLogger("forerun.server")
 SPARE = 64  # calls of a replica besides its requests: how it is, what it counts
-SOON = 0.1  # seconds after which Ray is told of a request that goes past it: most are not over sooner
-HEALTH = 5.0  # seconds between two questions to a replica whether it works; three without an answer are its end
+SOON = (
+    0.1  # seconds after which Ray is told of a request that goes past it: most are not over sooner
+)
+# seconds between two questions to a replica whether it works; three without an answer are its end
+HEALTH = 5.0
 
 
 class RayCrew:
     """The replicas of all models, each model a deployment."""
 
     def __init__(self, plan: Plan, sockets: str) -> None:
-        """Start them and wait until they are up; those on this machine listen in a directory that nobody else may
-        enter. Raises ForerunError."""
+        """Start them and wait until they are up; those on this machine listen in a directory that
+        nobody else may enter. Raises ForerunError."""
         self.plan, self._sockets = plan, sockets
-        self.ledgers = {model.name: new_ledger(f"model-{i}", plan.routing) for i, model in enumerate(plan.models)}
+        self.ledgers = {
+            model.name: new_ledger(f"model-{i}", plan.routing)
+            for i, model in enumerate(plan.models)
+        }
         self._handles: dict[str, DeploymentHandle] = {}
         self._start(plan)
 
     def renew(self, plan: Plan) -> None:
-        """Replace all replicas by those of another plan for the same models, some at a time: what an old one works on
-        may end within `shutdown_timeout`. Returns when it is done. Raises ForerunError."""
+        """Replace all replicas by those of another plan for the same models, some at a time: what
+        an old one works on may end within `shutdown_timeout`. Returns when it is done. Raises
+        ForerunError."""
         self._start(plan)
         self.plan = plan
 
@@ -64,15 +71,23 @@ class RayCrew:
             try:
                 handle = serve.run(application, name=name, route_prefix=None)
             except RuntimeError as error:
-                raise ForerunError(f"model {model.name!r} does not start: {_reason(name, error)}") from None
+                raise ForerunError(
+                    f"model {model.name!r} does not start: {_reason(name, error)}"
+                ) from None
             self._handles[model.name] = handle
 
     async def ask(self, model: str, envelope: Envelope) -> AsyncGenerator[list[Message], None]:
         """What a replica answers. Raises LostError, BusyError, UnavailableError."""
-        replica = envelope.replica or self.ledgers[model].choose(envelope.id, envelope.prefixes, envelope.avoid)
+        replica = envelope.replica or self.ledgers[model].choose(
+            envelope.id, envelope.prefixes, envelope.avoid
+        )
         line = await Line.to(place(self._sockets, replica)) if replica else None
         # without a line it begins, it is on another machine, or there is none and Ray starts one
-        by = self._past_ray(model, line, replica, envelope) if replica and line else self._called(model, envelope)
+        by = (
+            self._past_ray(model, line, replica, envelope)
+            if replica and line
+            else self._called(model, envelope)
+        )
         async with aclosing(by) as answer:
             async for messages in answer:
                 yield messages
@@ -99,7 +114,9 @@ class RayCrew:
         except (RayActorError, TaskCancelledError):
             raise LostError from None
         except BackPressureError:
-            raise BusyError("no replica has a place for this request: try again in a moment") from None
+            raise BusyError(
+                "no replica has a place for this request: try again in a moment"
+            ) from None
         except DeploymentUnavailableError:
             raise UnavailableError(f"no replica of {model} is up") from None
         finally:
@@ -107,10 +124,13 @@ class RayCrew:
 
 
 def _reason(name: str, error: RuntimeError) -> str:
-    """Why a deployment has failed: the last error of forerun's in what Ray reports of its replicas, if there is one."""
+    """Why a deployment has failed: the last error of forerun's in what Ray reports of its replicas,
+    if there is one."""
     application = serve.status().applications.get(name)
     told = [d.message for d in application.deployments.values()] if application else []
-    lines = [line.partition("forerun.errors.")[2] for message in told for line in message.splitlines()]
+    lines = [
+        line.partition("forerun.errors.")[2] for message in told for line in message.splitlines()
+    ]
     ours = [line.partition(": ")[2] for line in lines if line]
     return one_line(ours[-1] if ours else str(error))
 
@@ -127,7 +147,9 @@ def on_ray(plan: Plan) -> Iterator[RayCrew]:
         logging.getLogger("ray.serve").setLevel(logging.ERROR)  # what matters of it is told here
     except (ConnectionError, RuntimeError, ValueError) as error:
         where = f"at {plan.address}" if plan.address else "here"
-        raise ForerunError(f"Ray cannot be reached or started {where}: {one_line(str(error))}") from None
+        raise ForerunError(
+            f"Ray cannot be reached or started {where}: {one_line(str(error))}"
+        ) from None
     try:
         with socket_directory() as sockets:
             yield RayCrew(plan, sockets)
@@ -146,7 +168,9 @@ def _deployment(plan: Plan, model: Model, name: str) -> serve.Deployment:
         scale = {
             "autoscaling_config": AutoscalingConfig(
                 min_replicas=replicas.min,
-                initial_replicas=max(1, replicas.min),  # so that a model that does not start is told at once
+                initial_replicas=max(
+                    1, replicas.min
+                ),  # so that a model that does not start is told at once
                 max_replicas=replicas.max,
                 target_ongoing_requests=replicas.requests,
                 downscale_to_zero_delay_s=replicas.idle if not replicas.min else None,

@@ -1,7 +1,8 @@
-"""Where requests come in: it reads each whole, finds its model, and has one of the model's replicas answer it.
+"""Where requests come in: it reads each whole, finds its model, and has one of the model's replicas
+answer it.
 
-The door asks for keys, names and sizes exactly as `forerun serve` does, with the same `Gate` in front of it. Everything
-else is said by a replica, which runs the application of `forerun serve`.
+The door asks for keys, names and sizes exactly as `forerun serve` does, with the same `Gate` in
+front of it. Everything else is said by a replica, which runs the application of `forerun serve`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from forerun.cluster.affinity import prefixes
 from forerun.cluster.envelope import Envelope, asked
 from forerun.cluster.plan import Plan
 from forerun.cluster.relay import Crew, Relay
-from forerun.errors import BusyError, ForerunError, brief
+from forerun.errors import BusyError, ForerunError, shorten
 from forerun.server import bounds, errors
 from forerun.server.errors import ApiError
 from forerun.server.gate import guard
@@ -39,14 +40,19 @@ from forerun.server.tenants import CALLER, Callers, tenant_of
 
 log = logging.getLogger("forerun.server")
 PATIENCE = 5.0  # seconds until a page about all replicas goes without one
-LISTS = {"/v1/models": "data", "/api/tags": "models", "/api/ps": "models"}  # pages that every model has a part of
+LISTS = {
+    "/v1/models": "data",
+    "/api/tags": "models",
+    "/api/ps": "models",
+}  # pages that every model has a part of
 CARDS = "/v1/models/"  # pages about one model, which the path names
 MANAGED = {action for _, action in ACTIONS}
 Page = Callable[[Scope], Awaitable[Response]]
 
 
 class Door:
-    """An ASGI application in front of the replicas of all models. To `Server` it looks like a service."""
+    """An ASGI application in front of the replicas of all models. To `Server` it looks like a
+    service."""
 
     def __init__(self, plan: Plan, crew: Crew) -> None:
         self.plan, self.crew = plan, crew
@@ -54,11 +60,19 @@ class Door:
         self.tickets: set[Relay] = set()  # requests in work
         self.again: Counter[str] = Counter()
         self._reading = 0  # requests whose bodies are on their way
-        self._limit = plan.settings.max_queue + sum(m.replicas.max * m.engine.max_rows for m in plan.models)
+        self._limit = plan.settings.max_queue + sum(
+            m.replicas.max * m.engine.max_rows for m in plan.models
+        )
         self._parsing = Lane(1)
-        self._said: dict[tuple[str, str], str] = {}  # lists by page and model: one that sleeps is not woken for them
+        self._said: dict[
+            tuple[str, str], str
+        ] = {}  # lists by page and model: one that sleeps is not woken for them
         self._names = {model.name.removesuffix(":latest"): model.name for model in plan.models}
-        self._pages: Mapping[str, Page] = {"/health": self._health, "/ready": self._ready, "/metrics": self._metrics}
+        self._pages: Mapping[str, Page] = {
+            "/health": self._health,
+            "/ready": self._ready,
+            "/metrics": self._metrics,
+        }
 
     # ------------------------------------------------------------ as a service
 
@@ -108,7 +122,9 @@ class Door:
             raise UnavailableError("the server is shutting down")
         taken = len(self.tickets) + self._reading
         if taken >= self._limit:
-            raise BusyError(f"{taken} requests are running or waiting already: try again in a moment")
+            raise BusyError(
+                f"{taken} requests are running or waiting already: try again in a moment"
+            )
 
     async def _relay(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._reading += 1
@@ -118,7 +134,11 @@ class Door:
         finally:
             self._reading -= 1
         model = self._model_of(value, scope["path"])
-        known = prefixes(value, self._tenant(value), self.plan.routing) if scope["method"] == "POST" else ()
+        known = (
+            prefixes(value, self._tenant(value), self.plan.routing)
+            if scope["method"] == "POST"
+            else ()
+        )
         relay = Relay(self.crew, model, self.plan.retries, self.plan.settings.timeout)
         self.tickets.add(relay)
         try:
@@ -139,13 +159,20 @@ class Door:
         given = value.get("model") or (value.get("name") if path.startswith("/api/") else None)
         if path.startswith(CARDS):
             given = path.removeprefix(CARDS).removesuffix("/")
-        manages = path.removeprefix("/api/") in MANAGED  # these may name a model that is not here, and are refused
+        manages = (
+            path.removeprefix("/api/") in MANAGED
+        )  # these may name a model that is not here, and are refused
         if manages or not given or not isinstance(given, str):
             return self.plan.models[0].name
         known = self._names.get(given.removesuffix(":latest"))
         if known is None:
             there = ", ".join(repr(name) for name in self._names.values())
-            raise ApiError(404, f"there is no model {brief(given)} here, only {there}", "model", "model_not_found")
+            raise ApiError(
+                404,
+                f"there is no model {shorten(given)} here, only {there}",
+                "model",
+                "model_not_found",
+            )
         return known
 
     def _tenant(self, value: Mapping[str, Any]) -> str | None:
@@ -154,8 +181,12 @@ class Door:
         salt = value.get("cache_salt")
         return tenant_of(salt if isinstance(salt, str) else None)
 
-    def _envelope(self, scope: Scope, body: bytes, known: tuple[int, ...] = (), replica: str = "") -> Envelope:
-        MutableHeaders(scope=scope)["x-request-id"] = REQUEST_ID.get()  # so that both name it in their logs
+    def _envelope(
+        self, scope: Scope, body: bytes, known: tuple[int, ...] = (), replica: str = ""
+    ) -> Envelope:
+        MutableHeaders(scope=scope)["x-request-id"] = (
+            REQUEST_ID.get()
+        )  # so that both name it in their logs
         return Envelope("", asked(scope), body, CALLER.get(), known, replica)
 
     # ------------------------------------------------------------ pages
@@ -173,16 +204,21 @@ class Door:
         return JSONResponse({"status": "ready"})
 
     def _all_there(self) -> None:
-        """Raises UnavailableError where a model has no replica that should have one: others start when asked."""
+        """Raises UnavailableError where a model has no replica that should have one: others start
+        when asked."""
         for model in self.plan.models:
             if model.replicas.min and not self.crew.ledgers[model.name].live:
                 raise UnavailableError(f"no replica of {model.name} is up")
 
     async def _list(self, scope: Scope, field: str) -> Response:
         """A page of which each model has a part."""
-        parts = await asyncio.gather(*(self._listed(scope, model.name) for model in self.plan.models))
+        parts = await asyncio.gather(
+            *(self._listed(scope, model.name) for model in self.plan.models)
+        )
         values = [json.loads(part) for part in parts]
-        return JSONResponse(values[0] | {field: [entry for value in values for entry in value[field]]})
+        return JSONResponse(
+            values[0] | {field: [entry for value in values for entry in value[field]]}
+        )
 
     async def _listed(self, scope: Scope, model: str) -> str:
         """A model's part of a list: what it said last, if it sleeps; else it is woken."""
@@ -193,11 +229,21 @@ class Door:
 
     async def _metrics(self, scope: Scope) -> Response:
         if not CALLER.get().operator:
-            raise ApiError(403, "this counts everybody's requests: it needs a key of the operator (api_key)")
-        where = [(model, replica) for model, ledger in self.crew.ledgers.items() for replica in ledger.live]
-        texts = await asyncio.gather(*(self._fetched(scope, *one) for one in where), return_exceptions=True)
+            raise ApiError(
+                403, "this counts everybody's requests: it needs a key of the operator (api_key)"
+            )
+        where = [
+            (model, replica)
+            for model, ledger in self.crew.ledgers.items()
+            for replica in ledger.live
+        ]
+        texts = await asyncio.gather(
+            *(self._fetched(scope, *one) for one in where), return_exceptions=True
+        )
         found = {one: text for one, text in zip(where, texts, strict=True) if isinstance(text, str)}
-        page = await to_thread.run_sync(pages.merged, found, list(pages.counted(self.crew.ledgers, self.again)))
+        page = await to_thread.run_sync(
+            pages.merged, found, list(pages.counted(self.crew.ledgers, self.again))
+        )
         return Response(page, media_type=CONTENT_TYPE_LATEST)
 
     async def _fetched(self, scope: Scope, model: str, replica: str = "") -> str:
@@ -211,9 +257,13 @@ class Door:
         async def waiting() -> Any:
             await asyncio.Event().wait()
 
-        sleeps = not self.crew.ledgers[model].live  # a model that starts when it is asked takes as long as it takes
+        sleeps = not self.crew.ledgers[
+            model
+        ].live  # a model that starts when it is asked takes as long as it takes
         try:
-            async with asyncio.timeout((self.plan.settings.timeout or None) if sleeps else PATIENCE):
+            async with asyncio.timeout(
+                (self.plan.settings.timeout or None) if sleeps else PATIENCE
+            ):
                 relay = Relay(self.crew, model, 0 if replica else self.plan.retries, 0)
                 await relay.run(self._envelope(scope, b"", (), replica), waiting, keep)
         except TimeoutError:

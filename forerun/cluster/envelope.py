@@ -12,7 +12,17 @@ from starlette.types import ASGIApp, Message, Scope
 from forerun.server.tenants import CALLER, Caller, Callers
 
 AHEAD = 16  # messages of an answer that wait for whoever reads it
-ASKED = ("http_version", "method", "scheme", "path", "raw_path", "query_string", "headers", "client", "server")
+ASKED = (
+    "http_version",
+    "method",
+    "scheme",
+    "path",
+    "raw_path",
+    "query_string",
+    "headers",
+    "client",
+    "server",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +77,8 @@ class Trusted(Callers):
 
 
 async def answers(app: ASGIApp, envelope: Envelope) -> AsyncGenerator[list[Message], None]:
-    """What an application answers, as ASGI messages: each time all that have come. Closed early, it is told that the
-    client has gone."""
+    """What an application answers, as ASGI messages: each time all that have come. Closed early, it
+    is told that the client has gone."""
     told: asyncio.Queue[Message] = asyncio.Queue()
     written: asyncio.Queue[Message | None] = asyncio.Queue()
     room = asyncio.Semaphore(AHEAD)
@@ -80,7 +90,9 @@ async def answers(app: ASGIApp, envelope: Envelope) -> AsyncGenerator[list[Messa
     async def work() -> None:
         CALLER.set(envelope.caller)
         try:
-            await app({"type": "http", "asgi": {"version": "3.0"}, **envelope.scope}, told.get, write)
+            await app(
+                {"type": "http", "asgi": {"version": "3.0"}, **envelope.scope}, told.get, write
+            )
         finally:
             written.put_nowait(None)  # the last thing written
 

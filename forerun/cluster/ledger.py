@@ -1,4 +1,5 @@
-"""Who works on what, of the replicas of one model: kept where requests come in, so it needs no one's answer."""
+"""Who works on what, of the replicas of one model: kept where requests come in, so it needs no
+one's answer."""
 
 from __future__ import annotations
 
@@ -43,8 +44,11 @@ class Ledger:
                 if entry.choice.replica in self._running:
                     self._running[entry.choice.replica] += 1
 
-    def choose(self, request: str, prefixes: Sequence[int], avoid: Sequence[str] = ()) -> str | None:
-        """The replica for a request, which counts as being there until it has `ended`; None where there is none.
+    def choose(
+        self, request: str, prefixes: Sequence[int], avoid: Sequence[str] = ()
+    ) -> str | None:
+        """The replica for a request, which counts as being there until it has `ended`; None where
+        there is none.
 
         Asked again for the same request, it says another one: there was no place for it.
         """
@@ -86,7 +90,9 @@ class Ledger:
             self._running[entry.choice.replica] -= 1
 
 
-_LEDGERS: dict[str, Ledger] = {}  # by deployment. Ray makes routers itself, so they meet whoever asks only here
+_LEDGERS: dict[
+    str, Ledger
+] = {}  # by deployment. Ray makes routers itself, so they meet whoever asks only here
 
 
 def new_ledger(deployment: str, routing: Routing) -> Ledger:

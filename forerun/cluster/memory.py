@@ -8,17 +8,18 @@ from dataclasses import replace
 
 from forerun.cluster.plan import Model, Plan
 from forerun.errors import ConfigError, ForerunError
+from forerun.hardware import free_ram
 from forerun.load import cache_needs, check_cache, fit_kv_tokens
-from forerun.machine import free_ram
 from forerun.models.hub import find_model
 
 
 def divided(plan: Plan) -> Plan:
-    """The plan with `kv_tokens` for every model: replicas that start at once would each fit their cache to the same
-    free memory. As in one server, caches that are fitted take a quarter of it, here all of them together.
+    """The plan with `kv_tokens` for every model: replicas that start at once would each fit their
+    cache to the same free memory. As in one server, caches that are fitted take a quarter of it,
+    here all of them together.
 
-    On a cluster that runs already nothing is known of its machines: there each replica fits its own. Raises
-    ForerunError, in one line that names the model.
+    On a cluster that runs already nothing is known of its machines: there each replica fits its
+    own. Raises ForerunError, in one line that names the model.
     """
     found = [find_model(model.engine.model) for model in plan.models]
     if plan.address:
@@ -38,19 +39,27 @@ def divided(plan: Plan) -> Plan:
     models = []
     for model, (each, context) in zip(plan.models, needs, strict=True):
         with _named(model):
-            tokens = model.engine.kv_tokens or fit_kv_tokens(model.engine, context, each, free // 4 // unsaid)
+            tokens = model.engine.kv_tokens or fit_kv_tokens(
+                model.engine, context, each, free // 4 // unsaid
+            )
         models.append(_with_tokens(model, tokens))
     return replace(plan, models=tuple(models))
 
 
 def renewed(old: Plan, new: Plan) -> Plan:
-    """What runs, with the engines and replicas of a new plan. Raises ConfigError where it has other models.
+    """What runs, with the engines and replicas of a new plan. Raises ConfigError where it has other
+    models.
 
-    Caches that the new plan does not size stay as large as they are: the free memory is that beside the old ones."""
+    Caches that the new plan does not size stay as large as they are: the free memory is that beside
+    the old ones."""
     if [model.name for model in new.models] != [model.name for model in old.models]:
-        raise ConfigError("there are other models than before: end the cluster, and start it with the new file")
+        raise ConfigError(
+            "there are other models than before: end the cluster, and start it with the new file"
+        )
     models = [
-        _with_tokens(model, was.engine.kv_tokens) if was.engine.kv_tokens and not model.engine.kv_tokens else model
+        _with_tokens(model, was.engine.kv_tokens)
+        if was.engine.kv_tokens and not model.engine.kv_tokens
+        else model
         for model, was in zip(new.models, old.models, strict=True)
     ]
     found = replace(old, models=tuple(models))

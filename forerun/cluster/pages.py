@@ -26,7 +26,8 @@ def merged(texts: Mapping[tuple[str, str], str], own: Iterable[Metric]) -> bytes
     """One Prometheus page.
 
     Args:
-        texts: the page of each replica, by (model, replica), which become labels of each of its samples.
+        texts: the page of each replica, by (model, replica), which become labels of each of its
+            samples.
         own: what the door counts itself.
     """
     families: dict[str, Metric] = {}
@@ -34,7 +35,9 @@ def merged(texts: Mapping[tuple[str, str], str], own: Iterable[Metric]) -> bytes
         for family in text_string_to_metric_families(text):
             if family.name.endswith(CREATED):
                 continue
-            mine = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+            mine = families.setdefault(
+                family.name, Metric(family.name, family.documentation, family.type)
+            )
             for sample in family.samples:
                 labels = sample.labels | {"model": model, "replica": replica}
                 mine.add_sample(sample.name, labels, sample.value)
@@ -43,9 +46,13 @@ def merged(texts: Mapping[tuple[str, str], str], own: Iterable[Metric]) -> bytes
 
 def counted(ledgers: Mapping[str, Ledger], retries: Mapping[str, int]) -> Iterator[Metric]:
     """What the door counts: where requests went and why, and which had to be sent again."""
-    replicas = GaugeMetricFamily("forerun_replicas", "Replicas that take requests", labels=["model"])
+    replicas = GaugeMetricFamily(
+        "forerun_replicas", "Replicas that take requests", labels=["model"]
+    )
     routed = CounterMetricFamily(
-        "forerun_routed", "Requests that ended, by where they went and why", labels=["model", "replica", "reason"]
+        "forerun_routed",
+        "Requests that ended, by where they went and why",
+        labels=["model", "replica", "reason"],
     )
     again = CounterMetricFamily(
         "forerun_sent_again", "Requests whose replica died before it answered", labels=["model"]

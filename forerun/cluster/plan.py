@@ -1,4 +1,5 @@
-"""What `forerun deploy` is told: a TOML file with the models, their replicas, and what `forerun serve` can be told."""
+"""What `forerun deploy` is told: a TOML file with the models, their replicas, and what `forerun
+serve` can be told."""
 
 from __future__ import annotations
 
@@ -10,9 +11,9 @@ from typing import Any
 
 from forerun.cluster.affinity import Routing
 from forerun.config import Config
-from forerun.errors import ConfigError, ForerunError, nearest, shown
-from forerun.ranges import check_whole
+from forerun.errors import ConfigError, ForerunError, shown, suggest
 from forerun.server.settings import Settings, read_toml
+from forerun.utils import check_integer
 
 LONGEST_NAME = 100  # characters
 MOST_REPLICAS = 10_000
@@ -27,7 +28,8 @@ class Replicas:
     """How many replicas a model has.
 
     Args:
-        min: there are always so many; with 0 the last one ends when nothing is asked for long enough.
+        min: there are always so many; with 0 the last one ends when nothing is asked for long
+            enough.
         max: never more; between the two Ray decides.
         requests: that each replica works on before there is one more, on average.
         idle: seconds without requests until the last one ends, where `min` is 0.
@@ -45,12 +47,13 @@ class Replicas:
             ("requests", 1, 1 << 20),
             ("idle", 1, 1 << 20),
         ):
-            check_whole(f"replicas.{name}", getattr(self, name), low, high)
+            check_integer(f"replicas.{name}", getattr(self, name), low, high)
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """One model of a cluster: what clients call it, how many replicas it has, and the engine of each."""
+    """One model of a cluster: what clients call it, how many replicas it has, and the engine of
+    each."""
 
     name: str
     replicas: Replicas
@@ -66,14 +69,16 @@ class Model:
 class Plan:
     """A whole cluster. The first model answers requests that name none.
 
-    `address` is that of a Ray cluster that runs already; without one, Ray is started here and ends with the verb.
-    """
+    `address` is that of a Ray cluster that runs already; without one, Ray is started here and ends
+    with the verb."""
 
     models: tuple[Model, ...]
     settings: Settings = field(default_factory=Settings)
     routing: Routing = field(default_factory=Routing)
     address: str = ""
-    retries: int = 2  # other replicas that a request is given to when the one that worked on it dies
+    retries: int = (
+        2  # other replicas that a request is given to when the one that worked on it dies
+    )
 
     @property
     def processors(self) -> int:
@@ -81,7 +86,8 @@ class Plan:
         return sum(self.threads(model) * model.replicas.max for model in self.models)
 
     def threads(self, model: Model) -> int:
-        """CPU threads of each replica of a model: what was asked for, or an even share of this machine's."""
+        """CPU threads of each replica of a model: what was asked for, or an even share of this
+        machine's."""
         most = sum(model.replicas.max for model in self.models)
         return model.engine.threads or max(1, len(os.sched_getaffinity(0)) // most)
 
@@ -112,7 +118,7 @@ def make_plan(given: Mapping[str, Any]) -> Plan:
     if not isinstance(ray.get("address", ""), str):
         raise ConfigError(f"ray.address={shown(ray['address'])} must be text: auto, or HOST:PORT")
     retries = given.get("retries", 2)
-    check_whole("retries", retries, 0, 100)
+    check_integer("retries", retries, 0, 100)
     return Plan(
         models,
         Settings(**{name: value for name, value in given.items() if name in server}),
@@ -125,7 +131,12 @@ def make_plan(given: Mapping[str, Any]) -> Plan:
 def replica_settings(plan: Plan, model: Model) -> Settings:
     """The settings of a replica: the door has already asked who it is, and whether its page may."""
     return replace(
-        plan.settings, served_name=model.name, api_key=(), api_keys="", allowed_hosts=("*",), allowed_origins=("*",)
+        plan.settings,
+        served_name=model.name,
+        api_key=(),
+        api_keys="",
+        allowed_hosts=("*",),
+        allowed_origins=("*",),
     )
 
 
@@ -133,10 +144,14 @@ def _model(table: object) -> Model:
     if not isinstance(table, dict):
         raise ConfigError("models must be tables: write [[models]] before the options of each")
     table = _named(table)
-    _check_names(table, {f.name for f in fields(Config)} | {"name", "replicas"}, "option of a model")
+    _check_names(
+        table, {f.name for f in fields(Config)} | {"name", "replicas"}, "option of a model"
+    )
     name = table.pop("name", None)
     if not isinstance(name, str) or not 1 <= len(name) <= LONGEST_NAME or not name.isprintable():
-        raise ConfigError(f"a model's name is {shown(name)}: give what clients call it, in 1 to {LONGEST_NAME} letters")
+        raise ConfigError(
+            f"a model's name is {shown(name)}: give what clients call it, in 1 to {LONGEST_NAME} letters"
+        )
     try:
         return Model(name, _replicas(table.pop("replicas", 1)), Config.of(**table))
     except ConfigError as error:
@@ -148,7 +163,7 @@ def _replicas(value: object) -> Replicas:
         _check_names(value, {f.name for f in fields(Replicas)}, "option of replicas")
         least = value.get("min", 1)
         return Replicas(**{"max": least or 1} | value)
-    check_whole("replicas", value, 1, MOST_REPLICAS)
+    check_integer("replicas", value, 1, MOST_REPLICAS)
     assert isinstance(value, int)
     return Replicas(min=value, max=value)
 
@@ -171,7 +186,7 @@ def _check_names(table: Mapping[str, Any], known: set[str], what: str) -> None:
         if name in NOT_HERE and name not in known:
             raise ConfigError(f"a cluster has no {name}: {NOT_HERE[name]}")
         if name not in known:
-            raise ConfigError(f"there is no {what} {shown(name)}: {nearest(name, known)}")
+            raise ConfigError(f"there is no {what} {shown(name)}: {suggest(name, known)}")
 
 
 def summary(plan: Plan) -> list[str]:
@@ -179,9 +194,17 @@ def summary(plan: Plan) -> list[str]:
     lines = []
     for model in plan.models:
         least, most = model.replicas.min, model.replicas.max
-        count = f"{least} to {most} replicas" if most > least else f"{least} replica{'s' * (least != 1)}"
-        cache = f" and {model.engine.kv_tokens} tokens of KV cache" if model.engine.kv_tokens else ""
+        count = (
+            f"{least} to {most} replicas"
+            if most > least
+            else f"{least} replica{'s' * (least != 1)}"
+        )
+        cache = (
+            f" and {model.engine.kv_tokens} tokens of KV cache" if model.engine.kv_tokens else ""
+        )
         engine = f"{plan.threads(model)} threads{cache} each, draft {model.engine.draft}"
-        lines.append(f"{model.name}: {count} of {model.engine.model or 'the default model'}, {engine}")
+        lines.append(
+            f"{model.name}: {count} of {model.engine.model or 'the default model'}, {engine}"
+        )
     ray = f"the Ray cluster at {plan.address}" if plan.address else "a Ray cluster of its own"
     return [*lines, f"on {plan.settings.host}:{plan.settings.port}, on {ray}"]

@@ -1,7 +1,7 @@
 """One request on its way to a replica and back, and what happens when the replica dies meanwhile.
 
-Nothing of an answer goes out before some of its body is there. Until then the request is given to another replica; from
-then on it ends with one error in its stream.
+Nothing of an answer goes out before some of its body is there. Until then the request is given to
+another replica; from then on it ends with one error in its stream.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from starlette.types import Message, Receive, Send
 
 from forerun.cluster.envelope import Envelope
 from forerun.cluster.ledger import Ledger
-from forerun.jsonl import json_line
 from forerun.server import errors
 from forerun.server.service import UnavailableError
+from forerun.utils import json_line
 
 log = logging.getLogger("forerun.server")
-OVERTIME = 10.0  # seconds that a replica may take longer than the time of a request, to say that it is over
+# seconds that a replica may take longer than the time of a request, to say that it is over
+OVERTIME = 10.0
 CORS = b"access-control-"  # what the door answers for
 
 
@@ -46,7 +47,8 @@ class Relay:
     """One request and its answer."""
 
     def __init__(self, crew: Crew, model: str, retries: int, timeout: float) -> None:
-        """It may be given to `retries` other replicas, and take `timeout` seconds in all; 0 for no limit."""
+        """It may be given to `retries` other replicas, and take `timeout` seconds in all; 0 for no
+        limit."""
         self.crew, self.model, self.retries, self.timeout = crew, model, retries, timeout
         self.begun = False
         self.attempts = 0
@@ -59,7 +61,8 @@ class Relay:
         self._over.set()
 
     async def run(self, envelope: Envelope, receive: Receive, send: Send) -> None:
-        """Have it answered, unless the client goes away before. Raises what no answer could be begun for."""
+        """Have it answered, unless the client goes away before. Raises what no answer could be
+        begun for."""
         try:
             async with asyncio.timeout(self.timeout + OVERTIME if self.timeout else None):
                 await self._raced(envelope, receive, send)
@@ -80,7 +83,9 @@ class Relay:
         finally:
             for task in (work, *others):
                 task.cancel()
-            await asyncio.gather(work, *others, return_exceptions=True)  # the replica is told before this ends
+            await asyncio.gather(
+                work, *others, return_exceptions=True
+            )  # the replica is told before this ends
 
     async def _tried(self, envelope: Envelope, send: Send) -> None:
         avoid: tuple[str, ...] = ()
@@ -95,12 +100,16 @@ class Relay:
                     raise UnavailableError("the replica that worked on this has died") from None
             finally:
                 replica = self._left(envelope)
-            log.warning("replica %s of %s has died: its request goes to another one", replica, self.model)
+            log.warning(
+                "replica %s of %s has died: its request goes to another one", replica, self.model
+            )
             avoid = (*avoid, replica) if replica else avoid
 
     def _left(self, envelope: Envelope) -> str | None:
         """The replica that has no more to do for this attempt; None if that is known already."""
-        return self.crew.ledgers[self.model].ended(envelope.id, counts=envelope.scope["method"] == "POST")
+        return self.crew.ledgers[self.model].ended(
+            envelope.id, counts=envelope.scope["method"] == "POST"
+        )
 
     async def _passed(self, envelope: Envelope, send: Send) -> None:
         self._start, self._ended = None, False
@@ -108,7 +117,9 @@ class Relay:
         try:
             async for messages in answer:
                 for message in messages:
-                    if _is_last(message):  # before the client knows: what it asks next may go to the same replica
+                    if _is_last(
+                        message
+                    ):  # before the client knows: what it asks next may go to the same replica
                         self._left(envelope)
                     await self._pass(message, send)
         finally:
@@ -118,7 +129,11 @@ class Relay:
 
     async def _pass(self, message: Message, send: Send) -> None:
         if message["type"] == "http.response.start":
-            headers = [(name, value) for name, value in message["headers"] if not name.lower().startswith(CORS)]
+            headers = [
+                (name, value)
+                for name, value in message["headers"]
+                if not name.lower().startswith(CORS)
+            ]
             self._start = dict(message) | {"headers": headers}
             return
         if not self.begun and self._start is not None:

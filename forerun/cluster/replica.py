@@ -18,12 +18,12 @@ from forerun.cluster.envelope import Envelope, Hold, Trusted, answers
 from forerun.cluster.sharing import Sharing
 from forerun.cluster.wire import Listener, place
 from forerun.llm import LLM
-from forerun.probe import probe
-from forerun.sandbox import stop_all
 from forerun.server.app import fingerprint, make_app
 from forerun.server.descriptors import raise_limit
+from forerun.server.probe import probe
 from forerun.server.run import start_logging
 from forerun.server.settings import Settings
+from forerun.worker_process import stop_all
 
 log = logging.getLogger("forerun.server")
 
@@ -31,7 +31,9 @@ log = logging.getLogger("forerun.server")
 class Replica:
     """Answers whole HTTP requests. Ray makes it, asks it how it is, and ends it."""
 
-    def __init__(self, options: Mapping[str, Any], settings: Settings, keys: bool, sockets: str) -> None:
+    def __init__(
+        self, options: Mapping[str, Any], settings: Settings, keys: bool, sockets: str
+    ) -> None:
         """Load the model.
 
         Args:
@@ -49,7 +51,10 @@ class Replica:
             log.warning("%s", fault)
         self.app = make_app(llm, settings, Trusted(keys))
         self._sharing = Sharing(self.app.state.service, fingerprint(llm))
-        self._listener, self._place = Listener(self.app, self._sharing.hear), place(sockets, self.name)
+        self._listener, self._place = (
+            Listener(self.app, self._sharing.hear),
+            place(sockets, self.name),
+        )
         self._lifespan = self.app.router.lifespan_context(self.app)
         self._starting: asyncio.Task[Any] | None = None
         self._spreading: asyncio.Task[Any] | None = None
@@ -63,7 +68,8 @@ class Replica:
             yield messages
 
     async def hold(self, hold: Hold) -> None:
-        """Returns when a request that came over the socket has ended: so that Ray counts it, and waits for it."""
+        """Returns when a request that came over the socket has ended: so that Ray counts it, and
+        waits for it."""
         await self._listener.ended(hold.id)
 
     async def check_health(self) -> None:
@@ -73,7 +79,9 @@ class Replica:
             raise RuntimeError(self.app.state.service.reason)
 
     async def _started(self) -> None:
-        if self._starting is None:  # the engine tells this event loop, so it starts on it and not where it is loaded
+        if (
+            self._starting is None
+        ):  # the engine tells this event loop, so it starts on it and not where it is loaded
             self._starting = asyncio.ensure_future(self._start())
         await asyncio.shield(self._starting)
 

@@ -1,7 +1,7 @@
 """Ray's side of routing: it asks the ledger of the deployment which replica is to have a request.
 
-Ray copies this module by value wherever it routes, so it keeps nothing itself: the ledger is in another one.
-"""
+Ray copies this module by value wherever it routes, so it keeps nothing itself: the ledger is in
+another one."""
 
 from __future__ import annotations
 
@@ -36,20 +36,30 @@ class PrefixRouter(RequestRouter):
         self._tell()
 
     def _tell(self) -> None:
-        self.named = {replica_id.unique_id: replica for replica_id, replica in self.curr_replicas.items()}
+        self.named = {
+            replica_id.unique_id: replica for replica_id, replica in self.curr_replicas.items()
+        }
         self.ledger.set_live(tuple(self.named))
 
     async def choose_replicas(
-        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+        self,
+        candidate_replicas: list[RunningReplica],
+        pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
         """The one replica for a request; asked again (its queue was full), another one."""
         if pending_request is None:
             return [candidate_replicas]
-        pending_request.routing_context.should_backoff = True  # where there is no place anywhere it asks again later
+        pending_request.routing_context.should_backoff = (
+            True  # where there is no place anywhere it asks again later
+        )
         envelope: Any = pending_request.args[0] if pending_request.args else None
         if isinstance(envelope, Hold) and envelope.replica in self.named:
             return [[self.named[envelope.replica]]]
-        if not isinstance(envelope, Envelope):  # or one that is held where nobody is any more: that is over anywhere
+        if not isinstance(
+            envelope, Envelope
+        ):  # or one that is held where nobody is any more: that is over anywhere
             return [candidate_replicas]
-        wanted = envelope.replica or self.ledger.choose(envelope.id, envelope.prefixes, envelope.avoid)
+        wanted = envelope.replica or self.ledger.choose(
+            envelope.id, envelope.prefixes, envelope.avoid
+        )
         return [[self.named[wanted]]] if wanted in self.named else []

@@ -1,4 +1,5 @@
-"""The directory of the replicas' sockets, which is removed at the end, or by the next start where there was none."""
+"""The directory of the replicas' sockets, which is removed at the end, or by the next start where
+there was none."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ PREFIX = "forerun-cluster-"
 
 @contextmanager
 def socket_directory() -> Iterator[str]:
-    """A new directory that only this user may enter. It is locked while it is in use, by which those of processes that
-    were killed are known and removed."""
+    """A new directory that only this user may enter. It is locked while it is in use, by which
+    those of processes that were killed are known and removed."""
     remove_stale()
     with tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True) as directory:
         descriptor = os.open(directory, os.O_RDONLY)

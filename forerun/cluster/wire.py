@@ -1,9 +1,9 @@
 """Requests and answers over a socket, between a door and replicas on the same machine.
 
-A call of Ray's takes milliseconds, and so does each piece of its answer: as long as a token of a small model. So Ray
-starts replicas, watches them and counts what they work on, and what is asked and answered goes past it. The sockets lie
-in a directory that only one user may enter, which is all that keeps strangers away: what comes is believed.
-"""
+A call of Ray's takes milliseconds, and so does each piece of its answer: as long as a token of a
+small model. So Ray starts replicas, watches them and counts what they work on, and what is asked
+and answered goes past it. The sockets lie in a directory that only one user may enter, which is all
+that keeps strangers away: what comes is believed."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ class Line:
             return None
 
     async def ask(self, envelope: Envelope) -> AsyncGenerator[list[Message], None]:
-        """What the replica answers. Raises LostError when it is no more. Closed early, the replica is told."""
+        """What the replica answers. Raises LostError when it is no more. Closed early, the replica
+        is told."""
         try:
             await _write(self.writer, envelope)
             while messages := await _read(self.reader):
@@ -87,20 +88,27 @@ class Listener:
         self._path: Path | None = None
 
     async def start(self, path: Path | None) -> None:
-        """Listen, if that can be done there: what is asked goes through Ray else, as where the door is on another
-        machine."""
+        """Listen, if that can be done there: what is asked goes through Ray else, as where the door
+        is on another machine."""
         if path is None or not path.parent.is_dir():
             return
         try:
             self._server, self._path = await asyncio.start_unix_server(self._answer, path), path
         except OSError as error:
-            log.warning("no socket at %s, what is asked goes through Ray: %s", path, one_line(str(error)))
+            log.warning(
+                "no socket at %s, what is asked goes through Ray: %s", path, one_line(str(error))
+            )
 
     async def spread(self, heard: asyncio.Queue[Heard]) -> None:
-        """Tell all other replicas that listen beside this one, one text after the other, for ever."""
+        """Tell all other replicas that listen beside this one, one text after the other, for
+        ever."""
         while self._path is not None:
             text = await heard.get()
-            others = [other for other in self._path.parent.iterdir() if other != self._path and other.is_socket()]
+            others = [
+                other
+                for other in self._path.parent.iterdir()
+                if other != self._path and other.is_socket()
+            ]
             await asyncio.gather(*(tell(other, text) for other in others))
 
     async def ended(self, request: str) -> None:
@@ -125,7 +133,9 @@ class Listener:
                 return
             ended = self._work[envelope.id] = asyncio.Event()
             work = asyncio.ensure_future(self._written(envelope, writer))
-            gone = asyncio.ensure_future(reader.read(1))  # nothing more is said: what comes is the end
+            gone = asyncio.ensure_future(
+                reader.read(1)
+            )  # nothing more is said: what comes is the end
             try:
                 await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
             finally:

@@ -19,12 +19,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.random import default_rng
 
+from forerun.cli.progress import Tell
 from forerun.kernels import native
 from forerun.llm import LLM
 from forerun.measure.energy import Meter, cost_per_million
 from forerun.measure.medians import RESAMPLES, first_difference, median, median_if_known
 from forerun.measure.run import PLAIN, Arm, Run, Work, tally, timed_run
-from forerun.progress import Tell
 from forerun.sampling.params import SamplingParams
 
 Batch = list[Work]

@@ -15,9 +15,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from forerun.draft.base import Reference
+from forerun.draft.proposer import Reference
 from forerun.draft.registry import with_references
-from forerun.drafts import draft_name
+from forerun.draft_spec import draft_name
 from forerun.engine.engine import Engine
 from forerun.engine.request import OFF
 from forerun.engine.stats import RequestStats
@@ -184,8 +184,8 @@ def machine(threads: int = 0) -> dict[str, Any]:
     import torch
 
     from forerun import __version__
+    from forerun.hardware import cores, processor
     from forerun.kernels import native
-    from forerun.machine import cores, processor
 
     on_gpu = torch.cuda.is_available()
     return {

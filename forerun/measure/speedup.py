@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from forerun.errors import ConfigError
-from forerun.ranges import check_whole
+from forerun.utils import check_integer
 
 MAX_DEPTH = 64
 Cost = Callable[[int], float]  # rows of a forward pass -> its cost
@@ -77,7 +77,7 @@ class Speculation:
             raise ConfigError("acceptance and siblings of a level add up to more than 1")
         if not all(0 <= cost < float("inf") for cost in (self.draft_cost, self.fixed_cost)):
             raise ConfigError("a draft cost is negative or infinite: give costs from 0 up")
-        check_whole("requests", self.requests, 1)
+        check_integer("requests", self.requests, 1)
 
     @property
     def width(self) -> int:

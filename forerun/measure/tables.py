@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from forerun.jsonl import json_line
+from forerun.utils import json_line
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

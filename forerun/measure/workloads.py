@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from forerun.errors import ConfigError, RequestError, nearest
+from forerun.errors import ConfigError, RequestError, suggest
 from forerun.measure.lists import listed
-from forerun.texts import UnreadableError, text_of
+from forerun.utils import UnreadableError, text_of
 
 TASKS = Path(__file__).with_name("tasks.jsonl")
 FIELDS = ("id", "category", "prompt", "text", "prediction", "documents")  # of our own format
@@ -111,7 +111,7 @@ def of_categories(tasks: Sequence[Task], names: Sequence[str]) -> list[Task]:
     wanted: set[str] = set()
     for name in names:
         if name not in known:
-            raise ConfigError(f"there is no category {name!r}: {nearest(name, known)}")
+            raise ConfigError(f"there is no category {name!r}: {suggest(name, known)}")
         wanted |= {name, *GROUPS.get(name, ())}
     return [task for task in tasks if task.category in wanted or not names]
 
@@ -283,7 +283,7 @@ def _task(value: Any, where: str) -> Task:
         return Task(where, NO_CATEGORY, _prompt(value))
     unknown = [key for key in value if key not in FIELDS]
     if unknown and not any(key in value for key in FOREIGN):
-        hint = nearest(unknown[0], (*FIELDS, *FOREIGN))
+        hint = suggest(unknown[0], (*FIELDS, *FOREIGN))
         raise RequestError(f"there is no field {unknown[0][:40]!r}: {hint}")
     given = {key: field for key, field in value.items() if field is not None}
     prompts = [key for key in PROMPT_FIELDS if key in given]

@@ -9,7 +9,7 @@ import pytest
 
 from forerun.bench.pair import Pair
 from tests import tiny
-from tests.test_cli import MODEL, run
+from tests.cli.test_main import MODEL, run
 
 
 @pytest.fixture

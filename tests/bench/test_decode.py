@@ -23,7 +23,7 @@ from forerun.measure.medians import bootstrap_interval, first_difference
 from forerun.measure.rounds import Result, overall, ratio_interval
 from forerun.measure.run import PLAIN, Arm, Run, Work, tally, timed_run
 from forerun.measure.workloads import Task
-from tests.test_cli import run
+from tests.cli.test_main import run
 
 pytestmark = pytest.mark.usefixtures("steady")
 PARAMS = SamplingParams(max_tokens=24, ignore_eos=True, seed=0)

@@ -11,7 +11,7 @@ from forerun import LLM, ConfigError, SamplingParams
 from forerun.bench import pair as module
 from forerun.bench.pair import Pair, accepted_tokens, is_looping, make_pair, next_eps
 from forerun.bench.recipe import PairRecipe
-from tests.test_cli import run
+from tests.cli.test_main import run
 from tests.tiny import PAIR
 
 SMALL = dict(PAIR, vocab=300, prompts=2, prompt_tokens=16, agree=0.0)

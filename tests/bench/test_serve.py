@@ -37,8 +37,8 @@ from forerun.bench.serve import (
 from forerun.bench.serve import REQUESTS_PER_CLIENT as EACH
 from tests import tiny
 from tests.bench.fake_openai import END, PATIENCE, Fake, Handler, chunk, faking, good, usage
+from tests.cli.test_main import run
 from tests.server.serving import serving
-from tests.test_cli import run
 
 PROMPTS = [f"prompt {i}" for i in range(100)]
 GONE = "fails every request"

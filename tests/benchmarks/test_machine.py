@@ -22,7 +22,7 @@ from forerun.kernels import native
 from forerun.measure.energy import Meter
 from forerun.measure.run import Run
 from forerun.measure.workloads import Task
-from forerun.native import NativeDecoder
+from forerun.runtime.native import NativeDecoder
 from tests import gguf_files, tiny
 
 needs_native = pytest.mark.skipif(native.library() is None, reason="no native kernels")

@@ -170,7 +170,7 @@ def test_a_synthetic_file_runs(tmp_path: Path, monkeypatch, capsys) -> None:
 
 @pytest.mark.default_model
 def test_passages(tmp_path: Path, monkeypatch, capsys) -> None:
-    from forerun import cli
+    from forerun.cli import main as cli
 
     sources = tmp_path / "sources"
     sources.mkdir()

@@ -1,4 +1,5 @@
-"""A fleet of replicas on paper: requests come and end in turn, and what each replica has read is known exactly."""
+"""A fleet of replicas on paper: requests come and end in turn, and what each replica has read is
+known exactly."""
 
 from __future__ import annotations
 
@@ -20,9 +21,13 @@ class Figures:
 
 
 def conversation(number: int, turns: int, systems: int) -> dict[str, object]:
-    """The request of a turn: what was said before stands before it, under one of a few system prompts."""
+    """The request of a turn: what was said before stands before it, under one of a few system
+    prompts."""
     said = [{"role": "system", "content": f"system {number % systems} " * 40}]
-    said += [{"role": "user", "content": f"turn {turn} of conversation {number} " * 12} for turn in range(turns)]
+    said += [
+        {"role": "user", "content": f"turn {turn} of conversation {number} " * 12}
+        for turn in range(turns)
+    ]
     return {"messages": said}
 
 
@@ -34,7 +39,8 @@ def play(
     at_once: int = 3000,
     systems: int = 40,
 ) -> Figures:
-    """Let so many requests come to a fleet of which `at_once` are in work, conversations in any order."""
+    """Let so many requests come to a fleet of which `at_once` are in work, conversations in any
+    order."""
     draw = random.Random(1)
     ledger = Ledger(routing, seed=2)
     names = [f"replica-{i}" for i in range(replicas)]
@@ -63,4 +69,6 @@ def play(
         reused += len(read[name].intersection(blocks))
         read[name].update(blocks)
         anybody.update(blocks)
-    return Figures(reused / known, busiest, at_once / replicas, max(total.values()) * replicas / requests)
+    return Figures(
+        reused / known, busiest, at_once / replicas, max(total.values()) * replicas / requests
+    )

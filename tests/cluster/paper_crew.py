@@ -1,4 +1,5 @@
-"""Replicas without Ray: applications in this process, which die when they are told to; and a client of the door."""
+"""Replicas without Ray: applications in this process, which die when they are told to; and a client
+of the door."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from forerun.server.service import UnavailableError
 
 
 class PaperCrew:
-    """Replicas of each model, by model and name. `dies` says after how many messages a replica is lost."""
+    """Replicas of each model, by model and name. `dies` says after how many messages a replica is
+    lost."""
 
     def __init__(self, plan: Plan, apps: Mapping[str, Mapping[str, ASGIApp]]) -> None:
         self.apps, self.dies, self.asked = apps, dict[str, int](), list[tuple[str, str]]()

@@ -1,4 +1,5 @@
-"""Requests go where their beginning is known, unless too much waits there; and a fleet of a thousand stays even."""
+"""Requests go where their beginning is known, unless too much waits there; and a fleet of a
+thousand stays even."""
 
 from collections.abc import Callable
 
@@ -14,7 +15,9 @@ ROUTING = Routing(block=100, place=200, lead=4)
 
 
 def loads(**busy: int) -> Callable[[str], int | None]:
-    return lambda replica: busy.get(replica.replace("replica-", "r"), 0) if replica in FLEET else None
+    return lambda replica: (
+        busy.get(replica.replace("replica-", "r"), 0) if replica in FLEET else None
+    )
 
 
 def test_the_replica_that_knows_most_of_a_prompt_has_it() -> None:
@@ -23,7 +26,9 @@ def test_the_replica_that_knows_most_of_a_prompt_has_it() -> None:
     affinity.learn([1, 2, 3, 4, 5], "replica-9")
     assert affinity.choose([1, 2, 3, 4, 6], FLEET, loads()).replica == "replica-9"
     assert affinity.choose([1, 2, 3, 4, 6], FLEET, loads()).held == 4
-    assert affinity.choose([1, 2, 3, 8], FLEET, loads(r9=1)).replica == "replica-7"  # both know three: the idle one
+    assert (
+        affinity.choose([1, 2, 3, 8], FLEET, loads(r9=1)).replica == "replica-7"
+    )  # both know three: the idle one
 
 
 def test_a_longer_known_prefix_is_worth_a_longer_queue_up_to_a_bound() -> None:
@@ -51,7 +56,9 @@ def test_replicas_that_are_gone_or_to_be_avoided_are_not_chosen() -> None:
     affinity.learn([1], "replica-3")
     assert affinity.choose([1, 2], FLEET, loads()).replica == "replica-3"
     assert affinity.choose([1, 2], FLEET, loads(), avoid={"replica-3"}).replica != "replica-3"
-    assert affinity.choose([1], ["replica-3"], loads(), avoid={"replica-3"}).replica == "replica-3"  # there is no other
+    assert (
+        affinity.choose([1], ["replica-3"], loads(), avoid={"replica-3"}).replica == "replica-3"
+    )  # there is no other
 
 
 def test_what_is_remembered_is_bounded_and_the_ends_of_old_prompts_go_first() -> None:
@@ -122,7 +129,9 @@ def test_a_ledger_forgets_replicas_that_end_and_not_the_others_work() -> None:
 
 def test_requests_with_the_same_beginning_have_the_same_prefixes() -> None:
     routing = Routing(block=32)
-    turn = {"messages": [{"role": "system", "content": "s" * 200}, {"role": "user", "content": "first"}]}
+    turn = {
+        "messages": [{"role": "system", "content": "s" * 200}, {"role": "user", "content": "first"}]
+    }
     later = {"messages": [*turn["messages"], {"role": "assistant", "content": "a" * 90}]}
     short, long = prefixes(turn, "", routing), prefixes(later, "", routing)
     assert short and long[: len(short)] == short and len(long) > len(short)
@@ -148,7 +157,9 @@ def test_every_way_to_write_a_prompt_has_prefixes(body: dict[str, object]) -> No
     assert len(prefixes(body, "", Routing())) >= 2
 
 
-@pytest.mark.parametrize("body", [{}, {"messages": 5}, {"messages": [5, None, {}]}, {"prompt": None}, {"input": {}}])
+@pytest.mark.parametrize(
+    "body", [{}, {"messages": 5}, {"messages": [5, None, {}]}, {"prompt": None}, {"input": {}}]
+)
 def test_what_is_no_prompt_has_none(body: dict[str, object]) -> None:
     assert not prefixes(body, "", Routing())
 
@@ -171,7 +182,11 @@ def test_long_prompts_are_compared_up_to_a_bound() -> None:
     assert prefixes({"prompt": "p" * 1000}, "", Routing(blocks=0)) == ()
 
 
-@pytest.mark.parametrize("options", [{"block": 1}, {"blocks": -1}, {"place": 0}, {"lead": True}, {"remembered": "9"}])
+@pytest.mark.parametrize(
+    "options", [{"block": 1}, {"blocks": -1}, {"place": 0}, {"lead": True}, {"remembered": "9"}]
+)
 def test_mistakes_in_routing_are_one_line(options: dict[str, object]) -> None:
-    with pytest.raises(ConfigError, match=r"^routing\.\w+=.* is out of range: give a whole number from"):
+    with pytest.raises(
+        ConfigError, match=r"^routing\.\w+=.* is out of range: give a whole number from"
+    ):
         Routing(**options)

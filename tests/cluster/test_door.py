@@ -1,4 +1,5 @@
-"""The door asks what `forerun serve` asks, finds the model, and no accepted request is left without an end."""
+"""The door asks what `forerun serve` asks, finds the model, and no accepted request is left without
+an end."""
 
 from __future__ import annotations
 
@@ -22,13 +23,21 @@ from tests.cluster.paper_crew import ask, door_of
 CHAT = {"messages": [{"role": "user", "content": "hello " * 60}]}
 
 
-def replica(name: str, kind: str = "application/json", pieces: int = 1, hold: asyncio.Event | None = None) -> ASGIApp:
-    """An application that says who it is and what it was sent, in pieces; before the last it waits for `hold`."""
+def replica(
+    name: str, kind: str = "application/json", pieces: int = 1, hold: asyncio.Event | None = None
+) -> ASGIApp:
+    """An application that says who it is and what it was sent, in pieces; before the last it waits
+    for `hold`."""
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         body = (await receive())["body"]
         headers = {k.decode(): v.decode() for k, v in scope["headers"]}
-        said = {"replica": name, "path": scope["path"], "body": body.decode(), "caller": CALLER.get().tenant}
+        said = {
+            "replica": name,
+            "path": scope["path"],
+            "body": body.decode(),
+            "caller": CALLER.get().tenant,
+        }
         said["request_id"] = headers.get("x-request-id")
         start = [(b"content-type", kind.encode()), (b"access-control-allow-origin", b"*")]
         await send({"type": "http.response.start", "status": 200, "headers": start})
@@ -37,7 +46,9 @@ def replica(name: str, kind: str = "application/json", pieces: int = 1, hold: as
                 await hold.wait()
             text = json.dumps(said) if pieces == 1 else f"data: {i}\n\n"
             text = "forerun_running 0.0\n" if scope["path"] == "/metrics" else text
-            await send({"type": "http.response.body", "body": text.encode(), "more_body": i < pieces - 1})
+            await send(
+                {"type": "http.response.body", "body": text.encode(), "more_body": i < pieces - 1}
+            )
 
     return app
 
@@ -49,12 +60,23 @@ def two(**options: Any) -> dict[str, dict[str, ASGIApp]]:
 def test_requests_go_to_the_model_that_they_name_and_else_to_the_first() -> None:
     async def run() -> None:
         door, _ = door_of({"small": {"x": replica("x")}, "large": {"z": replica("z")}})
-        for body, name in (({"model": "large"}, "z"), ({"model": "large:latest"}, "z"), ({"model": "small"}, "x")):
+        for body, name in (
+            ({"model": "large"}, "z"),
+            ({"model": "large:latest"}, "z"),
+            ({"model": "small"}, "x"),
+        ):
             assert (await ask(door, "/v1/completions", body)).json()["replica"] == name
-        for body in ({}, {"model": None}, b"no JSON", b"[]"):  # what is wrong with them, a replica says
+        for body in (
+            {},
+            {"model": None},
+            b"no JSON",
+            b"[]",
+        ):  # what is wrong with them, a replica says
             assert (await ask(door, "/v1/completions", body)).json()["replica"] == "x"
         assert (await ask(door, "/api/show", {"name": "large"})).json()["replica"] == "z"
-        assert (await ask(door, "/api/pull", {"model": "huge"})).json()["replica"] == "x"  # which refuses it
+        assert (await ask(door, "/api/pull", {"model": "huge"})).json()[
+            "replica"
+        ] == "x"  # which refuses it
         assert (await ask(door, "/playground/x.js")).json()["path"] == "/playground/x.js"
         unknown = await ask(door, "/v1/completions", {"model": "huge"})
         assert unknown.status == 404 and unknown.json()["error"]["code"] == "model_not_found"
@@ -71,8 +93,12 @@ def test_keys_names_and_sizes_are_asked_for_at_the_door(tmp_path: Path) -> None:
         ann = {"authorization": "Bearer ann-key"}
         assert (await ask(door, "/v1/completions", {})).status == 401
         assert (await ask(door, "/health")).status == 200
-        assert (await ask(door, "/v1/completions", {}, {"host": "rebound.example"} | ann)).status == 421
-        assert (await ask(door, "/v1/completions", {}, {"origin": "http://elsewhere"} | ann)).status == 403
+        assert (
+            await ask(door, "/v1/completions", {}, {"host": "rebound.example"} | ann)
+        ).status == 421
+        assert (
+            await ask(door, "/v1/completions", {}, {"origin": "http://elsewhere"} | ann)
+        ).status == 403
         assert (await ask(door, "/v1/completions", b"x" * 101, ann)).status == 413
         assert (await ask(door, "/metrics", None, ann)).status == 403
         assert not crew.asked  # none of that reached a replica
@@ -98,22 +124,35 @@ def test_conversations_stay_with_their_replica() -> None:
     async def run() -> None:
         door, crew = door_of(two())
         for text in "abcdef" * 3:
-            await ask(door, "/v1/chat/completions", {"messages": [{"role": "user", "content": text * 600}]})
+            await ask(
+                door,
+                "/v1/chat/completions",
+                {"messages": [{"role": "user", "content": text * 600}]},
+            )
         where = [name for _, name in crew.asked]
         assert where == where[:6] * 3
         page = (await ask(door, "/metrics")).body.decode()
-        assert sum(float(line.split()[-1]) for line in page.splitlines() if 'reason="prefix"' in line) == 12
+        assert (
+            sum(float(line.split()[-1]) for line in page.splitlines() if 'reason="prefix"' in line)
+            == 12
+        )
 
     asyncio.run(run())
 
 
 def test_whoever_has_the_end_of_an_answer_finds_its_replica_free() -> None:
-    """Else the next turn of a short conversation would go to another one, which has less to do by one request."""
+    """Else the next turn of a short conversation would go to another one, which has less to do by
+    one request."""
 
     async def run() -> None:
         door, crew = door_of(two(kind="text/event-stream", pieces=3))
         busy: list[int] = []
-        await ask(door, "/v1/completions", {}, got=lambda _: busy.append(sum(crew.ledgers["small"]._running.values())))
+        await ask(
+            door,
+            "/v1/completions",
+            {},
+            got=lambda _: busy.append(sum(crew.ledgers["small"]._running.values())),
+        )
         assert busy == [1, 1, 0]
 
     asyncio.run(run())
@@ -149,7 +188,10 @@ def test_where_all_replicas_die_the_client_is_told_and_the_retries_are_bounded()
     ("kind", "last"),
     [
         ("text/event-stream; charset=utf-8", '"type": "server_error"'),
-        ("application/x-ndjson", '{"error": "the replica that worked on this has died: try again in a moment"}\n'),
+        (
+            "application/x-ndjson",
+            '{"error": "the replica that worked on this has died: try again in a moment"}\n',
+        ),
     ],
 )
 def test_a_stream_whose_replica_dies_ends_with_one_error(kind: str, last: str) -> None:
@@ -159,7 +201,11 @@ def test_a_stream_whose_replica_dies_ends_with_one_error(kind: str, last: str) -
         answer = await ask(door, "/v1/chat/completions", CHAT)
         assert answer.status == 200 and answer.whole and len(crew.asked) == 1
         text = answer.body.decode()
-        assert text.startswith("data: 0\n\ndata: 1\n\n") and text.count("has died") == 1 and last in text
+        assert (
+            text.startswith("data: 0\n\ndata: 1\n\n")
+            and text.count("has died") == 1
+            and last in text
+        )
         assert kind.startswith("application") or text.endswith("data: [DONE]\n\n")
 
     asyncio.run(run())
@@ -169,7 +215,9 @@ def test_an_answer_that_cannot_hold_an_error_is_cut_off() -> None:
     async def run() -> None:
         door, crew = door_of(two(kind="text/plain", pieces=5))
         crew.dies = {"x": 3, "y": 3}
-        with pytest.raises(Exception, match="has died"):  # the server closes the connection: the answer is not whole
+        with pytest.raises(
+            Exception, match="has died"
+        ):  # the server closes the connection: the answer is not whole
             await ask(door, "/v1/chat/completions", CHAT)
 
     asyncio.run(run())
@@ -241,7 +289,9 @@ def test_schedulers_find_vllms_names_on_the_page_of_all() -> None:
         for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
             assert f"vllm:{name}{{{where}}} 0.0" in page
         pages = llm.engine.target.cache.pages
-        labels = f'block_size="{pages.size}",model="small",num_gpu_blocks="{pages.count}",replica="x"'
+        labels = (
+            f'block_size="{pages.size}",model="small",num_gpu_blocks="{pages.count}",replica="x"'
+        )
         assert f"vllm:cache_config_info{{{labels}}} 1.0" in page
 
     asyncio.run(run())
@@ -252,7 +302,10 @@ def test_health_says_which_model_has_no_replica() -> None:
         door, crew = door_of({"small": {"x": replica("x")}, "large": {"z": replica("z")}})
         crew.ledgers["large"].set_live([])
         answer = await ask(door, "/health")
-        assert answer.status == 503 and "no replica of large is up" in answer.json()["error"]["message"]
+        assert (
+            answer.status == 503
+            and "no replica of large is up" in answer.json()["error"]["message"]
+        )
 
     asyncio.run(run())
 
@@ -260,7 +313,9 @@ def test_health_says_which_model_has_no_replica() -> None:
 def test_a_model_that_sleeps_is_no_fault_and_is_not_woken_for_lists() -> None:
     async def run() -> None:
         apps = {"small": {"x": listing("x")}, "large": {"z": listing("z")}}
-        door, crew = door_of(apps, models=[{"name": "small"}, {"name": "large", "replicas": {"min": 0}}])
+        door, crew = door_of(
+            apps, models=[{"name": "small"}, {"name": "large", "replicas": {"min": 0}}]
+        )
         both = (await ask(door, "/v1/models")).json()
         assert [card["id"] for card in both["data"]] == ["x", "z"]
         crew.ledgers["large"].set_live([])
@@ -302,19 +357,32 @@ def test_replicas_of_a_real_model_answer_as_serve_does() -> None:
 
     async def run() -> None:
         plan = make_plan({"models": [{"name": "small"}]})
-        llms = {name: LLM(tiny.spoken(), context=512, kv_tokens=1024, max_rows=2) for name in ("x", "y")}
+        llms = {
+            name: LLM(tiny.spoken(), context=512, kv_tokens=1024, max_rows=2) for name in ("x", "y")
+        }
         apps = {
-            name: make_app(llm, replica_settings(plan, plan.models[0]), Trusted(True)) for name, llm in llms.items()
+            name: make_app(llm, replica_settings(plan, plan.models[0]), Trusted(True))
+            for name, llm in llms.items()
         }
         door, _ = door_of({"small": apps}, api_key="secret")
         key = {"authorization": "Bearer secret"}
-        async with apps["x"].router.lifespan_context(apps["x"]), apps["y"].router.lifespan_context(apps["y"]):
+        async with (
+            apps["x"].router.lifespan_context(apps["x"]),
+            apps["y"].router.lifespan_context(apps["y"]),
+        ):
             body = {"model": "small", "prompt": "hello", "max_tokens": 4, "seed": 1}
-            texts = {(await ask(door, "/v1/completions", body, key)).json()["choices"][0]["text"] for _ in range(4)}
+            texts = {
+                (await ask(door, "/v1/completions", body, key)).json()["choices"][0]["text"]
+                for _ in range(4)
+            }
             assert len(texts) == 1  # whichever replica it was
-            stream = (await ask(door, "/v1/completions", body | {"stream": True}, key)).body.decode()
+            stream = (
+                await ask(door, "/v1/completions", body | {"stream": True}, key)
+            ).body.decode()
             assert stream.endswith("data: [DONE]\n\n")
-            assert [card["id"] for card in (await ask(door, "/v1/models", None, key)).json()["data"]] == ["small"]
+            assert [
+                card["id"] for card in (await ask(door, "/v1/models", None, key)).json()["data"]
+            ] == ["small"]
             assert (await ask(door, "/ready", None, key)).json() == {"status": "ready"}
             page = (await ask(door, "/metrics", None, key)).body.decode()
             for name in ("x", "y"):

@@ -1,4 +1,5 @@
-"""The whole of `forerun deploy` on Ray: two replicas of a tiny model, a stream, a death, an orderly end."""
+"""The whole of `forerun deploy` on Ray: two replicas of a tiny model, a stream, a death, an orderly
+end."""
 
 from __future__ import annotations
 
@@ -37,18 +38,25 @@ def where(http: httpx2.Client) -> dict[str, float]:
     return {replica: float(count) for replica, count in counted}
 
 
-def test_conversations_stay_where_they_began(cluster: tuple[subprocess.Popen[str], httpx2.Client]) -> None:
+def test_conversations_stay_where_they_began(
+    cluster: tuple[subprocess.Popen[str], httpx2.Client],
+) -> None:
     _, http = cluster
     prompts = [f"{name} is here " * 40 for name in ("ann", "bob", "eve", "joe")]
     for prompt in prompts * 3:
         answer = http.post("/v1/completions", json={"prompt": prompt, "max_tokens": 2})
         assert answer.status_code == 200, answer.text
-    cached = [http.post("/v1/completions", json={"prompt": p, "max_tokens": 1}).json()["usage"] for p in prompts]
+    cached = [
+        http.post("/v1/completions", json={"prompt": p, "max_tokens": 1}).json()["usage"]
+        for p in prompts
+    ]
     assert all(usage["prompt_tokens_details"]["cached_tokens"] > 0 for usage in cached)
     assert sum(where(http).values()) == 16
 
 
-def test_a_stream_is_that_of_a_whole_answer(cluster: tuple[subprocess.Popen[str], httpx2.Client]) -> None:
+def test_a_stream_is_that_of_a_whole_answer(
+    cluster: tuple[subprocess.Popen[str], httpx2.Client],
+) -> None:
     _, http = cluster
     body = {"prompt": "hello", "max_tokens": 12, "seed": 3}
     whole = http.post("/v1/completions", json=body).json()["choices"][0]["text"]
@@ -105,13 +113,18 @@ def test_a_new_file_replaces_all_replicas_and_costs_no_request(tmp_path: Path) -
         before, after = there(http), set[str]()
         file.write_text("no plan")
         process.send_signal(signal.SIGUSR1)
-        assert process.stderr and next(line for line in process.stderr if "replicas are not replaced" in line)
+        assert process.stderr and next(
+            line for line in process.stderr if "replicas are not replaced" in line
+        )
         assert there(http) == before
         file.write_text(f"{plan}2048")
         process.send_signal(signal.SIGUSR1)
         end = time.monotonic() + 120
         while before & after or len(after) < 2:
-            assert http.post("/v1/completions", json={"prompt": "x", "max_tokens": 2}).status_code == 200
+            assert (
+                http.post("/v1/completions", json={"prompt": "x", "max_tokens": 2}).status_code
+                == 200
+            )
             after = there(http)
             assert time.monotonic() < end
 
@@ -121,9 +134,13 @@ def there(http: httpx2.Client) -> set[str]:
     return {*re.findall(r'^forerun_running\{.*replica="(\w+)"', http.get("/metrics").text, re.M)}
 
 
-def test_a_replica_that_is_killed_costs_no_request(cluster: tuple[subprocess.Popen[str], httpx2.Client]) -> None:
+def test_a_replica_that_is_killed_costs_no_request(
+    cluster: tuple[subprocess.Popen[str], httpx2.Client],
+) -> None:
     process, http = cluster
-    listed = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True).stdout
+    listed = subprocess.run(
+        ["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True
+    ).stdout
     rows = [line.split(None, 2) for line in listed.splitlines()[1:]]
     parents = {int(pid): int(parent) for pid, parent, _ in rows}
 
@@ -132,11 +149,19 @@ def test_a_replica_that_is_killed_costs_no_request(cluster: tuple[subprocess.Pop
             pid = parents[pid]
         return pid == process.pid
 
-    replicas = [int(pid) for pid, _, words in rows if words.startswith("ray::ServeReplica") and ours(int(pid))]
+    replicas = [
+        int(pid)
+        for pid, _, words in rows
+        if words.startswith("ray::ServeReplica") and ours(int(pid))
+    ]
     assert len(replicas) == 2
     os.kill(replicas[0], signal.SIGKILL)
     for _ in range(6):
-        assert http.post("/v1/completions", json={"prompt": "x", "max_tokens": 2}).status_code == 200
+        assert (
+            http.post("/v1/completions", json={"prompt": "x", "max_tokens": 2}).status_code == 200
+        )
     end = time.monotonic() + 60
-    while 'forerun_replicas{model="tiny"} 2.0' not in http.get("/metrics").text:  # and another one takes its place
+    while (
+        'forerun_replicas{model="tiny"} 2.0' not in http.get("/metrics").text
+    ):  # and another one takes its place
         assert time.monotonic() < end

@@ -1,4 +1,5 @@
-"""What one replica said the others may copy, each tenant's for itself, and nothing of another model."""
+"""What one replica said the others may copy, each tenant's for itself, and nothing of another
+model."""
 
 import asyncio
 from array import array

@@ -1,4 +1,5 @@
-"""Directories of sockets do not outlive their processes for long, and Ray's ports are not open to other machines."""
+"""Directories of sockets do not outlive their processes for long, and Ray's ports are not open to
+other machines."""
 
 from __future__ import annotations
 
@@ -58,9 +59,17 @@ def test_ray_is_kept_to_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its pages of metrics were open on all interfaces."""
     from forerun.cluster.cli import _keep_to_this_machine
 
-    for name in ("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+    for name in (
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER",
+        "RAY_AUTH_MODE",
+        "RAY_AUTH_TOKEN",
+        "RAY_AUTH_TOKEN_PATH",
+    ):
         monkeypatch.delenv(name, raising=False)
     with monkeypatch.context() as patch:
         patch.setattr(os, "environ", dict(os.environ))
         _keep_to_this_machine()
-        assert os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "0" and len(os.environ["RAY_AUTH_TOKEN"]) == 64
+        assert (
+            os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "0"
+            and len(os.environ["RAY_AUTH_TOKEN"]) == 64
+        )

@@ -1,4 +1,5 @@
-"""Requests over a socket: what an application says arrives as it is, and whoever goes away is missed."""
+"""Requests over a socket: what an application says arrives as it is, and whoever goes away is
+missed."""
 
 import asyncio
 from array import array
@@ -161,7 +162,9 @@ def test_a_replica_that_dies_is_lost(tmp_path: Path, said: bool) -> None:
     asyncio.run(asyncio.wait_for(check(), 30))
 
 
-def test_an_application_that_fails_ends_its_answer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_application_that_fails_ends_its_answer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await send(START)
         raise RuntimeError("no")
@@ -215,13 +218,17 @@ def test_the_end_waits_for_what_is_in_work_and_takes_nothing_new(tmp_path: Path)
             assert await Line.to(path) is None
             assert not closing.done()
             go.set()
-            assert [m async for messages in answer for m in messages] == [piece("whole", more=False)]
+            assert [m async for messages in answer for m in messages] == [
+                piece("whole", more=False)
+            ]
             await closing
 
     asyncio.run(asyncio.wait_for(check(), 30))
 
 
-def test_where_nobody_can_listen_there_is_no_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_where_nobody_can_listen_there_is_no_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     async def check(path: Path | None) -> None:
         listener = Listener(waiting_app(asyncio.Event()), no_text)
         await listener.start(path)

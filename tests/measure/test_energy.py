@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from forerun import LLM, ConfigError, SamplingParams, doctor
+from forerun import LLM, ConfigError, SamplingParams
+from forerun.cli import doctor
 from forerun.measure import energy
 from forerun.measure.energy import INSTALL, Energy, JoulesClock, Meter, cost_per_million
 from tests import tiny
