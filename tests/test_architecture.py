@@ -97,23 +97,6 @@ def test_files_and_functions_are_short_and_explained(path: Path) -> None:
             assert body <= 60, f"{path}:{node.lineno} {node.name} has {body} lines"
 
 
-@pytest.mark.parametrize(
-    "path", sorted((PACKAGE / "bench").rglob("*.py")), ids=lambda p: str(p.relative_to(PACKAGE))
-)
-def test_rooms_of_bench_know_reports_and_no_other_room(path: Path) -> None:
-    mine = path.relative_to(PACKAGE / "bench").parts[0]
-    for node in ast.walk(tree_of(path)):
-        if (
-            isinstance(node, ast.ImportFrom)
-            and (node.module or "").startswith("forerun.bench.")
-            and mine != "cli.py"
-        ):
-            room = (node.module or "").split(".")[2]
-            assert room in {mine.removesuffix(".py"), "report", "recipe"}, (
-                f"{path} imports {node.module}"
-            )
-
-
 LEAVES = {"bench", "train", "check", "server", "doctor"}
 
 

@@ -19,7 +19,7 @@ from forerun.cli.progress import Tell, nothing
 from forerun.draft_spec import names_in
 from forerun.errors import ConfigError, suggest
 from forerun.llm import LLM
-from forerun.measure.corpus import excerpts
+from forerun.measure.workloads import excerpts
 from forerun.models.hub import DEFAULT
 from forerun.runtime.native import NativeDecoder
 from forerun.sampling.params import SamplingParams
