@@ -10,6 +10,7 @@ size."""
 
 from __future__ import annotations
 
+import argparse
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -17,10 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from speculators.models.dflash import DFlashSpeculatorConfig  # type: ignore[import-not-found]
-from speculators.models.dflash.core import DFlashDraftModel  # type: ignore[import-not-found]
-from speculators.models.dspark import DSparkSpeculatorConfig  # type: ignore[import-not-found]
-from speculators.models.dspark.core import DSparkDraftModel  # type: ignore[import-not-found]
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config
 
@@ -36,20 +33,31 @@ STATES = [2, 0, 1]
 WINDOW = {
     "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 6, "use_sliding_window": True,
 }  # fmt: skip
-CASES: list[tuple[str, type, type, dict[str, Any], dict[str, Any]]] = [
-    ("DFlash", DFlashSpeculatorConfig, DFlashDraftModel, {}, {}),
-    ("DFlash, some tokens", DFlashSpeculatorConfig, DFlashDraftModel, {"draft_vocab_size": 40}, {}),
-    ("DFlash, window", DFlashSpeculatorConfig, DFlashDraftModel, {}, WINDOW),
-    ("DFlash, seen window", DFlashSpeculatorConfig, DFlashDraftModel, {"sliding_window_non_causal": True}, WINDOW),
-    *(
-        (
-            f"DSpark, {kind}, from anchor {first}", DSparkSpeculatorConfig, DSparkDraftModel,
-            {"markov_head_type": kind, "markov_rank": 6, "sample_from_anchor": first}, {},
-        )
-        for kind in ("vanilla", "gated", "rnn")
-        for first in (True, False)
-    ),
-]  # fmt: skip
+Case = tuple[
+    str, type, type, dict[str, Any], dict[str, Any]
+]  # name, config, model, own fields, layer fields
+
+
+def cases() -> list[Case]:
+    """Return what is compared."""
+    from speculators.models.dflash import DFlashSpeculatorConfig  # type: ignore[import-not-found]
+    from speculators.models.dflash.core import DFlashDraftModel  # type: ignore[import-not-found]
+    from speculators.models.dspark import DSparkSpeculatorConfig  # type: ignore[import-not-found]
+    from speculators.models.dspark.core import DSparkDraftModel  # type: ignore[import-not-found]
+
+    flash = DFlashSpeculatorConfig, DFlashDraftModel
+    found: list[Case] = [
+        ("DFlash", *flash, {}, {}),
+        ("DFlash, some tokens", *flash, {"draft_vocab_size": 40}, {}),
+        ("DFlash, window", *flash, {}, WINDOW),
+        ("DFlash, seen window", *flash, {"sliding_window_non_causal": True}, WINDOW),
+    ]
+    for kind in ("vanilla", "gated", "rnn"):
+        for first in (True, False):
+            own = {"markov_head_type": kind, "markov_rank": 6, "sample_from_anchor": first}
+            name = f"DSpark, {kind}, from anchor {first}"
+            found.append((name, DSparkSpeculatorConfig, DSparkDraftModel, own, {}))
+    return found
 
 
 def made(
@@ -139,7 +147,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         base.save_pretrained(folder)
         target = view_of(LLM(folder, draft="off", kernels="torch", kv_tokens=256).decoder)
-        for name, config, model, own, layer in CASES:
+        for name, config, model, own, layer in cases():
             theirs = made(config, model, own, layer, base)
             with tempfile.TemporaryDirectory() as place:
                 theirs.save_pretrained(place)
@@ -164,4 +172,8 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.parse_args()
     sys.exit(main())

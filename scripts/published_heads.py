@@ -11,6 +11,7 @@ by more than 1e-4. Their code is run: read it first."""
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import sys
@@ -168,4 +169,8 @@ def main(sources: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("sources", type=Path, help="checkouts or unpacked wheels")
+    sys.exit(main(parser.parse_args().sources))

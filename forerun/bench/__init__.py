@@ -1,5 +1,5 @@
-"""The verbs under `forerun bench`, in folders by what is measured; `report` is what all of them
-write.
+"""The verbs of `forerun bench`. They use the engine from outside; `forerun tune` shares `decode`.
 
-It uses the engine from outside, and only the command line and `forerun tune` import it.
+Measurements of kernels, the roofline, energy and other engines are scripts in the folder
+`benchmarks` of the repository.
 """

@@ -1,29 +1,49 @@
-"""The verbs under `forerun bench`. Like all of the command line, they import what is heavy when
-they run."""
+"""The verbs under `forerun bench`. Heavy modules are imported when a verb runs."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
+import os
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from forerun.bench.decode.cli import decode, energy, page, sweep
-from forerun.bench.machine.cli import roofline, start
-from forerun.bench.peers.cli import peers
+from forerun.bench.options import FLAGS, SAMPLING_FLAGS, DecodeOptions, plan_fields
 from forerun.bench.recipe import PairRecipe
-from forerun.bench.server.cli import serve
-from forerun.cli.flags import Group, Json, with_flags
-from forerun.hardware import cores
+from forerun.cli.completion import model_names
+from forerun.cli.flags import ENGINE, Group, Json, model_as_argument, with_flags, with_model
+from forerun.cli.progress import progress
+from forerun.config import parse_depth
+from forerun.draft_spec import drafts_in
+from forerun.errors import ConfigError, ForerunError, Interrupted
 from forerun.measure.lists import listed, number, whole
-from forerun.utils import check_integer
+from forerun.measure.tables import print_columns, print_json, print_table
+from forerun.measure.workloads import builtin, choose_tasks, excerpts, of_categories, read_tasks
+from forerun.utils import check_integer, json_line, write_atomic
+
+if TYPE_CHECKING:
+    from forerun.bench.decode import DecodeReport
+    from forerun.bench.endpoint import Prompt
+    from forerun.bench.serve import ServeReport, ServeResult
+
+ROUNDS, SETTLE_SECONDS = 9, 120.0  # of decode, if no number of rounds is given
+REPEATS_HELP = (
+    f"{ROUNDS}, and more for up to {SETTLE_SECONDS:.0f} s while a ratio is uncertain by 3 %"
+)
+DECODE_DEFAULTS: dict[str, Any] = {"tokens": 256, "batches": 5}
+SWEEP_DEPTHS = "1,2,4,8,auto"
+PASSAGE_CHARACTERS = 400  # of a prompt for a server, some 130 tokens
+PASSAGES = 1024  # enough that most measurements repeat no prompt
+DRAFT_COLUMNS = ("draft", "times plain (95 %)", "text")  # of serve, only where drafts are compared
+MODEL_HELP = "A GGUF file, a directory, ollama:NAME, lmstudio:NAME or a Hub id."
 
 app = typer.Typer(
     rich_markup_mode="rich",
-    help="Measure: decoding, starts, servers, other engines, energy, kernels; make models for that; do the arithmetic.",
+    help="Measure decoding, start-up and servers, make model pairs, and predict the speed-up."
+    " Other engines, kernels, the roofline and energy are measured by scripts in the repository:"
+    " python -m benchmarks.peers, .kernels, .roofline, .energy; .report makes tables of --out files.",
 )
-RECIPE = Group("recipe", PairRecipe, "Pair")
 
 
 @app.callback(invoke_without_command=True)
@@ -32,167 +52,429 @@ def _root(context: typer.Context) -> None:
         print(context.get_help())
 
 
+def _examples(*commands: str) -> str:
+    return f"[dim]{'        '.join(commands)}[/dim]"
+
+
 @app.command(
-    epilog="[dim]forerun bench pair --out pair        forerun bench pair --out small --layers 4 --hidden 256[/dim]"
+    epilog=_examples(
+        "forerun bench pair --out pair",
+        "forerun bench pair --out small --layers 4 --hidden 256",
+    )
 )
-@with_flags(RECIPE)
+@with_flags(Group("recipe", PairRecipe, "Pair"))
 def pair(
-    out: Annotated[
-        Path, typer.Option(help="The directory to make; it must not hold anything yet.")
-    ],
+    out: Annotated[Path, typer.Option(help="The directory to create; it must be empty or absent.")],
     as_json: Json = False,
     *,
     recipe: dict[str, Any],
 ) -> None:
-    """Write a random-weight target and a draft that agrees with it as often as asked."""
+    """Write a random-weight target and a draft model with a chosen agreement."""
     wanted = PairRecipe(**recipe)
     from forerun.bench.pair import make_pair
-    from forerun.cli.progress import progress
-    from forerun.measure.tables import print_json
 
     with progress(as_json) as tell:
         made = make_pair(out, wanted, tell)
     if as_json:
         print_json({"directory": str(out), **made.as_dict()})
         return
-    measured, (target, draft) = made.agreement, (size / 1e6 for size in made.parameters)
-    over, under = made.middle or (0.0, 0.0)
-    middle = f"the middle model says {over:.1%} of the target's tokens, the draft {under:.1%} of its own\n"
+    measured = made.agreement
+    target, draft = (size / 1e6 for size in made.parameters)
+    print(f"{out}: target of {target:.1f}M parameters, draft of {draft:.1f}M, eps {made.eps:.4f}")
     print(
-        f"{out}: target of {target:.1f}M parameters, draft of {draft:.1f}M, eps {made.eps:.4f}\n"
         f"greedy agreement {measured.agree:.1%} of {measured.positions} tokens,"
-        f" {measured.accepted.get(4, measured.agree):.2f} of 4 drafted accepted, overlap at temperature 1"
-        f" {measured.overlap:.1%}, {measured.looping} of {measured.texts} texts loop\n"
-        + (middle if made.middle else "")
-        + f"next: forerun bench decode --model {out}/target --drafts suffix,model:{out}/draft"
+        f" {measured.accepted.get(4, measured.agree):.2f} of 4 drafted accepted, overlap at"
+        f" temperature 1 {measured.overlap:.1%}, {measured.looping} of {measured.texts} texts loop"
     )
+    if made.middle:
+        with_target, with_draft = made.middle
+        print(f"the middle model agrees with {with_target:.1%} of the target's greedy tokens")
+        print(f"the draft agrees with {with_draft:.1%} of the middle model's")
+    print(f"next: forerun bench decode --model {out}/target --drafts suffix,model:{out}/draft")
 
 
 @app.command(
-    epilog="[dim]forerun bench kernels --formats bfloat16,int8 --rows 1,4,8,16 --threads 2[/dim]"
+    epilog=_examples(
+        "forerun bench decode --model pair/target --drafts suffix,model:pair/draft --depths auto,4"
+        " --quantizations none,int8"
+    )
 )
-def kernels(
-    formats: Annotated[
-        str, typer.Option(help="Weight formats, separated by commas.")
-    ] = "float32,bfloat16,int8,int4",
-    rows: Annotated[str, typer.Option(help="Rows of activations.")] = "1,2,3,4,5,6,8,12,16,32,64",
-    inputs: Annotated[int, typer.Option(help="Inputs of the layer.")] = 1024,
-    outputs: Annotated[int, typer.Option(help="Outputs of the layer.")] = 2816,
-    megabytes: Annotated[
-        int, typer.Option(help="Weights of each format: more than the caches hold.")
-    ] = 256,
-    repeats: Annotated[int, typer.Option(help="Rounds; each times every case once, in turn.")] = 9,
-    threads: Annotated[int, typer.Option(help="0 takes one for each core.")] = 0,
+@with_flags(
+    ENGINE,
+    SAMPLING_FLAGS,
+    replace(
+        FLAGS.without("rules", "temperatures"), defaults=DECODE_DEFAULTS | {"repeats": REPEATS_HELP}
+    ),
+)
+def decode(
+    *,
     as_json: Json = False,
+    config: dict[str, Any],
+    sampling: dict[str, Any],
+    options: dict[str, Any],
 ) -> None:
-    """Time the native linear kernels by format and rows, beside the read bandwidth of the
-    moment."""
-    counts = [whole(count, "rows") for count in listed(rows)]
-    check_integer("threads", threads, 0, cores())
-    from forerun.bench.machine.kernels import measure_kernels
-    from forerun.cli.progress import progress
-    from forerun.measure.tables import print_columns, print_json
+    """Time plain decoding and every draft in turn: tokens per second, times plain."""
+    settle = 0.0 if "repeats" in options else SETTLE_SECONDS
+    given = DecodeOptions(**DECODE_DEFAULTS | {"repeats": ROUNDS} | options)
+    fields = plan_fields(given, config, sampling, "auto", "auto")
+    _measure("decode", config, given, fields | {"settle": settle}, as_json)
 
+
+@app.command(
+    epilog=_examples(
+        "forerun bench sweep --drafts suffix,ngram --depths 1,2,4,8,auto --temperatures 0,0.8"
+        " --requests 1,4 --out sweep.jsonl"
+    )
+)
+@with_flags(ENGINE, SAMPLING_FLAGS, FLAGS)
+def sweep(
+    *,
+    as_json: Json = False,
+    config: dict[str, Any],
+    sampling: dict[str, Any],
+    options: dict[str, Any],
+) -> None:
+    """Time every combination of drafts, depths, rules, temperatures and concurrency."""
+    given = DecodeOptions(**options)
+    fields = plan_fields(given, config, sampling, "suffix", SWEEP_DEPTHS)
+    _measure("sweep", config, given, fields, as_json)
+
+
+def _measure(
+    kind: str, config: dict[str, Any], options: DecodeOptions, fields: dict[str, Any], as_json: bool
+) -> None:
+    """Measure a plan, record and print its results."""
+    _check_out(options.out)
+    from forerun.bench.decode import DecodePlan, measure_decoding, record_results
+
+    plan = DecodePlan(**fields, repeats=options.repeats, batches=options.batches)
+    model = config.get("model")
+    tasks = choose_tasks(
+        model, options.prompts, options.categories, max(plan.requests), options.batches
+    )
     with progress(as_json, measuring=True) as tell:
-        report = measure_kernels(
-            listed(formats), counts, inputs=inputs, outputs=outputs, megabytes=megabytes, repeats=repeats,
-            threads=threads, tell=tell,
-        )  # fmt: skip
+        report = measure_decoding(config, plan, tasks, tell, kind)
+    record_results(model, report.results)
     if as_json:
         print_json(asdict(report))
-        return
-    print_columns([{
-        "format": k.format, "rows": str(k.rows), "us a layer": f"{k.microseconds:.0f}",
-        "GB/s": f"{k.gigabytes_a_second:.1f}", "of bandwidth": f"{k.bandwidth_share:.0%}",
-        "times one row": f"{k.times_one_row:.2f}",
-    } for k in report.kernels])  # fmt: skip
+    else:
+        _print_decoding(report)
+    _write_lines(options.out, asdict(report))
+
+
+def _print_decoding(report: DecodeReport) -> None:
+    """Print a table of the columns that differ, and the bound on plain decoding."""
+    rows = []
+    for r in report.results:
+        plain = r.draft == "off"
+        rows.append(
+            {
+                "category": r.category,
+                "temperature": f"{r.temperature:g}",
+                "at once": str(r.requests),
+                "weights": r.quantization,
+                "draft": r.draft,
+                "depth": "" if plain else str(r.depth),
+                "rule": "" if plain else r.rule,
+                "tokens/s": f"{r.tokens_per_second:.1f}",
+                "times plain (95 %)": _ratio(r.times_plain, r.interval),
+                "accepted length": f"{r.accepted_length:.2f}",
+                "drafted a step": f"{r.drafted:.1f}",
+                "draft ms": f"{r.draft_ms:.2f}",
+                "pass ms": f"{r.pass_ms:.2f}",
+                "J/token": _known(r.joules_per_token, ".3g"),
+                "a million": _known(r.cost_per_million, ".3g"),
+                "text": _compared(r.same, r.first_difference, "same distribution"),
+            }
+        )
+    settings = ("category", "temperature", "at once", "weights", "rule")
+    print_columns(rows, optional=(*settings, "J/token", "a million"))
+    for limit in report.limits:
+        at_once = f", {limit.requests} at once" if limit.requests > 1 else ""
+        size = f"{limit.quantization}{at_once}: {limit.weight_bytes / 1e6:.0f} MB of weights"
+        if limit.bandwidth is None:
+            print(size)
+        else:
+            print(
+                f"{size} at {limit.bandwidth:.1f} GB/s allow {limit.tokens_per_second:.0f} plain"
+                f" tokens/s; plain decoding reaches {limit.share:.0%}"
+            )
     print(
-        f"layers of {inputs} by {outputs}, {report.instructions}, {report.threads} threads,"
-        f" read bandwidth {report.bandwidth:.1f} GB/s, medians of {repeats} rounds"
+        f"{report.tokens} tokens per prompt, each prompt the median of {_rounds(report.repeats)};"
+        " prefill is not counted"
     )
 
 
-app.command(
-    epilog="[dim]forerun bench decode --model pair/target --drafts suffix,model:pair/draft --depths auto,4"
-    " --quantizations none,int8[/dim]"
-)(decode)
-app.command(
-    epilog="[dim]forerun bench sweep --drafts suffix,ngram --depths 1,2,4,8,auto --temperatures 0,0.8"
-    " --requests 1,4 --out sweep.html[/dim]"
-)(sweep)
-app.command(
-    epilog="[dim]forerun bench energy --model Qwen/Qwen3-0.6B --drafts suffix --price 0.4[/dim]"
-)(energy)
-app.command(
-    epilog="[dim]forerun bench start model.gguf        forerun bench start --command 'old/bin/python -m forerun'[/dim]"
-)(start)
-app.command(
-    epilog="[dim]forerun bench serve http://127.0.0.1:8000 --requests 1,4,16 --drafts suffix[/dim]"
-)(serve)
+@app.command(
+    epilog=_examples(
+        "forerun bench start model.gguf",
+        "forerun bench start --command 'old/bin/python -m forerun'",
+    )
+)
+def start(
+    model_argument: Annotated[str | None, model_as_argument("The same as --model.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model", "-m", help=MODEL_HELP, show_default=False, autocompletion=model_names
+        ),
+    ] = None,
+    commands: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--command", help="How another installation is called, to compare; may be repeated."
+        ),
+    ] = None,
+    repeats: Annotated[int, typer.Option(help="Number of rounds, after an uncounted one.")] = 5,
+    as_json: Json = False,
+) -> None:
+    """Time the start of `generate` and `serve` to their first text, with memory."""
+    from forerun.bench.start import measure_starts, size_of, this_command
+    from forerun.measure.run import machine
+
+    named = with_model(model_argument, {} if model is None else {"model": model}).get("model")
+    size = size_of(named)
+    arguments = ["--model", named] if named else []
+    with progress(as_json, measuring=True) as tell:
+        starts = measure_starts([this_command(), *(commands or [])], arguments, repeats, tell)
+    if as_json:
+        found = [asdict(each) for each in starts]
+        print_json({"machine": machine(), "weights_bytes": size, "starts": found})
+        return
+    rows = [
+        {
+            "command": each.command,
+            "verb": each.verb,
+            "ready s": _known(each.ready, ".2f"),
+            "first word s": f"{each.first:.2f}",
+            "memory MB": f"{each.memory / 1e6:.0f}",
+            "over weights MB": f"{(each.memory - size) / 1e6:.0f}",
+        }
+        for each in starts
+    ]
+    print_columns(rows, optional=("command",))
+    print(f"weights of {size / 1e6:.0f} MB on disk, medians of {repeats} rounds")
 
 
 @app.command(
-    epilog="[dim]forerun bench model --acceptance 0.8 --draft-cost 0.1 --verify-cost 1:1,8:1.1,16:1.5[/dim]"
+    epilog=_examples("forerun bench serve http://127.0.0.1:8000 --requests 1,4,16 --drafts suffix")
+)
+def serve(
+    url: Annotated[
+        str,
+        typer.Argument(help="A server with the OpenAI API, such as http://127.0.0.1:8000."),
+    ],
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", help="Name of the model, if there are several.")
+    ] = None,
+    requests: Annotated[
+        str, typer.Option(help="Numbers of concurrent requests, separated by commas.")
+    ] = "1,4,16",
+    drafts: Annotated[
+        str | None,
+        typer.Option(help="Drafts to compare with plain decoding (forerun servers), with commas."),
+    ] = None,
+    depth: Annotated[
+        str | None, typer.Option(help="Depth of these drafts: a number or auto.")
+    ] = None,
+    tokens: Annotated[
+        int, typer.Option("--tokens", "-n", help="Maximum number of tokens of an answer.")
+    ] = 128,
+    temperature: Annotated[
+        float, typer.Option("--temperature", "-t", help="Sampling temperature of all requests.")
+    ] = 0.0,
+    seed: Annotated[
+        int, typer.Option(help="Seed of the first request, and the index of its prompt.")
+    ] = 0,
+    repeats: Annotated[
+        int, typer.Option(help="Number of rounds; each runs everything once, on the next prompts.")
+    ] = 3,
+    seconds: Annotated[
+        float | None,
+        typer.Option(
+            help="Duration of a run; without it, each client sends 3 requests.", show_default=False
+        ),
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(help="A file of prompts. Without it, passages of Python's standard library."),
+    ] = None,
+    category: Annotated[
+        str | None,
+        typer.Option(help="Categories of the file's tasks or the built-in ones, with commas."),
+    ] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Use /v1/chat/completions.")] = False,
+    api_key_env: Annotated[
+        str | None, typer.Option(help="Environment variable that holds the API key.")
+    ] = None,
+    timeout: Annotated[
+        float, typer.Option(help="Maximum seconds to wait for the next piece of an answer.")
+    ] = 60.0,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Write the results to a .jsonl file, for benchmarks.report."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Time a running server under load: throughput, time to first token, between tokens, drafts."""
+    counts = [whole(count, "requests") for count in listed(requests)]
+    key = _api_key(api_key_env) if api_key_env is not None else None
+    _check_out(out)
+    try:
+        from forerun.bench.endpoint import Endpoint
+    except ImportError as error:
+        raise ForerunError(f"this needs {error.name}: pip install 'forerun[bench]'") from None
+    from forerun.bench.serve import INTERRUPTED, ServePlan, measure_serving
+
+    plan = ServePlan(
+        endpoint=Endpoint(url, model, chat, key, timeout),
+        drafts=drafts_in(drafts or ""),
+        depth=None if depth is None else parse_depth(depth),
+        requests=counts,
+        tokens=tokens,
+        temperature=temperature,
+        seed=seed,
+        repeats=repeats,
+        seconds=seconds,
+    )
+    if drafts is not None and not plan.drafts:
+        raise ConfigError("--drafts is empty: give one or more, such as --drafts suffix")
+    with progress(as_json, measuring=True) as tell:
+        report = measure_serving(plan, _server_prompts(prompts, category), tell)
+    if as_json:
+        print_json(report.as_dict())
+    elif report.results:
+        _print_serving(report)
+    if report.results:
+        _write_lines(out, report.as_dict())
+    if report.stopped is not None:
+        ended = f"{report.stopped}; the results are those measured until then"
+        raise Interrupted(ended) if report.stopped == INTERRUPTED else ForerunError(ended)
+
+
+def _server_prompts(path: Path | None, category: str | None) -> list[Prompt]:
+    """Return the prompts of a file, of built-in tasks, or passages of the standard library."""
+    if path is None and category is None:
+        passages = excerpts(lambda text: [ord(c) for c in text], PASSAGES, PASSAGE_CHARACTERS)
+        return ["".join(map(chr, passage)) for passage in passages]
+    tasks = builtin() if path is None else read_tasks(path)
+    return [task.prompt for task in of_categories(tasks, listed(category or ""))]
+
+
+def _print_serving(report: ServeReport) -> None:
+    """Print the table, the failures, and how it was measured."""
+    print_columns([_serving_row(result) for result in report.results])
+    for result in report.results:
+        for error, count in result.errors.items():
+            who = result.draft or "requests"
+            print(f"{who}, {result.requests} at once: {count} failed: {error}")
+    print(
+        f"{report.model} on {report.server or 'a server'} at {report.url}, {report.tokens} tokens,"
+        f" temperature {report.temperature:g}"
+    )
+    print(
+        f"medians of {_rounds(report.repeats)}; milliseconds are the 50th, 95th and 99th"
+        " percentile, as a client sees them"
+    )
+    if any(result.counted == "chunks" for result in report.results):
+        print(
+            "the server gives no usage: chunks are counted, each of which may hold several tokens"
+        )
+    cached = max((result.cached or 0.0 for result in report.results), default=0.0)
+    if cached:
+        print(f"up to {cached:.0%} of the prompt tokens came from the server's cache")
+    if report.repeated:
+        print(
+            f"the server has seen some of these {report.prompts} prompts before, which helps caches"
+            " and drafters that remember: give more of them, or another --seed"
+        )
+
+
+def _serving_row(r: ServeResult) -> dict[str, str]:
+    def milliseconds(percentiles: dict[str, float]) -> str:
+        return ", ".join(f"{ms:.1f}" for ms in percentiles.values()) or "-"
+
+    cells = {
+        "draft": str(r.draft),
+        "at once": str(r.requests),
+        "tokens/s": f"{r.tokens_per_second:.1f}",
+        "times plain (95 %)": "-" if r.times_plain is None else _ratio(r.times_plain, r.interval),
+        "requests/s": f"{r.requests_per_second:.2f}",
+        "first token ms": milliseconds(r.first_token_ms),
+        "between tokens ms": milliseconds(r.inter_token_ms),
+        "accepted length": _known(r.accepted_length, ".2f", "-"),
+        "acceptance": _known(r.acceptance, ".0%", "-"),
+        "failed": str(sum(r.errors.values())),
+        "text": _compared(r.same, r.first_difference, "not compared"),
+    }
+    return {
+        name: cell
+        for name, cell in cells.items()
+        if r.draft is not None or name not in DRAFT_COLUMNS
+    }
+
+
+@app.command(
+    epilog=_examples(
+        "forerun bench model --acceptance 0.8 --draft-cost 0.1 --verify-cost 1:1,8:1.1,16:1.5"
+    )
 )
 def model(
     acceptance: Annotated[
         str,
         typer.Option(
-            help="Chance that a level is accepted after those before it: 0.8, or by level 0.85,0.8,0.75."
+            help="Probability that a level is accepted given those before it: 0.8, or by level"
+            " 0.85,0.8,0.75."
         ),
     ],
     depth: Annotated[
-        int | None,
-        typer.Option(help="The depth to tell about; every depth up to the best without it."),
+        int | None, typer.Option(help="A single depth; by default every depth up to the best.")
     ] = None,
     siblings: Annotated[
-        str, typer.Option(help="Chances of the draft's second, third, .. choice of a level: trees.")
+        str, typer.Option(help="Probabilities of the draft's second, third, .. choice (trees).")
     ] = "",
     draft_cost: Annotated[
-        float, typer.Option(help="Of drafting one level, in passes of the target.")
+        float, typer.Option(help="Cost of drafting one level, in target forward passes.")
     ] = 0.0,
     fixed_cost: Annotated[
-        float, typer.Option(help="Of drafting whatever the depth: one-pass drafters.")
+        float, typer.Option(help="Cost of a draft of any depth (one-pass drafters).")
     ] = 0.0,
     verify_cost: Annotated[
-        str,
-        typer.Option(
-            help="Of a pass by its rows: ROWS:COST,.. (measured), or what a further row adds."
-        ),
+        str, typer.Option(help="Cost of a pass by its rows: ROWS:COST,.., or what each row adds.")
     ] = "0",
     ahead: Annotated[
         float | None,
         typer.Option(
-            help="Draft ahead, on cores of the drafter's own: the chance that what a verdict leaves was drafted for."
+            help="Asynchronous drafting on other cores: probability of anticipating the verdict."
         ),
     ] = None,
     inner: Annotated[
         str,
         typer.Option(
-            help="ACCEPTANCE:COST[:ROW] of what drafts for the draft model, a>b: the chance that the model says a token"
-            " that was drafted for it, the cost of drafting one in passes of the target, and what a further row adds to"
-            " a pass of the draft model, as a share of it (without, as for the target)."
+            help="ACCEPTANCE:COST[:ROW] of what drafts for the draft model (a>b): probability that"
+            " the model accepts its token, cost of drafting one in target passes, and what each row"
+            " adds to the draft model's pass (by default as for the target)."
         ),
     ] = "",
-    requests: Annotated[int, typer.Option(help="Decoding at once.")] = 1,
+    requests: Annotated[int, typer.Option(help="Number of concurrent requests.")] = 1,
     as_json: Json = False,
 ) -> None:
-    """Compute expected tokens a pass, speed-up and the best depth from acceptance and costs.
-    Nothing is run."""
-    from forerun.measure.speedup import DEEPEST, Speculation, cascaded, played
-    from forerun.measure.tables import print_json, print_table
+    """Predict tokens per pass, speed-up and the best depth from acceptance and costs."""
+    from forerun.measure.speedup import MAX_DEPTH, Speculation, cascaded
 
     if depth is not None:
-        check_integer("depth", depth, 0, DEEPEST)
-    rows, levels = _verify_cost(verify_cost), 0
+        check_integer("depth", depth, 0, MAX_DEPTH)
+    rows = _verify_cost(verify_cost)
+    levels = 0
     if inner:
-        chance, cost, *row = inner.split(":", 2) if ":" in inner else (inner, "")
-        below = number(cost, "inner") / draft_cost if draft_cost else 0.0
-        own = _verify_cost(row[0]) if row else rows
-        levels, draft_cost = cascaded(
-            draft_cost,
-            Speculation(acceptance=[number(chance, "inner")], draft_cost=below, verify_cost=own),
+        chance, _, rest = inner.partition(":")
+        cost, _, row = rest.partition(":")
+        cascade = Speculation(
+            acceptance=[number(chance, "inner")],
+            draft_cost=number(cost, "inner") / draft_cost if draft_cost else 0.0,
+            verify_cost=_verify_cost(row) if row else rows,
         )
+        levels, draft_cost = cascaded(draft_cost, cascade)
     speculation = Speculation(
         acceptance=[number(a, "acceptance") for a in listed(acceptance)],
         siblings=[number(s, "siblings") for s in listed(siblings)],
@@ -203,40 +485,32 @@ def model(
         requests=requests,
     )
     best = speculation.best()
-    depths = range(1, min(best.depth + 4, DEEPEST) + 1) if depth is None else [depth]
+    depths = range(1, min(best.depth + 4, MAX_DEPTH) + 1) if depth is None else [depth]
     forecasts = [speculation.at(d) for d in depths]
-    plays = [] if ahead is None else [played(speculation, f.depth) for f in forecasts]
     if as_json:
         found: dict[str, Any] = {"depths": [asdict(f) for f in forecasts], "best": asdict(best)}
-        found |= {"inner": {"depth": levels, "draft_cost": draft_cost}} if inner else {}
-        print_json(found | ({"played": plays} if plays else {}))
+        print_json(
+            found | ({"inner": {"depth": levels, "draft_cost": draft_cost}} if inner else {})
+        )
         return
-    cells = [
-        (str(f.depth), str(f.rows), f"{f.tokens:.2f}", f"{f.cost:.2f}", f"{f.speedup:.2f}")
-        for f in forecasts
-    ]
     print_table(
-        ("depth", "rows", "tokens a pass", "cost", "times plain", *(["played"] if plays else [])),
-        [(*row, f"{play:.2f}") for row, play in zip(cells, plays, strict=True)] if plays else cells,
+        ("depth", "rows", "tokens a pass", "cost", "times plain"),
+        [
+            (str(f.depth), str(f.rows), f"{f.tokens:.2f}", f"{f.cost:.2f}", f"{f.speedup:.2f}")
+            for f in forecasts
+        ],
     )
     if inner:
-        how = f"drafted for {levels} deep" if levels else "best not drafted for"
-        print(f"the draft model is {how}: a level of it costs {draft_cost:.3f}")
-    print(
-        f"best: depth {best.depth}, {best.speedup:.2f} times plain"
-        if best.depth
-        else "best: not to draft at all"
-    )
-
-
-app.command(
-    epilog="[dim]forerun bench peers --model pair/target --draft model:pair/draft"
-    " --peers transformers=venv/bin/python,server=http://localhost:8000[/dim]"
-)(peers)
+        how = f"drafted for at depth {levels}" if levels else "faster without a draft of its own"
+        print(f"the draft model is {how}: a level costs {draft_cost:.3f}")
+    if best.depth:
+        print(f"best: depth {best.depth}, {best.speedup:.2f} times plain")
+    else:
+        print("best: plain decoding")
 
 
 def _verify_cost(text: str) -> Any:
-    """`0.02`, or `1:1,8:1.1`, as a function of rows."""
+    """Parse `0.02` or `1:1,8:1.1` into a function of rows."""
     from forerun.measure.speedup import cost_by_rows, cost_by_slope
 
     if ":" not in text:
@@ -248,7 +522,46 @@ def _verify_cost(text: str) -> Any:
     return cost_by_rows(points)
 
 
-app.command(epilog="[dim]forerun bench page laptop.jsonl server.jsonl --out both.html[/dim]")(page)
-app.command(
-    epilog="[dim]forerun bench roofline --quantization int8 --rows 1,4,8,16 --context 128[/dim]"
-)(roofline)
+def _ratio(times: float, interval: tuple[float, float] | None) -> str:
+    return f"{times:.2f}" + (f" ({interval[0]:.2f} to {interval[1]:.2f})" if interval else "")
+
+
+def _known(value: float | None, form: str, unknown: str = "") -> str:
+    return unknown if value is None else format(value, form)
+
+
+def _compared(same: bool | None, first_difference: int | None, unknown: str) -> str:
+    """Describe whether outputs equal plain decoding's."""
+    if same is None:
+        return unknown
+    return "same" if same else f"DIFFERENT from token {first_difference}"
+
+
+def _rounds(count: int) -> str:
+    return f"{count} round{'s' * (count > 1)}"
+
+
+def _api_key(name: str) -> str:
+    key = os.environ.get(name)
+    if not key:
+        raise ConfigError(f"the environment variable {name} is not set: export the API key in it")
+    return key
+
+
+def _check_out(path: Path | None) -> None:
+    """Raise ConfigError before the measurement if its results could not be written."""
+    if path is None:
+        return
+    if path.suffix != ".jsonl":
+        raise ConfigError(f"--out {path} does not end in .jsonl")
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise ConfigError(f"--out {path} cannot be written: give a file in a directory that exists")
+
+
+def _write_lines(path: Path | None, report: dict[str, Any]) -> None:
+    """Write one JSON line per result with the fields of its run, so that files concatenate."""
+    if path is None:
+        return
+    run = {name: value for name, value in report.items() if name not in ("results", "limits")}
+    lines = [json_line(run | result) + "\n" for result in report["results"]]
+    write_atomic(path, "".join(lines))

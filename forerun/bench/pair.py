@@ -1,21 +1,19 @@
-"""A random-weight target and a draft that agrees with it as often as asked, as ordinary Hugging
-Face directories.
+"""A random-weight target and draft model with a chosen agreement, as Hugging Face directories.
 
-The target is a Llama. The draft is its first layers with the same embeddings, norm and head; what
-the target's later layers add is scaled by `eps`, so eps = 0 would make the two one model and a
-larger eps makes them agree less. The head gives every token a few likely successors, and sharp
-random attention picks among them by the context, so greedy text branches instead of running into a
-short cycle. Speed depends on shapes and on agreement, not on what a text means: such a pair
-measures what a trained pair of its size and acceptance would.
-
-`make_pair` writes all of it or nothing: into a directory beside `out`, renamed at the end.
+The target is a Llama. The draft model is its first layers with the same embeddings, norm and head;
+the outputs of the target's later layers are scaled by `eps`, so eps = 0 would make the two models
+equal and a larger eps makes them agree less. The head gives every token a few likely successors,
+and sharp random attention picks among them by the context, so greedy text branches instead of
+entering a short cycle. Speed depends on shapes and agreement, not on what a text means: such a pair
+runs as fast as a trained pair of its size and acceptance.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,19 +24,45 @@ from torch import Tensor
 
 from forerun import __version__
 from forerun.bench.recipe import SPECIAL, PairRecipe
+from forerun.cache.attention import Segment
 from forerun.cli.progress import Tell, nothing
 from forerun.errors import ConfigError
-from forerun.measure.agreement import Agreement, Judge
-from forerun.measure.corpus import excerpts, library_texts
+from forerun.llm import LLM
+from forerun.load import make_runner, pick_device
+from forerun.measure.workloads import excerpts, library_texts
+from forerun.runtime.torch_runner import Runner
+from forerun.sampling.params import SamplingParams
 from forerun.utils import atomic_directory
 
-TEXT_A_TOKEN = 732  # characters of text to learn a token from
-JUDGED_TOKENS, JUDGED_PROMPTS = (
-    128,
-    16,
-)  # greedy tokens of each prompt that are compared, and of how many prompts
-ROUNDS = 10  # pairs tried before the nearest is taken
+CHARACTERS_PER_TOKEN = 732  # of text to train the tokenizer on, per token of its vocabulary
+COMPARED_TOKENS, COMPARED_PROMPTS = 128, 16  # greedy tokens of each prompt that are compared
+MAX_ATTEMPTS = 10  # values of eps that are tried before the nearest is taken
+DEPTHS = (1, 2, 3, 4, 5, 7)
+OVERLAP_TEXTS = 4  # texts whose distributions are compared
+TAIL, MAX_PERIOD = 100, 50  # a text loops if its last tokens repeat with a period up to this
 Weights = dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """Agreement of target and draft model on greedy texts of the target.
+
+    Attributes:
+        agree: share of positions where the draft model's most likely token is the target's.
+        overlap: mean of the sum over tokens of min(p, q): acceptance of rejection sampling at
+            temperature 1.
+        accepted: {depth: mean accepted tokens of a chain of that depth}.
+        top: mean probability of the target's most likely token.
+        looping: number of texts that end in a loop, which flatters drafters that copy.
+    """
+
+    agree: float
+    overlap: float
+    accepted: dict[int, float]
+    top: float
+    looping: int
+    texts: int
+    positions: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +70,12 @@ class Pair:
     """A pair that was written.
 
     Attributes:
-        directory: where `target/`, `draft/`, `prompts.json` and `meta.json` are.
-        recipe: what was asked for.
-        eps: the scale of the later layers that was taken.
-        agreement: what was measured with it.
-        parameters: of the target and the draft.
-        middle: where there is a model between them, the share of the target's greedy tokens that it
-            says, and of its own that the draft says.
+        directory: contains `target/`, `draft/`, `prompts.json` and `meta.json`.
+        recipe: the requested parameters.
+        eps: the scale of the later layers that was chosen.
+        agreement: as measured with it.
+        parameters: numbers of parameters of target and draft model.
+        middle: with a middle model: its agreement with the target, and the draft model's with it.
     """
 
     directory: Path
@@ -63,7 +86,7 @@ class Pair:
     middle: tuple[float, float] | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, as in meta.json."""
+        """Return plain values, as in meta.json."""
         return {
             "forerun": __version__,
             "recipe": asdict(self.recipe),
@@ -75,34 +98,30 @@ class Pair:
 
 
 def make_pair(out: Path, recipe: PairRecipe, tell: Tell = nothing) -> Pair:
-    """Write a pair into `out`, which must not exist or be empty.
+    """Write a pair into `out` completely or not at all.
 
-    Args:
-        out: the directory to make, its parents too.
-        recipe: what to make.
-        tell: is told what goes on.
-
-    Raises:
-        ConfigError: `out` holds something, or cannot be a directory.
+    Raises ConfigError unless `out` is an empty directory or does not exist.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(
-            f"{out} is there already, and not empty: give another directory, or remove it"
-        )
+        raise ConfigError(f"{out} exists and is not empty: give another directory, or remove it")
     out.parent.mkdir(parents=True, exist_ok=True)
     with atomic_directory(out) as work:
-        tell("learning a tokenizer")
+        tell("training a tokenizer")
         parts = ["target", "draft", *(["middle"] if recipe.middle_layers else [])]
         prompts = _write_tokenizer(recipe, [work / part for part in parts])
         tell("drawing weights")
         base = draw_weights(recipe)
         draft_size = _save(base, recipe, recipe.draft_layers, work / "draft")
-        eps, agreement = _settle(base, recipe, work, prompts, tell)
-        middle = (
-            _middle(scaled(base, recipe, eps), recipe, work, prompts, tell)
-            if recipe.middle_layers
-            else None
-        )
+        compared = prompts[:COMPARED_PROMPTS]
+        eps, agreement = _search_eps(base, recipe, work, compared, tell)
+        middle = None
+        if recipe.middle_layers:
+            _save(scaled(base, recipe, eps), recipe, recipe.middle_layers, work / "middle")
+            tell("comparing target and middle model")
+            middle = (
+                Comparison(work / "target", work / "middle", compared, recipe).agree,
+                Comparison(work / "middle", work / "draft", compared, recipe).agree,
+            )
         target_size = sum(tensor.numel() for tensor in base.values())
         pair = Pair(out, recipe, eps, agreement, (target_size, draft_size), middle)
         (work / "prompts.json").write_text(json.dumps({"prompts": prompts}))
@@ -110,73 +129,148 @@ def make_pair(out: Path, recipe: PairRecipe, tell: Tell = nothing) -> Pair:
     return pair
 
 
-def _settle(
+def _search_eps(
     base: Weights, recipe: PairRecipe, work: Path, prompts: list[list[int]], tell: Tell
 ) -> tuple[float, Agreement]:
-    """Write targets with one eps after another until the agreement is near enough; the eps that
-    stays, and what it gave."""
-    tokens = min(JUDGED_TOKENS, recipe.context - recipe.prompt_tokens)
+    """Write targets with different eps until the agreement is close enough.
 
-    def judge(eps: float) -> Judge:
+    Returns the eps of the target that was kept, and its agreement.
+    """
+
+    def compare(eps: float) -> Comparison:
         _save(scaled(base, recipe, eps), recipe, recipe.layers, work / "target")
-        tell(f"letting a target of eps {eps:.4f} write {len(prompts[:JUDGED_PROMPTS])} texts")
-        return Judge(work / "target", work / "draft", prompts[:JUDGED_PROMPTS], tokens)
+        tell(f"generating {len(prompts)} texts with eps {eps:.4f}")
+        return Comparison(work / "target", work / "draft", prompts, recipe)
 
-    eps, tried = recipe.eps, {0.0: 1.0}  # without its later layers the target is the draft
-    for _ in range(ROUNDS):
-        judged = judge(eps)
-        tried[eps] = judged.agree
-        tell(f"eps {eps:.4f}: the draft says {judged.agree:.1%} of the target's tokens")
-        if not recipe.agree or abs(judged.agree - recipe.agree) <= recipe.tolerance:
-            return eps, judged.report()
+    eps = recipe.eps
+    tried = {0.0: 1.0}  # without its later layers the target is the draft model
+    for _ in range(MAX_ATTEMPTS):
+        comparison = compare(eps)
+        tried[eps] = comparison.agree
+        tell(f"eps {eps:.4f}: the draft model agrees with {comparison.agree:.1%} of the tokens")
+        if not recipe.agree or abs(comparison.agree - recipe.agree) <= recipe.tolerance:
+            return eps, comparison.report()
         eps = next_eps(tried, recipe.agree)
     eps = min(tried, key=lambda e: abs(tried[e] - recipe.agree))
-    tell(
-        f"an agreement of {recipe.agree:.0%} was not reached; the nearest is kept, with eps {eps:.4f}"
-    )
-    return eps, judge(eps).report()
-
-
-def _middle(
-    target: Weights, recipe: PairRecipe, work: Path, prompts: list[list[int]], tell: Tell
-) -> tuple[float, float]:
-    """Write the model between the two; how often it agrees with the target, and the draft with
-    it."""
-    _save(target, recipe, recipe.middle_layers, work / "middle")
-    tokens = min(JUDGED_TOKENS, recipe.context - recipe.prompt_tokens)
-    tell("letting target and middle model write")
-    pairs = ((work / "target", work / "middle"), (work / "middle", work / "draft"))
-    over, under = (Judge(*pair, prompts[:JUDGED_PROMPTS], tokens).agree for pair in pairs)
-    return over, under
+    tell(f"an agreement of {recipe.agree:.0%} was not reached; the nearest has eps {eps:.4f}")
+    return eps, compare(eps).report()
 
 
 def next_eps(tried: dict[float, float], agree: float) -> float:
-    """Where the agreement should be `agree`: on the line between the nearest eps on either side, or
-    further out.
+    """Return the eps to try next, given {eps: agreement} of those tried.
 
-    The more eps, the less agreement, but for the chance of which texts come out.
+    Interpolates between the nearest on either side of `agree`, or extrapolates. Agreement decreases
+    with eps except for noise.
     """
     above = max(eps for eps, share in tried.items() if share > agree)
-    below = min(
-        (eps for eps, share in tried.items() if share <= agree and eps > above), default=None
-    )
+    candidates = (eps for eps, share in tried.items() if share <= agree and eps > above)
+    below = min(candidates, default=None)
     if below is None:
         return above * min(max((1 - agree) / (1 - tried[above] + 1e-9), 1.1), 4.0)
     return above + (below - above) * (tried[above] - agree) / (tried[above] - tried[below])
 
 
-def draw_weights(recipe: PairRecipe) -> Weights:
-    """The target's tensors by their Hugging Face names, bfloat16, the later layers at their full
-    strength (eps 1).
+class Comparison:
+    """Greedy texts of a target, and the positions where a draft model predicts the same token.
 
-    Each matrix is normal with a deviation that keeps activations near 1; the order of drawing is
-    part of the recipe."""
-    r, generator = recipe, torch.Generator().manual_seed(recipe.seed)
+    Runs with torch kernels (float32 on a CPU), since most of the work is reading whole texts.
+    """
+
+    def __init__(
+        self, target: Path, draft: Path, prompts: Sequence[list[int]], recipe: PairRecipe
+    ) -> None:
+        """Generate a continuation of each prompt; all prompts have one length."""
+        device = pick_device("auto")
+        self.start = len(prompts[0]) - 1  # the position that predicts the first output token
+        tokens = min(COMPARED_TOKENS, recipe.context - recipe.prompt_tokens)
+        self.llm = LLM(
+            target,
+            draft="off",
+            kernels="torch",
+            dtype="float32" if device.type == "cpu" else "auto",
+            context=len(prompts[0]) + tokens,
+            max_rows=len(prompts),
+        )
+        self.drafter = make_runner(replace(self.llm.config, max_rows=1), draft, device)
+        params = SamplingParams.pure(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+        completions = self.llm.generate(prompts, params)
+        self.texts = [[*c.prompt_token_ids, *c.token_ids] for c in completions]
+        outputs = torch.tensor(self.texts)[:, self.start + 1 :]
+        drafted = [self._logits(self.drafter, text).argmax(-1) for text in self.texts]
+        self.same = torch.stack(drafted) == outputs  # bool [texts, tokens]
+
+    @property
+    def agree(self) -> float:
+        """Share of positions where the draft model's most likely token is the target's."""
+        return _mean(self.same)
+
+    def report(self) -> Agreement:
+        """Measure everything; `overlap` and `top` use the first few texts only."""
+        overlap = []
+        top = []
+        for text in self.texts[:OVERLAP_TEXTS]:
+            p = self._logits(self.llm.engine.target, text).softmax(-1)
+            q = self._logits(self.drafter, text).softmax(-1)
+            overlap.append(torch.minimum(p, q).sum(-1))
+            top.append(p.amax(-1))
+        return Agreement(
+            agree=self.agree,
+            overlap=_mean(torch.stack(overlap)),
+            accepted={
+                depth: accepted_tokens(self.same, depth)
+                for depth in DEPTHS
+                if depth <= self.same.shape[1]
+            },
+            top=_mean(torch.stack(top)),
+            looping=sum(is_looping(text) for text in self.texts),
+            texts=len(self.texts),
+            positions=self.same.numel(),
+        )
+
+    def _logits(self, runner: Runner, text: Sequence[int]) -> Tensor:
+        """Return the logits that predict each output token. [tokens, V] on the CPU"""
+        length = len(text) - 1
+        slot = 0
+        runner.cache.pages.grow(slot, length)
+        parents = list(range(-1, length - 1))
+        segment = Segment(slot, list(text[:-1]), parents, list(range(self.start, length)))
+        logits = runner.forward([segment]).logits.cpu()
+        runner.cache.close(slot)
+        return logits
+
+
+def accepted_tokens(same: Tensor, depth: int) -> float:
+    """Return the mean accepted tokens of chains of `depth`. same: bool [texts, tokens]"""
+    return _mean(same.float().unfold(1, depth, 1).cumprod(-1).sum(-1))
+
+
+def is_looping(text: Sequence[int]) -> bool:
+    """Return True if the last tokens repeat with a short period."""
+    tail = list(text[-TAIL:])
+    longest = min(MAX_PERIOD, len(tail) // 2)
+    return any(tail[n:] == tail[:-n] for n in range(1, longest + 1))
+
+
+def _mean(values: Tensor) -> float:
+    return round(values.double().mean().item(), 4)
+
+
+def draw_weights(recipe: PairRecipe) -> Weights:
+    """Return the target's tensors (bfloat16) by their Hugging Face names, for eps = 1.
+
+    Each matrix is normal with a deviation that keeps activations near 1. The order of the draws is
+    part of the recipe.
+    """
+    r = recipe
+    generator = torch.Generator().manual_seed(recipe.seed)
 
     def normal(rows: int, columns: int, deviation: float) -> Tensor:
         return (torch.randn(rows, columns, generator=generator) * deviation).bfloat16()
 
-    queries, keys, unit = r.heads * r.head_dim, r.kv_heads * r.head_dim, r.hidden**-0.5
+    queries = r.heads * r.head_dim
+    keys = r.kv_heads * r.head_dim
+    unit = r.hidden**-0.5
+    ones = torch.ones(r.hidden, dtype=torch.bfloat16)
     weights = {"model.embed_tokens.weight": normal(r.vocab, r.hidden, r.emb)}
     for i in range(r.layers):
         at = f"model.layers.{i}."
@@ -190,32 +284,33 @@ def draw_weights(recipe: PairRecipe) -> Weights:
             at + "mlp.down_proj.weight": normal(
                 r.hidden, r.intermediate, r.ctx * r.intermediate**-0.5
             ),
-            at + "input_layernorm.weight": torch.ones(r.hidden, dtype=torch.bfloat16),
-            at + "post_attention_layernorm.weight": torch.ones(r.hidden, dtype=torch.bfloat16),
+            at + "input_layernorm.weight": ones.clone(),
+            at + "post_attention_layernorm.weight": ones.clone(),
         }
-    weights["model.norm.weight"] = torch.ones(r.hidden, dtype=torch.bfloat16)
+    weights["model.norm.weight"] = ones
     weights["lm_head.weight"] = _head(weights["model.embed_tokens.weight"], recipe, generator)
     return weights
 
 
 def _head(embeddings: Tensor, recipe: PairRecipe, generator: torch.Generator) -> Tensor:
-    """Noise, and for each token a liking for the states that its `nsucc` predecessors make. [V, H]
+    """Return the output head. [V, H]
 
-    Each of `nsucc` random permutations pairs every token with one successor, so all are called for
-    equally often."""
+    It is noise plus, for each token, the embeddings of `nsucc` predecessors. Random permutations
+    pair every token with its successors, so all tokens are equally frequent.
+    """
     head = torch.randn(recipe.vocab, recipe.hidden, generator=generator)
     directions = torch.nn.functional.normalize(embeddings.float(), dim=1)
     for _ in range(recipe.nsucc):
         head[torch.randperm(recipe.vocab, generator=generator)] += (
             recipe.beta * recipe.hidden**0.5 * directions
         )
-    head[: len(SPECIAL)] = 0  # never the likeliest
+    head[: len(SPECIAL)] = 0  # never the most likely
     logits_scale: float = recipe.temp * recipe.hidden**-0.5
     return (head * logits_scale).bfloat16()
 
 
 def scaled(base: Weights, recipe: PairRecipe, eps: float) -> Weights:
-    """The target of one eps: the outputs of the layers that the draft lacks, times eps."""
+    """Return the target with the outputs of layers that the draft lacks scaled by eps."""
     tail = {
         f"model.layers.{i}.{part}.weight"
         for i in range(recipe.draft_layers, recipe.layers)
@@ -225,8 +320,7 @@ def scaled(base: Weights, recipe: PairRecipe, eps: float) -> Weights:
 
 
 def _save(weights: Weights, recipe: PairRecipe, layers: int, directory: Path) -> int:
-    """A model of the first `layers` layers, a directory but for its tokenizer; returns how many
-    parameters it has."""
+    """Write the first `layers` layers as a model without tokenizer; return its parameters."""
     later = tuple(f"model.layers.{i}." for i in range(layers, recipe.layers))
     weights = {name: tensor for name, tensor in weights.items() if not name.startswith(later)}
     ends = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
@@ -251,15 +345,13 @@ def _save(weights: Weights, recipe: PairRecipe, layers: int, directory: Path) ->
     (directory / "config.json").write_text(json.dumps(config, indent=1))
     (directory / "generation_config.json").write_text(json.dumps(ends))
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
-    shutil.copymode(
-        directory / "config.json", directory / "model.safetensors"
-    )  # it comes readable by its owner only
+    # safetensors files are created readable only by their owner
+    shutil.copymode(directory / "config.json", directory / "model.safetensors")
     return sum(tensor.numel() for tensor in weights.values())
 
 
 def _write_tokenizer(recipe: PairRecipe, directories: list[Path]) -> list[list[int]]:
-    """A byte-level BPE of exactly `vocab` tokens into each directory; returns the prompts it
-    makes."""
+    """Write a byte-level BPE tokenizer into each directory; return the prompts."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.decoder = decoders.ByteLevel()
@@ -269,8 +361,8 @@ def _write_tokenizer(recipe: PairRecipe, directories: list[Path]) -> list[list[i
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(library_texts(TEXT_A_TOKEN * recipe.vocab), trainer)
-    missing = recipe.vocab - tokenizer.get_vocab_size()  # the library has only so many words
+    tokenizer.train_from_iterator(library_texts(CHARACTERS_PER_TOKEN * recipe.vocab), trainer)
+    missing = recipe.vocab - tokenizer.get_vocab_size()  # if the text has too few words
     tokenizer.add_special_tokens([f"<unused{i}>" for i in range(missing)])
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",

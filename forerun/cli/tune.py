@@ -8,25 +8,25 @@ from typing import Annotated, Any
 
 import typer
 
-from forerun.bench.decode.asked import ASKED, DECODED, Asked, chosen
+from forerun.bench.options import FLAGS, SAMPLING_FLAGS, DecodeOptions, plan_fields
 from forerun.cli.flags import ENGINE, Json, with_flags
 from forerun.cli.progress import progress
 from forerun.draft_spec import read_draft
 from forerun.errors import ConfigError
-from forerun.measure.choice import choose_tasks
 from forerun.measure.lists import whole
 from forerun.measure.tables import print_columns, print_json
+from forerun.measure.workloads import choose_tasks
 
 AT_HAND = ("suffix", "suffix+recycle", "ngram")  # the drafts that need nothing but the model
 DEPTHS = "auto,2,5"
 TOKENS, ROUNDS, BATCHES = 96, 5, 3
 TRIED = replace(
-    ASKED.without("rules", "temperatures", "quantizations", "repeats", "batches", "price", "out"),
+    FLAGS.without("rules", "temperatures", "quantizations", "repeats", "batches", "price", "out"),
     defaults={"drafts": "those that need nothing more", "depths": DEPTHS, "tokens": TOKENS},
 )
 
 
-@with_flags(ENGINE.without("rule"), DECODED, TRIED)
+@with_flags(ENGINE.without("rule"), SAMPLING_FLAGS, TRIED)
 def tune(
     *,
     seconds: Annotated[float, typer.Option(help="For the long look at each of the best.")] = 30.0,
@@ -36,28 +36,28 @@ def tune(
     as_json: Json = False,
     config: dict[str, Any],
     sampling: dict[str, Any],
-    asked: dict[str, Any],
+    options: dict[str, Any],
 ) -> None:
     """Find the draft and the depth that are fastest for your model, on this machine and on your
     texts.
 
     Everything is timed beside plain decoding, the best again for longer. The text is the same with
     each of them."""
-    wanted = Asked(**{"tokens": TOKENS} | asked)
+    wanted = DecodeOptions(**{"tokens": TOKENS} | options)
     requests = whole(wanted.requests, "requests")
     weights = config.get("quantization")
-    fields = chosen(wanted, config, sampling, ",".join(AT_HAND), DEPTHS)
+    fields = plan_fields(wanted, config, sampling, ",".join(AT_HAND), DEPTHS)
     if out is not None and (
         out.suffix != ".toml" or out.is_dir() or not out.absolute().parent.is_dir()
     ):
         raise ConfigError(
             f"--out {out} cannot be written: give a name that ends in .toml, in a directory that exists"
         )
-    from forerun.bench.decode.sweep import Plan, keep
+    from forerun.bench.decode import DecodePlan, record_results
     from forerun.cli.tuning import look_for_layers, write_choice
     from forerun.cli.tuning import tune as measure
 
-    plan = Plan(**fields, repeats=ROUNDS, batches=BATCHES, settle=seconds)
+    plan = DecodePlan(**fields, repeats=ROUNDS, batches=BATCHES, settle=seconds)
     tasks = choose_tasks(config.get("model"), wanted.prompts, wanted.categories, requests, BATCHES)
     with progress(as_json, measuring=True) as tell:
         if any(
@@ -67,7 +67,7 @@ def tune(
         ):
             look_for_layers(config | {"quantization": weights}, tasks, tell)
         tuned = measure(config, plan, tasks, tell)
-    keep(config.get("model"), tuned.results)
+    record_results(config.get("model"), tuned.results)
     if out is not None:
         write_choice(out, config, weights, tuned)
     if as_json:

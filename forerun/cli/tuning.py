@@ -9,16 +9,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from forerun.bench.decode.sweep import Plan, measure_decoding
+from forerun.bench.decode import DecodePlan, measure_decoding
 from forerun.cli.progress import Part, Tell, nothing
 from forerun.draft.self_speculation import find
 from forerun.engine.request import OFF
 from forerun.errors import ConfigError
 from forerun.llm import LLM
-from forerun.measure.choice import token_ids
 from forerun.measure.rounds import Result
-from forerun.measure.where import machine
-from forerun.measure.workloads import Task
+from forerun.measure.run import machine
+from forerun.measure.workloads import Task, token_ids
 from forerun.models.hub import find_model
 from forerun.utils import write_atomic
 
@@ -57,7 +56,9 @@ class Tuned:
     short: list[Result]
 
 
-def tune(options: dict[str, Any], plan: Plan, tasks: Sequence[Task], tell: Tell = nothing) -> Tuned:
+def tune(
+    options: dict[str, Any], plan: DecodePlan, tasks: Sequence[Task], tell: Tell = nothing
+) -> Tuned:
     """Measure every draft of the plan at every depth, those that come close to the best again, and
     choose.
 

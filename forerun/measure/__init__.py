@@ -1,5 +1,4 @@
-"""What all that measures shares: timed runs and rounds of them, tasks, arithmetic, medians,
-counters, tables.
+"""Measurement code shared by training, the certificate, `forerun tune` and `forerun bench`.
 
-It uses the engine from outside, and knows nothing of who measures.
+It uses the engine from outside and does not import any of its users.
 """

@@ -1,4 +1,4 @@
-"""Lists on the command line: what stands between commas, and what of it is no number."""
+"""Comma-separated values of command-line options."""
 
 from __future__ import annotations
 
@@ -9,22 +9,28 @@ from forerun.errors import ConfigError
 
 
 def listed(text: str) -> list[str]:
-    """What stands between commas."""
+    """Split a comma-separated value; empty entries are dropped."""
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
 def plural(
-    many: str | None, one: Any, name: str, default: str, split: Callable[[str], list[str]] = listed
+    many: str | None,
+    one: Any,
+    name: str,
+    default: str,
+    split: Callable[[str], list[str]] = listed,
 ) -> list[str]:
-    """The values of `--drafts`, or the one of `--draft`, or those of the default; both are an
-    error."""
+    """Return the values of `--NAMEs`, the one of `--NAME`, or the default's.
+
+    Raises ConfigError if both options were given.
+    """
     if many is not None and one is not None:
         raise ConfigError(f"--{name} and --{name}s were both given: give one of them")
     return [str(one)] if one is not None else split(default if many is None else many)
 
 
 def whole(text: str, name: str) -> int:
-    """A whole number. Raises ConfigError, which names the option."""
+    """Parse a whole number. Raises ConfigError, which names the option."""
     try:
         return int(text)
     except ValueError:
@@ -32,7 +38,7 @@ def whole(text: str, name: str) -> int:
 
 
 def number(text: str, name: str) -> float:
-    """A number. Raises ConfigError, which names the option."""
+    """Parse a number. Raises ConfigError, which names the option."""
     try:
         return float(text)
     except ValueError:

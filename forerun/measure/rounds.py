@@ -1,13 +1,12 @@
-"""Rounds: arms beside plain decoding of the same model, in turn, on the same prompts; and what they
-come to.
+"""Interleaved rounds: several ways to decode beside plain decoding, on the same prompts.
 
-A setting is a category of tasks at one temperature and so many requests at once; its prompts stand
-in batches that run together. A round runs plain decoding and every arm once over every batch,
-starting with another of them each time. The time of an arm on a batch is its median over the
-rounds; its speed is all tokens over the sum of those times, so that one disturbed run counts for
-nothing and every prompt for what it takes. What proposers remember of finished requests is dropped
-before every run. One round over the first batch comes first and does not count: it warms up, and
-lets the depth policy measure.
+A setting is a category of tasks at one temperature and one number of concurrent requests; its
+prompts are grouped into batches that run together. A round runs plain decoding and every arm once
+over every batch and starts with a different arm each time. The time of an arm on a batch is its
+median over the rounds; its speed is all tokens over the sum of these times, so one disturbed run
+does not count and every prompt counts with the time it takes. Drafter state of finished requests is
+dropped before every run. One uncounted round over the first batch comes first: it warms up, and the
+depth policy measures.
 """
 
 from __future__ import annotations
@@ -29,13 +28,12 @@ from forerun.measure.run import PLAIN, Arm, Run, Work, tally, timed_run
 from forerun.sampling.params import SamplingParams
 
 Batch = list[Work]
-# width of a 95 % interval, as a share of the ratio, below which no further rounds are needed
-NARROW = 0.06
+SETTLED_WIDTH = 0.06  # width of a 95 % interval, as a share of the ratio, that needs no more rounds
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What arms are compared within."""
+    """The conditions under which arms are compared."""
 
     category: str
     temperature: float
@@ -50,21 +48,21 @@ class Result:
     """One arm in one setting over all rounds; milliseconds are medians, counts are sums.
 
     Attributes:
-        quantization: of the target; none keeps its dtype.
-        draft, depth, rule: the arm; off is plain decoding.
+        quantization: of the target; "none" keeps its dtype.
+        draft, depth, rule: the arm; "off" is plain decoding.
         category, temperature, requests: the setting.
-        tokens_per_second: of decoding, all requests together.
+        tokens_per_second: decoding speed of all requests together.
         times_plain: the speed over that of plain decoding.
-        interval: 95 % bootstrap interval of times_plain over the rounds; None of fewer than two.
-        accepted_length: tokens a target pass and request.
-        drafted: nodes drafted a step and request.
-        draft_ms, pass_ms, other_ms: milliseconds a step.
-        same: whether every output was plain decoding's, token for token; None where only the law is
-            promised.
-        first_difference: the earliest output position where one was not.
+        interval: 95 % bootstrap interval of times_plain; None for fewer than two rounds.
+        accepted_length: tokens per target forward pass and request.
+        drafted: drafted tokens per step and request.
+        draft_ms, pass_ms, other_ms: milliseconds per step.
+        same: True if every output equals plain decoding's token for token; None where the rule
+            preserves only the distribution.
+        first_difference: the earliest output position that differs.
         lengths, acceptance, sources, positions: counts, see `tally`.
-        joules_per_token: None where this machine's counters do not say.
-        cost_per_million: of tokens, at the price of an hour that was given; None without.
+        joules_per_token: None where the energy counters do not say.
+        cost_per_million: price of a million tokens; None if no price was given.
     """
 
     quantization: str
@@ -94,15 +92,15 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """Plain decoding of one target beside what reading its weights once a pass allows.
+    """Plain decoding of one target beside the bound set by reading its weights once per pass.
 
     Attributes:
         quantization, requests: as in `Result`.
-        weight_bytes: read by one pass.
-        bandwidth: GB/s at which all threads read, measured between the runs; None where the model
-            is not on the CPU, or there are no native kernels to measure with.
+        weight_bytes: bytes read by one forward pass.
+        bandwidth: read bandwidth of all threads in GB/s, measured between the runs; None off the
+            CPU or without native kernels.
         tokens_per_second: bandwidth over weight bytes, times requests.
-        share: plain decoding's share of that, within rounds.
+        share: plain decoding's share of that.
     """
 
     quantization: str
@@ -114,7 +112,7 @@ class Limit:
 
 
 def always(seconds: float, done: int) -> bool:
-    """There is time for any round."""
+    """Allow every further round."""
     return True
 
 
@@ -130,12 +128,13 @@ class Rounds:
         repeats: int,
         meter: Meter,
     ) -> None:
-        self.llm, self.setting, self.repeats, self.meter = llm, setting, repeats, meter
+        self.llm = llm
+        self.setting = setting
+        self.repeats = repeats
+        self.meter = meter
         self.params = replace(params, temperature=setting.temperature)
         self.runs: dict[Arm, list[list[Run]]] = {arm: [] for arm in arms}
-        self.energies: dict[Arm, list[float | None]] = {
-            arm: [] for arm in arms
-        }  # joules a token of each run
+        self.joules_per_token: dict[Arm, list[float | None]] = {arm: [] for arm in arms}
         self.bandwidths: list[float] = []
 
     def play(
@@ -145,158 +144,156 @@ class Rounds:
         settle: float = 0.0,
         fits: Callable[[float, int], bool] = always,
     ) -> None:
-        """The warm-up and all rounds, then further ones for up to `settle` seconds, until every
-        ratio has settled.
+        """Run the warm-up and all rounds, then more for up to `settle` seconds while unsettled.
 
-        Before each, `fits` is asked whether there is time for it: the seconds it may take, by the
-        warm-up or the one before, and how many rounds are over.
+        Before each round `fits(seconds, done)` decides whether there is time for it: the seconds
+        that it may take, and the number of rounds that are over.
         """
-        llm, arms = self.llm, list(self.runs)
-        has_limit = llm.decoder.device.type == "cpu" and native.library() is not None
-        if has_limit:
-            native.start(llm.config.threads)  # torch kernels have not
+        measures_bandwidth = self.llm.decoder.device.type == "cpu" and native.library() is not None
+        if measures_bandwidth:
+            native.start(self.llm.config.threads)  # not started yet where torch kernels are used
         tell(f"{self.setting}: warming up", 0, 1)
         began = time.monotonic()
-        for arm in arms:
-            llm.forget()
-            timed_run(llm.engine, works[0], self.params, arm)
-        self.runs = {arm: [[] for _ in works] for arm in arms}
-        began, expected = time.monotonic(), (time.monotonic() - began) * len(works)
+        for arm in self.runs:
+            self.llm.forget()
+            timed_run(self.llm.engine, works[0], self.params, arm)
+        self.runs = {arm: [[] for _ in works] for arm in self.runs}
+        expected = (time.monotonic() - began) * len(works)
+        began = time.monotonic()
         while self.done < self.repeats or (
             time.monotonic() < began + settle and not self.settled()
         ):
             if not fits(expected, self.done):
                 return
-            begun = time.monotonic()
+            round_began = time.monotonic()
             self._round(works, tell, began, settle)
-            expected = time.monotonic() - begun
-            self.bandwidths += [native.read_bandwidth()] if has_limit else []
+            expected = time.monotonic() - round_began
+            self.bandwidths += [native.read_bandwidth()] if measures_bandwidth else []
 
     def _round(self, works: Sequence[Batch], tell: Tell, began: float, settle: float) -> None:
-        """Every arm on every batch, the arms in turns."""
-        llm, arms, done = self.llm, list(self.runs), self.done
-        of = f" of {self.repeats}" if done < self.repeats else ", until ratios have settled"
-        for batch in range(len(works)):
+        """Run every arm on every batch, starting with a different arm each time."""
+        arms = list(self.runs)
+        done = self.done
+        total = f" of {self.repeats}" if done < self.repeats else ", until ratios have settled"
+        for batch, work in enumerate(works):
             i = done * len(works) + batch
-            share = (1 + i) / (1 + self.repeats * len(works))  # 1 for the warm-up
+            share = (1 + i) / (1 + self.repeats * len(works))  # the first 1 is the warm-up
             if settle:
                 share = min(share, (time.monotonic() - began) / settle)
-            tell(
-                f"{self.setting}: round {done + 1}{of}, prompts {batch + 1} of {len(works)}",
-                min(share, 1.0),
-                1,
-            )
+            what = f"{self.setting}: round {done + 1}{total}, prompts {batch + 1} of {len(works)}"
+            tell(what, min(share, 1.0), 1)
             for turn in range(len(arms)):
                 arm = arms[(turn + i) % len(arms)]
-                llm.forget()
+                self.llm.forget()
                 with self.meter.window() as window:
-                    run = timed_run(llm.engine, works[batch], self.params, arm)
+                    run = timed_run(self.llm.engine, work, self.params, arm)
                 self.runs[arm][batch].append(run)
-                self.energies[arm].append(
-                    window.energy.per_token(run.tokens) if window.energy else None
-                )
+                joules = window.energy.per_token(run.tokens) if window.energy else None
+                self.joules_per_token[arm].append(joules)
 
     @property
     def done(self) -> int:
-        """Rounds that are over."""
+        """The number of rounds that are over."""
         return len(self.runs[PLAIN][-1])
 
     def settled(self) -> bool:
-        """Whether the interval of every arm's ratio to plain decoding is at most `NARROW` of it
-        wide."""
-        plain = self._speeds(PLAIN)
+        """Return True if every ratio's interval is at most `SETTLED_WIDTH` of the ratio wide."""
         for arm in self.runs:
-            speeds = self._speeds(arm)
-            interval = None if arm == PLAIN else ratio_interval(speeds, plain)
-            if interval and interval[1] - interval[0] > NARROW * overall(speeds) / overall(plain):
-                return False
+            if arm != PLAIN:
+                ratio, interval = self.ratio(arm, PLAIN)
+                if interval and interval[1] - interval[0] > SETTLED_WIDTH * ratio:
+                    return False
         return True
 
     def result(self, quantization: str, arm: Arm, price: float | None) -> Result:
-        """What the runs of one arm come to; `price` is that of an hour of this machine."""
-        runs, setting = list(itertools.chain(*self.runs[arm])), self.setting
+        """Summarize the runs of one arm; `price` is the price of an hour of this machine."""
+        runs = list(itertools.chain(*self.runs[arm]))
         stats = [each for run in runs for each in run.stats]
-        same, apart = self._compared(arm)
-        speeds, plain = self._speeds(arm), self._speeds(PLAIN)
         steps = sum(s.steps for s in stats)
+        speed = self.speed(arm)
+        ratio, interval = self.ratio(arm, PLAIN)
+        same, difference = self._compare_outputs(arm)
         return Result(
-            quantization, arm.draft, arm.depth, arm.rule, setting.category, setting.temperature, setting.requests,
-            tokens_per_second=overall(speeds),
-            times_plain=overall(speeds) / overall(plain),
-            interval=None if arm == PLAIN else ratio_interval(speeds, plain),
+            quantization=quantization,
+            draft=arm.draft,
+            depth=arm.depth,
+            rule=arm.rule,
+            category=self.setting.category,
+            temperature=self.setting.temperature,
+            requests=self.setting.requests,
+            tokens_per_second=speed,
+            times_plain=ratio,
+            interval=None if arm == PLAIN else interval,
             accepted_length=sum(s.completion_tokens for s in stats) / steps,
             drafted=sum(s.drafted for s in stats) / steps,
             draft_ms=median([run.draft_ms for run in runs]),
             pass_ms=median([run.pass_ms for run in runs]),
             other_ms=median([run.other_ms for run in runs]),
             same=same,
-            first_difference=apart,
+            first_difference=difference,
             **tally(stats),
-            joules_per_token=median_if_known(self.energies[arm]),
-            cost_per_million=cost_per_million(price, overall(speeds)) if price else None,
-        )  # fmt: skip
+            joules_per_token=median_if_known(self.joules_per_token[arm]),
+            cost_per_million=cost_per_million(price, speed) if price else None,
+        )
 
     def speed(self, arm: Arm) -> float:
-        """Tokens a second of one arm over all rounds."""
+        """Return the tokens per second of one arm over all rounds."""
         return overall(self._speeds(arm))
 
     def ratio(self, arm: Arm, base: Arm) -> tuple[float, tuple[float, float] | None]:
-        """The speed of one arm over that of another, with its 95 % interval; None of fewer than two
-        rounds."""
-        speeds, others = self._speeds(arm), self._speeds(base)
-        return overall(speeds) / overall(others), ratio_interval(speeds, others)
+        """Return the speed of `arm` over that of `base`, and its 95 % interval (see `Result`)."""
+        speeds = self._speeds(arm)
+        base_speeds = self._speeds(base)
+        return overall(speeds) / overall(base_speeds), ratio_interval(speeds, base_speeds)
 
     def _speeds(self, arm: Arm) -> np.ndarray:
-        """Tokens a second by batch and round. [batches, repeats]"""
+        """Tokens per second. [batches, rounds]"""
         return np.array([[run.speed for run in batch] for batch in self.runs[arm]])
 
-    def _compared(self, arm: Arm) -> tuple[bool | None, int | None]:
-        """Whether the texts are plain decoding's and, if not, from where on; None where that is not
-        promised."""
+    def _compare_outputs(self, arm: Arm) -> tuple[bool | None, int | None]:
+        """Compare outputs with plain decoding's; (None, None) where equality is not promised."""
         if arm.rule != "match" and (self.setting.temperature or arm.rule == "typical"):
             return None, None
-        pairs = zip(
-            itertools.chain(*self.runs[arm]), itertools.chain(*self.runs[PLAIN]), strict=True
-        )
-        apart = [
-            first_difference(mine, theirs)
-            for run, base in pairs
-            for mine, theirs in zip(run.outputs, base.outputs, strict=True)
+        runs = itertools.chain(*self.runs[arm])
+        plain_runs = itertools.chain(*self.runs[PLAIN])
+        differences = [
+            first_difference(output, plain)
+            for run, plain_run in zip(runs, plain_runs, strict=True)
+            for output, plain in zip(run.outputs, plain_run.outputs, strict=True)
         ]
-        differing = [at for at in apart if at is not None]
-        return not differing, min(differing, default=None)
+        positions = [at for at in differences if at is not None]
+        return not positions, min(positions, default=None)
 
     def limit(self, quantization: str) -> Limit:
-        """What the bandwidth between the runs allows plain decoding."""
-        size, requests = self.llm.decoder.weight_bytes, self.setting.requests
+        """Return the bound that the measured bandwidth sets for plain decoding."""
+        size = self.llm.decoder.weight_bytes
+        requests = self.setting.requests
         if not self.bandwidths:
             return Limit(quantization, requests, size, None, None, None)
-        most = 1e9 * median(self.bandwidths) / size * requests
-        share = overall(self._speeds(PLAIN)) / most
-        return Limit(quantization, requests, size, median(self.bandwidths), most, share)
+        bandwidth = median(self.bandwidths)
+        bound = 1e9 * bandwidth / size * requests
+        return Limit(quantization, requests, size, bandwidth, bound, self.speed(PLAIN) / bound)
 
 
 def overall(speeds: np.ndarray) -> float:
-    """One speed of equal batches: each takes the median time of its rounds. [batches, repeats]
-    tokens/s -> tokens/s"""
+    """Combine batches of equal size, each with its median time. [batches, rounds] -> tokens/s"""
     return float(1 / np.mean(1 / np.median(speeds, axis=-1), axis=-1))
 
 
 def ratio_interval(speeds: np.ndarray, plain: np.ndarray) -> tuple[float, float] | None:
-    """The 95 % percentile bootstrap interval of the ratio of two overall speeds, rounds drawn for
-    each batch; None of fewer than two rounds. The same values give the same interval. [batches,
-    repeats] each"""
+    """Return the 95 % bootstrap interval of the ratio of two overall speeds, resampling rounds.
+
+    Deterministic. None for fewer than two rounds. Both [batches, rounds].
+    """
     batches, repeats = speeds.shape
     if repeats < 2:
         return None
-    dice = default_rng(0)
-    chosen = dice.integers(repeats, size=(RESAMPLES, batches, repeats))
+    chosen = default_rng(0).integers(repeats, size=(RESAMPLES, batches, repeats))
     row = np.arange(batches)[:, None]
 
-    def drawn(values: np.ndarray) -> np.ndarray:
+    def resampled(values: np.ndarray) -> np.ndarray:
         medians = np.median(values[row, chosen], axis=-1)
-        speeds: np.ndarray = 1 / np.mean(1 / medians, axis=-1)
-        return speeds
+        return np.asarray(1 / np.mean(1 / medians, axis=-1))
 
-    low, high = np.quantile(drawn(speeds) / drawn(plain), [0.025, 0.975])
+    low, high = np.quantile(resampled(speeds) / resampled(plain), [0.025, 0.975])
     return float(low), float(high)

@@ -1,12 +1,11 @@
-"""One timed run: requests put in at once, decoded one way to their end; and what the rounds of
-requests add up to.
+"""One timed run: requests added together and decoded to their end with one draft setting.
 
-What is timed. The window opens when the last of the requests has its first token, and closes when
-the last has ended; the speed is the tokens that came within it over its length. So reading prompts
-is left out, as are tokens that quick requests produced meanwhile, and the end of a run, where
-requests that were less lucky with their drafts go on alone, is left in. With one request that is
-all tokens but the first over the time since the first. A draft model reads the prompt within the
-window, unless an earlier run left it in its cache."""
+The timed window opens when the last request has produced its first token and closes when the last
+request ends; the speed is the tokens produced within it over its length. Prefill is excluded, and
+so are tokens that faster requests produced during prefill; the tail of a run, where requests with
+fewer accepted tokens run alone, is included. A draft model reads the prompt within the window,
+unless an earlier run left it in the draft model's cache.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +23,12 @@ from forerun.engine.request import OFF
 from forerun.engine.stats import RequestStats
 from forerun.sampling.params import SamplingParams
 
-FIRST_BUCKET = 32  # output positions; each later bucket is as long as all before it
+FIRST_BUCKET = 32  # output positions of the first bucket; each later one doubles the end
 
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One way to decode: a draft as in `Config.draft`, a depth and a rule. PLAIN is plain
-    decoding."""
+    """One way to decode: a draft as in `Config.draft`, a depth and a rule."""
 
     draft: str
     depth: int | str
@@ -38,16 +36,16 @@ class Arm:
 
     @property
     def name(self) -> str:
-        """What the engine calls the proposer."""
+        """The name of the proposer in the engine."""
         return draft_name(self.draft)
 
 
-PLAIN = Arm(OFF, 0)
+PLAIN = Arm(OFF, 0)  # plain decoding
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A prompt as token ids, and the texts that came with it."""
+    """A prompt as token ids, and the reference texts that came with it."""
 
     prompt: list[int]
     references: tuple[Reference, ...] = ()
@@ -55,14 +53,14 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What came of one run.
+    """Result of one run.
 
     Attributes:
-        speed: tokens a second in the window.
-        outputs: of each request.
-        stats: of each request.
-        step_ms: milliseconds a step in the window, all of it.
-        prefill_seconds: from the beginning to the first token of the last request.
+        speed: tokens per second in the window.
+        outputs: token ids of each request.
+        stats: statistics of each request.
+        step_ms: milliseconds per step in the window.
+        prefill_seconds: time from the start to the last request's first token.
     """
 
     speed: float
@@ -73,27 +71,27 @@ class Run:
 
     @property
     def tokens(self) -> int:
-        """Tokens of all outputs."""
+        """Total number of output tokens."""
         return sum(len(output) for output in self.outputs)
 
     @property
     def accepted_length(self) -> float:
-        """Tokens a target pass and request."""
+        """Tokens per target forward pass and request."""
         return sum(s.completion_tokens for s in self.stats) / self._steps
 
     @property
     def draft_ms(self) -> float:
-        """Milliseconds a step spent drafting."""
+        """Milliseconds of drafting per step."""
         return 1e3 * sum(s.draft_seconds for s in self.stats) / self._steps
 
     @property
     def pass_ms(self) -> float:
-        """Milliseconds a step spent in the target's pass with its verification."""
+        """Milliseconds of the target's forward pass with verification per step."""
         return 1e3 * sum(s.verify_seconds for s in self.stats) / self._steps
 
     @property
     def other_ms(self) -> float:
-        """Milliseconds a step spent on anything else."""
+        """Milliseconds of everything else per step."""
         return max(self.step_ms - self.draft_ms - self.pass_ms, 0.0)
 
     @property
@@ -102,18 +100,16 @@ class Run:
 
 
 def timed_run(engine: Engine, works: Sequence[Work], params: SamplingParams, arm: Arm) -> Run:
-    """Let the prompts run at once to their end; request i draws with the seed of `params` plus
-    i."""
+    """Decode all prompts together to their end; request i uses the seed of `params` plus i."""
     begun = time.perf_counter()
-    seed, requests = params.seed or 0, []
+    requests = []
     for i, work in enumerate(works):
-        draft = with_references(arm.name) if work.references and arm.name != OFF else arm.name
-        mine = replace(params, seed=seed + i)
+        has_references = work.references and arm.name != OFF
         requests.append(
             engine.add(
                 work.prompt,
-                mine,
-                draft=draft,
+                replace(params, seed=(params.seed or 0) + i),
+                draft=with_references(arm.name) if has_references else arm.name,
                 depth=arm.depth,
                 rule=arm.rule,
                 references=work.references,
@@ -141,39 +137,63 @@ def timed_run(engine: Engine, works: Sequence[Work], params: SamplingParams, arm
 
 
 def tally(stats: Iterable[RequestStats]) -> dict[str, Any]:
-    """What the rounds of requests add up to, as plain values.
+    """Aggregate the speculative steps of requests into plain values.
 
-    lengths[i]: passes that gave i + 1 tokens. acceptance: for level 1, 2, .. of the drafts, [drafts
-    that reached so deep, those accepted so deep]. sources: {proposer: [drafted, accepted]}.
-    positions: [first output position, passes that began from there on, tokens they gave] by buckets
-        of 32, 32, 64, 128, .. positions.
+    Returns:
+        lengths: entry i counts forward passes that produced i + 1 tokens.
+        acceptance: for level 1, 2, ..: [drafts at least that deep, drafts accepted that deep].
+        sources: {proposer: [drafted tokens, accepted tokens]}.
+        positions: [first output position, passes that started in the bucket, tokens they produced]
+            for buckets of 32, 32, 64, 128, .. output positions.
     """
-    lengths, reached, stood = Counter[int](), Counter[int](), Counter[int]()
+    lengths = Counter[int]()
+    reached = Counter[int]()
+    accepted_levels = Counter[int]()
     sources: dict[str, list[int]] = {}
     positions: dict[int, list[int]] = {}
-    for one in stats:
+    for request in stats:
         at = 0
-        for depth, (_, accepted) in zip(one.depths, one.rounds, strict=True):
-            given = min(accepted + 1, one.completion_tokens - at)
-            lengths[given] += 1
+        for depth, (_, accepted) in zip(request.depths, request.rounds, strict=True):
+            produced = min(accepted + 1, request.completion_tokens - at)
+            lengths[produced] += 1
             reached.update(range(depth))
-            stood.update(range(min(accepted, depth)))
+            accepted_levels.update(range(min(accepted, depth)))
             bucket = positions.setdefault(bucket_of(at), [0, 0])
             bucket[0] += 1
-            bucket[1] += given
-            at += given
-        for name, source in one.by_source.items():
+            bucket[1] += produced
+            at += produced
+        for name, source in request.by_source.items():
             counts = sources.setdefault(name, [0, 0])
             counts[0] += source.drafted
             counts[1] += source.accepted
     return {
-        "lengths": [lengths[given] for given in range(1, max(lengths, default=0) + 1)],
-        "acceptance": [[count, stood[level]] for level, count in sorted(reached.items())],
+        "lengths": [lengths[length] for length in range(1, max(lengths, default=0) + 1)],
+        "acceptance": [[n, accepted_levels[level]] for level, n in sorted(reached.items())],
         "sources": sources,
         "positions": [[start, *counts] for start, counts in sorted(positions.items())],
     }
 
 
 def bucket_of(position: int) -> int:
-    """The first position of the bucket that holds `position`: 0, 32, 64, 128, .."""
+    """Return the first position of the bucket that holds `position`: 0, 32, 64, 128, .."""
     return 0 if position < FIRST_BUCKET else 1 << (position.bit_length() - 1)
+
+
+def machine(threads: int = 0) -> dict[str, Any]:
+    """Describe this machine in plain values, for reports. `threads` as in `Config`."""
+    import torch
+
+    from forerun import __version__
+    from forerun.hardware import cores, processor
+    from forerun.kernels import native
+
+    on_gpu = torch.cuda.is_available()
+    return {
+        "processor": processor(),
+        "cores": cores(),
+        "threads": threads or cores(),
+        "instructions": native.instructions() if native.library() is not None else "torch",
+        "torch": torch.__version__,
+        "forerun": __version__,
+        "device": torch.cuda.get_device_name() if on_gpu else "cpu",
+    }

@@ -1,27 +1,25 @@
-"""The arithmetic of speculation: expected tokens a pass, speed-up, and the depth where it is
-greatest.
+"""Expected speed-up of speculative decoding from acceptance rates and costs.
 
-Costs are in passes of the target over one row (one token of one request). Acceptance is
-conditional: the chance that a level is accepted given that the levels before it were. The formulas,
-with tau for tokens a pass:
+Costs are in target forward passes over one row (one token of one request). Acceptance is
+conditional: the probability that a level is accepted given that the levels before it were. With tau
+for the tokens per forward pass:
 
-    chain, one chance a at every level   tau(K) = (1 - a^(K+1)) / (1 - a)             Leviathan
-    2211.17192, eq. 1 chain, a chance a_i for level i      tau(K) = 1 + sum over i of a_1 a_2 .. a_i
-    the same, levels not alike tree                                 tau = 1 + sum over nodes of
-    P(accepted)      Sequoia 2402.12374 speed-up at depth K                  S(K) = tau(K) v(B) /
-    (v(B + B w K) + c K + f) drafting ahead, on cores of its own  S(K) = tau(K) v(B) / (h max(v, d)
-    + (1 - h) (v + d))     SSD 2603.03251
+    chain, one rate a for all levels     tau(K) = (1 - a^(K+1)) / (1 - a)              [1], eq. 1
+    chain, a rate a_i for level i        tau(K) = 1 + sum over i of a_1 a_2 .. a_i
+    tree                                 tau = 1 + sum over nodes of P(accepted)       [2]
+    speed-up at depth K                  S(K) = tau(K) v(B) / (v(B + B w K) + c K + f)
+    asynchronous drafting                S(K) = tau(K) v(B) / (h max(v, d) + (1 - h) (v + d))  [3]
 
-for B requests at once, v(n) the cost of a pass over n rows, w nodes a level, c the cost of drafting
-a level (a draft model), f of a draft whatever its depth (one-pass drafters), d = c K + f, h the
-chance that what a verdict leaves was drafted for. With B = w = 1, v constant and f = 0 the former
-is Leviathan's theorem 3.8."""
+[1] Leviathan et al., arXiv 2211.17192; [2] Sequoia, arXiv 2402.12374; [3] SSD, arXiv 2603.03251;
+for B concurrent requests, v(n) the cost of a pass over n rows, w nodes per level, c the cost of
+drafting a level (a draft model), f the cost of a draft whatever its depth (one-pass drafters), d =
+c K + f, and h the probability that the verdict was anticipated. With B = w = 1, v constant and f =
+0 the speed-up is Leviathan's theorem 3.8.
+"""
 
 from __future__ import annotations
 
 import heapq
-import math
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -30,112 +28,97 @@ import numpy as np
 from forerun.errors import ConfigError
 from forerun.utils import check_integer
 
-DEEPEST = 64
-Cost = Callable[[int], float]
+MAX_DEPTH = 64
+Cost = Callable[[int], float]  # rows of a forward pass -> its cost
 
 
-def flat(rows: int) -> float:
-    """The cost of a pass where rows are free."""
+def constant_cost(rows: int) -> float:
+    """Return the cost of a pass where further rows are free."""
     return 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speculation:
-    """A way to speculate, as the formulas see it.
+    """The parameters of the formulas.
 
     Attributes:
-        acceptance: the chance that the draft's first choice is the target's token, by level; the
-            last one goes on.
-        siblings: the chance that it is the draft's second choice, third choice, ...: trees with one
-            more node a level than there are siblings, the likeliest paths of each level. Empty:
-            chains.
-        draft_cost: of drafting one level.
-        fixed_cost: of drafting at all.
-        verify_cost: rows of a pass to its cost.
-        foreseen: the chance that what a verdict leaves was drafted for while the target worked, on
-            cores of the drafter's own; None where one waits for the other.
-        requests: decoding at once; `draft_cost` and `fixed_cost` are for all of them together.
+        acceptance: probability that the draft's first choice is accepted, by level; the last value
+            applies to all deeper levels.
+        siblings: probability of the draft's second, third, .. choice. The tree keeps one more node
+            per level than there are siblings: the likeliest paths. Empty for chains.
+        draft_cost: of drafting one level, for all requests together.
+        fixed_cost: of drafting at any depth, for all requests together.
+        verify_cost: maps the rows of a pass to its cost.
+        foreseen: probability that an asynchronous drafter anticipated the verdict; None for a
+            drafter that waits for it.
+        requests: number of concurrent requests.
+
+    Raises:
+        ConfigError: a value is out of range.
     """
 
     acceptance: Sequence[float]
     siblings: Sequence[float] = ()
     draft_cost: float = 0.0
     fixed_cost: float = 0.0
-    verify_cost: Cost = field(default=flat)
+    verify_cost: Cost = field(default=constant_cost)
     foreseen: float | None = None
     requests: int = 1
 
     def __post_init__(self) -> None:
         if not self.acceptance:
-            raise ConfigError("there is no acceptance: give at least one chance, such as 0.8")
+            raise ConfigError("acceptance is empty: give at least one probability, such as 0.8")
         for chance in (*self.acceptance, *self.siblings, self.foreseen or 0.0):
             if not 0 <= chance <= 1:
-                raise ConfigError(f"acceptance {chance} is out of range: give chances from 0 to 1")
+                raise ConfigError(
+                    f"acceptance {chance} is out of range: give probabilities, 0 to 1"
+                )
         if max(self.acceptance) + sum(self.siblings) > 1 + 1e-9:
-            raise ConfigError(
-                "the chances of a level's first choice and its siblings add up to more than 1"
-            )
+            raise ConfigError("acceptance and siblings of a level add up to more than 1")
         if not all(0 <= cost < float("inf") for cost in (self.draft_cost, self.fixed_cost)):
-            raise ConfigError(
-                "a draft cannot cost less than nothing, nor for ever: give costs from 0 up"
-            )
+            raise ConfigError("a draft cost is negative or infinite: give costs from 0 up")
         check_integer("requests", self.requests, 1)
 
     @property
     def width(self) -> int:
-        """Nodes a level."""
+        """Nodes per level."""
         return 1 + len(self.siblings)
 
     def at(self, depth: int) -> Forecast:
-        """What drafting `depth` levels gives; depth 0 is plain decoding."""
+        """Predict one depth; depth 0 is plain decoding."""
         rows = self.requests * (1 + self.width * depth)
-        verify, drafting = (
-            self.verify_cost(rows),
-            self.draft_cost * depth + self.fixed_cost if depth else 0.0,
-        )
+        verify = self.verify_cost(rows)
+        drafting = self.draft_cost * depth + self.fixed_cost if depth else 0.0
         hits = self.foreseen or 0.0
         cost = hits * max(verify, drafting) + (1 - hits) * (verify + drafting)
-        tokens = expected_tokens(self, depth)
+        tokens = 1.0 + sum(self.level_chances(depth))
         return Forecast(depth, rows, tokens, cost, tokens * self.verify_cost(self.requests) / cost)
 
-    def best(self, deepest: int = DEEPEST) -> Forecast:
-        """The depth from 0 to `deepest` with the greatest speed-up, the smallest of equals."""
-        return max(
-            (self.at(depth) for depth in range(deepest + 1)), key=lambda forecast: forecast.speedup
-        )
+    def best(self, max_depth: int = MAX_DEPTH) -> Forecast:
+        """Return the depth up to `max_depth` with the greatest speed-up, the smallest of equals."""
+        forecasts = (self.at(depth) for depth in range(max_depth + 1))
+        return max(forecasts, key=lambda forecast: forecast.speedup)
 
+    def level_chances(self, depth: int) -> list[float]:
+        """Return, for each level, the probability that the target's path is in the draft so far.
 
-def played(speculation: Speculation, depth: int, rounds: int = 20_000, seed: int = 0) -> float:
-    """The speed-up of drafting ahead, played round by round on a machine where the drafter has
-    cores of its own.
-
-    While the target verifies, the drafter reads the draft, and then drafts behind what may come of
-    it, a level at a time. If that is foreseen, the next verification begins once the draft is
-    there; otherwise it is drafted anew, once the drafter is through with the level that it is in.
-    """
-    chance, clock, said = random.Random(seed), 0.0, 0
-    one, rows = speculation.requests, speculation.requests * (1 + speculation.width * depth)
-    verify, level, reached = (
-        speculation.verify_cost(rows),
-        speculation.draft_cost,
-        level_chances(speculation, depth),
-    )
-    for _ in range(rounds):
-        draw = chance.random()
-        said += 1 + sum(draw < stands for stands in reached)
-        ahead = level * (depth + 1) + speculation.fixed_cost
-        if chance.random() < (speculation.foreseen or 0.0):
-            clock += max(verify, ahead)
-        else:
-            busy = min(math.ceil(verify / level) * level, ahead) if level else 0.0
-            clock += max(verify, busy) + level * depth + speculation.fixed_cost
-    return said * speculation.verify_cost(one) / clock
+        The `width` likeliest paths of each level are kept. A path's probability is the product of
+        its choices', so the best paths of a level extend the best of the level before.
+        """
+        paths = [1.0]
+        chances = []
+        for level in range(depth):
+            first = self.acceptance[min(level, len(self.acceptance) - 1)]
+            choices = (first, *self.siblings)
+            extended = (path * choice for path in paths for choice in choices)
+            paths = heapq.nlargest(self.width, extended)
+            chances.append(sum(paths))
+        return chances
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """One depth: rows of a pass, tokens a pass and request, cost of a round in one-row passes,
-    times plain decoding."""
+    """Rows of a pass, tokens per pass and request, cost of a step, and speed-up of one depth."""
 
     depth: int
     rows: int
@@ -144,47 +127,26 @@ class Forecast:
     speedup: float
 
 
-def expected_tokens(speculation: Speculation, depth: int) -> float:
-    """Tokens a pass gives, the target's own included: 1 + the chances that level 1, 2, .. `depth`
-    is reached."""
-    return 1.0 + sum(level_chances(speculation, depth))
-
-
-def level_chances(speculation: Speculation, depth: int) -> list[float]:
-    """For each level, the chance that the target's path is in the draft down to there.
-
-    Of each level the `width` likeliest paths are kept, as a beam does. A path's chance is the
-    product of its choices' chances, so the best paths of a level continue the best of the one
-    before: nothing is lost by cutting."""
-    paths, chances = [1.0], []
-    for level in range(depth):
-        first = speculation.acceptance[min(level, len(speculation.acceptance) - 1)]
-        choices = (first, *speculation.siblings)
-        paths = heapq.nlargest(
-            speculation.width, (path * choice for path in paths for choice in choices)
-        )
-        chances.append(sum(paths))
-    return chances
-
-
 def cascaded(draft_cost: float, inner: Speculation) -> tuple[int, float]:
-    """What drafting a level costs where the draft model, whose pass over one row costs
-    `draft_cost`, is itself drafted for (`inner`: costs in passes of it): (how deep at best, cost of
-    a level). Depth 0 is the model alone. A draft of many levels takes several such rounds."""
+    """Return (best depth, cost per level) of a draft model that is itself drafted for.
+
+    `draft_cost` is the cost of the draft model's forward pass over one row, and the costs of
+    `inner` are in such passes. Depth 0 means that the draft model is faster alone.
+    """
     best = inner.best()
     return best.depth, draft_cost / best.speedup
 
 
 def cost_by_rows(costs: dict[int, float]) -> Cost:
-    """A cost function through measured points {rows: cost}: linear between them, and beyond on the
-    last two's line.
+    """Return a cost function through measured points {rows: cost}, scaled so that one row costs 1.
 
-    Scaled so that one row costs 1. Raises ConfigError for points that make no sense.
+    It is linear between the points and continues the last segment. Raises ConfigError for costs
+    that are not positive, or without one row.
     """
     if not costs or min(costs) != 1:
         raise ConfigError("verify costs need the cost of one row: give 1:COST too")
     if any(not 0 < cost < float("inf") for cost in costs.values()):
-        raise ConfigError("a pass costs something: give verify costs over 0")
+        raise ConfigError("a verify cost is not positive: give costs over 0")
     rows = sorted(costs)
     values = [costs[r] / costs[1] for r in rows]
     slope = (values[-1] - values[-2]) / (rows[-1] - rows[-2]) if len(rows) > 1 else 0.0
@@ -197,10 +159,10 @@ def cost_by_rows(costs: dict[int, float]) -> Cost:
 
 
 def cost_by_slope(slope: float) -> Cost:
-    """A cost function that grows by `slope` with every row after the first. Raises ConfigError if
-    it would shrink."""
+    """Return a cost function that grows by `slope` with every row after the first.
+
+    Raises ConfigError for a negative or infinite slope.
+    """
     if not 0 <= slope < float("inf"):
-        raise ConfigError(
-            f"verify cost {slope} is out of range: give what a further row costs, from 0 up"
-        )
+        raise ConfigError(f"verify cost {slope} is out of range: give the cost of a row, from 0 up")
     return lambda rows: 1.0 + slope * (rows - 1)

@@ -24,8 +24,7 @@ from forerun.kernels import native
 from forerun.llm import LLM
 from forerun.measure.energy import Meter
 from forerun.measure.rounds import Rounds, Setting, always
-from forerun.measure.run import PLAIN, Arm, Work
-from forerun.measure.where import machine
+from forerun.measure.run import PLAIN, Arm, Work, machine
 from forerun.runtime.torch_runner import Runner
 from forerun.sampling.params import SamplingParams
 from forerun.train.capture import Target

@@ -1,5 +1,4 @@
-"""A registry of their own for all tests of the measuring tools, and a clock that does not depend on
-the machine."""
+"""Fixtures of measurements: an empty registry and a fixed read bandwidth."""
 
 from pathlib import Path
 
@@ -10,11 +9,11 @@ from forerun.kernels import native
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is measured here is nobody's."""
+    """Keep results out of the user's registry."""
     monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "cache"))
 
 
 @pytest.fixture
 def steady(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A read bandwidth of 10 GB/s, at once."""
+    """A read bandwidth of 10 GB/s, without measuring."""
     monkeypatch.setattr(native, "read_bandwidth", lambda megabytes=256: 10.0)

@@ -291,13 +291,7 @@ def test_every_verb_that_runs_a_model_takes_it_as_the_first_argument_or_by_its_f
         arguments = [
             (p.metavar or p.name) for p in command.params if p.param_type_name == "argument"
         ]
-        if by_flag and path not in (
-            ("batch",),
-            ("index",),
-            ("train",),
-            ("bench", "peers"),
-            ("bench", "serve"),
-        ):
+        if by_flag and path not in (("batch",), ("index",), ("train",), ("bench", "serve")):
             assert arguments[:1] == ["MODEL"], path
         assert not by_flag or any("-m" in p.opts for p in command.params), path
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from forerun import ConfigError, SamplingParams
-from forerun.bench.decode.sweep import Plan
+from forerun.bench.decode import DecodePlan
 from forerun.bench.pair import Pair
 from forerun.cli.tune import AT_HAND
 from forerun.cli.tuning import choose, ranked, tune
@@ -83,7 +83,7 @@ def test_plain_decoding_is_no_candidate() -> None:
     assert [r.draft for r in ranked(drafts)] == ["ngram", "suffix"]
     params = SamplingParams(max_tokens=8)
     with pytest.raises(ConfigError, match="nothing to choose between"):
-        tune({}, Plan(params, ["off"]), [])
+        tune({}, DecodePlan(params, ["off"]), [])
 
 
 def test_what_is_at_hand_needs_nothing_but_the_model() -> None:

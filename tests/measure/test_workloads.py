@@ -1,29 +1,32 @@
-"""Tasks to measure with: our own set as promised, files in every form they come in, and one line
-for all others."""
+"""Tasks: the built-in set, files in every format, passages of the library, chat templates."""
 
 import json
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from forerun import ConfigError, RequestError
-from forerun.measure.workloads import MT_BENCH, TASKS, Task, builtin, of_categories, read_tasks
+from forerun.bench.pair import Pair
+from forerun.measure.workloads import (
+    MT_BENCH,
+    TASKS,
+    Task,
+    builtin,
+    choose_tasks,
+    conversation,
+    excerpts,
+    of_categories,
+    read_tasks,
+    token_ids,
+)
+from tests import tiny
 
-CATEGORIES = [
-    "completion",
-    "edit",
-    "grounded",
-    "summary",
-    "translation",
-    "chat",
-    "mathematics",
-    "free",
-]
-LONGEST = 1000  # characters, some 350 tokens: small contexts hold an answer as well
+CATEGORIES = ["completion", "edit", "grounded", "summary"]
+CATEGORIES += ["translation", "chat", "mathematics", "free"]
+MAX_CHARACTERS = 1000  # some 350 tokens, so that small contexts hold an answer too
 SPEED_BENCH = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"
 
 Write = Callable[[str, str], Path]
@@ -39,61 +42,23 @@ def write(tmp_path: Path) -> Write:
     return make
 
 
-def encode(text: str) -> list[int]:
-    return [ord(c) for c in text]
-
-
-def broken_promises(tasks: Sequence[Task]) -> list[str]:
-    """What of our own set is not as `builtin` and the measurements promise."""
-    found = [] if list(dict.fromkeys(t.category for t in tasks)) == CATEGORIES else ["order"]
-    found += [
-        f"{name}: {count} tasks"
-        for name, count in Counter(t.category for t in tasks).items()
-        if count != 4
-    ]
-    for t in tasks:
-        if not isinstance(t.prompt, str) or len(t.prompt) > LONGEST:
-            found.append(f"{t.id}: prompt")
-            continue
-        if (t.prediction is not None) != (t.category == "edit") or (
-            t.prediction or ""
-        ) not in t.prompt:
-            found.append(f"{t.id}: prediction")
-        if bool(t.documents) != (t.category == "grounded") or not all(
-            d in t.prompt for d in t.documents
-        ):
-            found.append(f"{t.id}: documents")
-        if t.category == "chat" and not (
-            t.prompt.startswith("User:") and t.prompt.endswith("\nAssistant:")
-        ):
-            found.append(f"{t.id}: transcript")
-    return found
-
-
-def test_our_own_set() -> None:
-    """Reports by category compare like with like: eight categories of four; what is quoted is
-    really in the prompt."""
-    assert broken_promises(builtin()) == []
-    assert len({t.prompt for t in builtin()}) == 32
-
-
-@pytest.mark.parametrize(
-    ("index", "changes", "found"),
-    [
-        (0, {"category": "edit"}, "completion: 3 tasks"), (0, {"prompt": "word " * 1000}, "prompt"),
-        (4, {"prediction": "another file"}, "prediction"), (4, {"prediction": None}, "prediction"),
-        (8, {"documents": ("said nowhere",)}, "documents"), (12, {"documents": ("the",)}, "documents"),
-        (20, {"prompt": "Hello."}, "transcript"),
-    ],
-)  # fmt: skip
-def test_a_fault_in_the_set_would_be_seen(index: int, changes: dict, found: str) -> None:
+def test_the_builtin_set() -> None:
+    """Eight categories of four short tasks; predictions and documents are part of the prompts."""
     tasks = builtin()
-    tasks[index] = replace(tasks[index], **changes)
-    assert found in " ".join(broken_promises(tasks))
+    assert Counter(t.category for t in tasks) == dict.fromkeys(CATEGORIES, 4)
+    assert list(dict.fromkeys(t.category for t in tasks)) == CATEGORIES
+    assert len({t.prompt for t in tasks}) == 32
+    for t in tasks:
+        assert isinstance(t.prompt, str) and len(t.prompt) <= MAX_CHARACTERS
+        assert (t.prediction is not None) == (t.category == "edit")
+        assert (t.prediction or "") in t.prompt
+        assert bool(t.documents) == (t.category == "grounded")
+        assert all(document in t.prompt for document in t.documents)
+        is_transcript = t.prompt.startswith("User:") and t.prompt.endswith("\nAssistant:")
+        assert t.category != "chat" or is_transcript
 
 
 def test_the_set_is_installed() -> None:
-    """The file is package data: without it an installed forerun would have no set."""
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
     patterns = project["tool"]["setuptools"]["package-data"]["forerun"]
     assert any(TASKS in TASKS.parents[1].glob(pattern) for pattern in patterns)
@@ -105,19 +70,29 @@ TALK = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": 
 @pytest.mark.parametrize(
     ("name", "text", "prompts"),
     [
-        ("a.txt", "two\nlines", ["two\nlines"]), ("a.py", "print()", ["print()"]), ("a.md", "\ufeffmark", ["mark"]),
+        ("a.txt", "two\nlines", ["two\nlines"]),
+        ("a.py", "print()", ["print()"]),
+        ("a.md", "\ufeffmark", ["mark"]),
         ("a.jsonl", '"ab"\n\n[1, 2]\n{"prompt": "c"}\n{"text": [3]}\n', ["ab", [1, 2], "c", [3]]),
-        ("A.JSONL", '"ab"\n"c"', ["ab", "c"]), ("a.jsonl", '"a\u2028b"\n"c\x85d"', ["a\u2028b", "c\x85d"]),
-        ("a.jsonl", '{"question_id": 1, "category": "qa", "turns": ["d", "e"], "reference": ["f"]}', ["d"]),
+        ("A.JSONL", '"ab"\n"c"', ["ab", "c"]),
+        ("a.jsonl", '"a\u2028b"\n"c\x85d"', ["a\u2028b", "c\x85d"]),
+        (
+            "a.jsonl",
+            '{"question_id": 1, "category": "qa", "turns": ["d", "e"], "reference": ["f"]}',
+            ["d"],
+        ),
         ("a.json", '["ab", [1, 2], {"text": "c"}]', ["ab", [1, 2], "c"]),
         ("a.json", '{"prompts": [[4, 5]], "recipe": {}}', [[4, 5]]),
         ("a.json", json.dumps([{"prompt": TALK}]), [TALK]),
-        ("a.jsonl", json.dumps({"src_id": "x", "messages": [*TALK, {"role": "user", "content": "2"}]}), [TALK]),
+        (
+            "a.jsonl",
+            json.dumps({"src_id": "x", "messages": [*TALK, {"role": "user", "content": "2"}]}),
+            [TALK],
+        ),
     ],
-)  # fmt: skip
+)
 def test_forms_of_files(write: Write, name: str, text: str, prompts: list) -> None:
-    """Text is one prompt; a line of JSON lines ends at a newline only, since Spec-Bench's texts
-    hold other breaks."""
+    """Text is one prompt; JSON lines end at newlines only, since texts contain other breaks."""
     assert [t.prompt for t in read_tasks(write(name, text))] == prompts
 
 
@@ -134,8 +109,10 @@ def test_fields(write: Write) -> None:
         {"prompt": "x", "id": None, "documents": []},
     ]
     assert read_tasks(write("a.jsonl", "\n".join(map(json.dumps, lines)))) == [
-        Task("a", "edit", "x", "y", ("u", "v")), Task("81", "writing", "x"), Task("line 3", "file", "x"),
-    ]  # fmt: skip
+        Task("a", "edit", "x", "y", ("u", "v")),
+        Task("81", "writing", "x"),
+        Task("line 3", "file", "x"),
+    ]
     assert [t.id for t in read_tasks(write("a.json", '["x", "y"]'))] == ["prompt 1", "prompt 2"]
 
 
@@ -169,25 +146,52 @@ BAD = {
     "no prompt": (line(category="edit"), "line 2: it has no prompt: give one of prompt"),
     "two prompts": (line(prompt="x", text="y"), "it has prompt and text: give one"),
     "an empty prompt": (line(prompt=""), "line 2: the prompt is empty"),
-    "half a character": (("a.jsonl", '{"prompt": "\\ud83d"}'), "line 1: the prompt is not valid Unicode"),
-    "a prediction that is no text": (line(prompt="x", prediction=["y"]), 'prediction must be a text, not ["y"]'),
+    "half a character": (
+        ("a.jsonl", '{"prompt": "\\ud83d"}'),
+        "line 1: the prompt is not valid Unicode",
+    ),
+    "a prediction that is no text": (
+        line(prompt="x", prediction=["y"]),
+        'prediction must be a text, not ["y"]',
+    ),
     "an empty prediction": (line(prompt="x", prediction=""), "the prediction is empty"),
     "one document": (line(prompt="x", documents="y"), 'documents must be a list of texts, not "y"'),
-    "documents that are no texts": (line(prompt="x", documents=["y", 3]), "a document must be a text, not 3"),
-    "a category that is no text": (line(prompt="x", category=3), "the category must be a text, not 3"),
+    "documents that are no texts": (
+        line(prompt="x", documents=["y", 3]),
+        "a document must be a text, not 3",
+    ),
+    "a category that is no text": (
+        line(prompt="x", category=3),
+        "the category must be a text, not 3",
+    ),
     "an id that is no text": (line(prompt="x", id=True), "the id must be a text, not true"),
-    "the same id": (("a.json", '[{"id": 7, "text": "x"}, {"id": "7", "text": "y"}]'), "prompt 2: there is a task"),
+    "the same id": (
+        ("a.json", '[{"id": 7, "text": "x"}, {"id": "7", "text": "y"}]'),
+        'prompt 2: the id "7" is used twice',
+    ),
     "no turns": (line(turns=[]), "turns and messages must be lists, not []"),
     "a turn that is none": (line(turns="x"), 'turns and messages must be lists, not "x"'),
     "an empty turn": (line(turns=["", "x"]), "the prompt is empty"),
-    "turns of numbers": (line(turns=[1]), "no turn or message is the user's"),
-    "messages without a user": (line(messages=TALK[:1]), "no turn or message is the user's"),
-    "messages that are none": (line(messages=[3, TALK[1]]), "is no prompt: give a text, token ids or messages"),
-    "a message without content": (line(prompt=[{"role": "user"}]), "the content of a message must be a text, not null"),
-    "a turn to be filled in": (line(turns=[f"{SPEED_BENCH}\n\n{{question}}"]), "line 2: the prompt is a placeholder"),
-    "a message to be filled in": (line(messages=[{"role": "user", "content": SPEED_BENCH}]), "is a placeholder"),
+    "turns of numbers": (line(turns=[1]), "there is no user message"),
+    "messages without a user": (line(messages=TALK[:1]), "there is no user message"),
+    "messages that are none": (
+        line(messages=[3, TALK[1]]),
+        "is no prompt: give a text, token ids or messages",
+    ),
+    "a message without content": (
+        line(prompt=[{"role": "user"}]),
+        "the content of a message must be a text, not null",
+    ),
+    "a turn to be filled in": (
+        line(turns=[f"{SPEED_BENCH}\n\n{{question}}"]),
+        "line 2: the prompt is a placeholder",
+    ),
+    "a message to be filled in": (
+        line(messages=[{"role": "user", "content": SPEED_BENCH}]),
+        "is a placeholder",
+    ),
     "a long value": (line(prompt={"x": "y" * 500}), '{"x": "yyyy'),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("file", "says"), BAD.values(), ids=BAD.keys())
@@ -204,8 +208,11 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "binary.jsonl").write_bytes(bytes(range(256)))
     (tmp_path / "zeros.txt").write_bytes(bytes(64))
     for name, says in [
-        ("missing", "No such file"), (".", "Is a directory"), ("binary.jsonl", "not UTF-8"), ("zeros.txt", "not UTF-8"),
-    ]:  # fmt: skip
+        ("missing", "No such file"),
+        (".", "Is a directory"),
+        ("binary.jsonl", "not UTF-8"),
+        ("zeros.txt", "not UTF-8"),
+    ]:
         with pytest.raises(RequestError, match=f"cannot be read: .*{says}") as caught:
             read_tasks(tmp_path / name)
         assert "\n" not in str(caught.value)
@@ -217,11 +224,9 @@ def test_categories() -> None:
     assert of_categories(tasks, ["free", "edit", "edit"]) == [
         t for t in tasks if t.category in ("edit", "free")
     ]
-    with pytest.raises(
-        ConfigError, match=r"'edits' \(did you mean 'edit'\?\): these tasks have chat, comp"
-    ):
+    with pytest.raises(ConfigError, match=r"'edits': did you mean 'edit'\?"):
         of_categories(tasks, ["free", "edits"])
-    with pytest.raises(ConfigError, match="no category 'zebra': these tasks have chat"):
+    with pytest.raises(ConfigError, match="no category 'zebra': known: chat"):
         of_categories(tasks, ["zebra"])
     with pytest.raises(ConfigError, match="'mt_bench'"):
         of_categories(tasks, ["mt_bench"])
@@ -242,7 +247,51 @@ def test_spec_bench(write: Write) -> None:
         "qa",
     ]
     assert [t.category for t in of_categories(tasks, ["math"])] == ["math"]
-    with pytest.raises(
-        ConfigError, match=r"mean 'mt_bench'.*rag.*mt_bench|mean 'mt_bench'.*mt_bench.*rag"
-    ):
+    with pytest.raises(ConfigError, match="did you mean 'mt_bench'"):
         of_categories(tasks, ["mtbench"])
+
+
+def test_passages_are_different_and_of_the_right_length() -> None:
+    def encode(text: str) -> list[int]:
+        return [ord(c) for c in text]
+
+    found = excerpts(encode, 300, 40)  # more than there are files
+    assert [len(p) for p in found] == [40] * 300 and len({json.dumps(p) for p in found}) > 290
+    assert excerpts(encode, 5, 40) == found[:5]
+    with pytest.raises(RequestError, match="ask for fewer"):
+        excerpts(encode, 3, 10_000_000)
+
+
+def test_tasks_of_a_command(pair: Pair, write: Write) -> None:
+    """A file, built-in categories, prompts beside the model, or passages."""
+    target = str(pair.directory / "target")
+    assert [t.category for t in choose_tasks(target, None, "chat", 1, 1)] == ["chat"] * 4
+    assert len(choose_tasks(target, None, "all", 1, 1)) == 32
+    assert choose_tasks(target, write("p.txt", "hello"), None, 1, 1)[0].prompt == "hello"
+    assert len(choose_tasks(target, None, None, 1, 1)) == 6
+    passages = choose_tasks(str(tiny.spoken()), None, None, 2, 9)
+    assert [len(task.prompt) for task in passages] == [128] * 10
+
+
+def test_written_out_dialogues_become_messages() -> None:
+    """Only those that wait for the assistant; anything else is one message."""
+    user = {"role": "user", "content": "a"}
+    dialogue = "User: a\nAssistant: b\nUser: c: d\nAssistant:"
+    answer = {"role": "assistant", "content": "b"}
+    assert conversation(dialogue) == [user, answer, {"role": "user", "content": "c: d"}]
+    assert conversation("User: a\nAssistant:") == [user]
+    for text in (
+        "hello",
+        "Hm.\nUser: a\nAssistant:",
+        "User: a\nAssistant: b",
+        "User: \nAssistant:",
+    ):
+        assert conversation(text) == [{"role": "user", "content": text}]
+
+
+def test_prompts_as_a_model_reads_them(pair: Pair) -> None:
+    target = str(pair.directory / "target")
+    tasks = [Task("a", "file", [5, 6]), Task("b", "file", "def f"), Task("c", "chat", "def f")]
+    ids, text, chat = token_ids(target, tasks)
+    assert ids == [5, 6] and text == chat  # without a chat template a text is continued
+    assert token_ids("./nowhere", tasks[:1]) == [[5, 6]]

@@ -1,0 +1,1 @@
+"""Benchmarks of forerun and other engines, see README.md."""

@@ -1,1 +1,0 @@
-"""A running server under load, whoever wrote it."""

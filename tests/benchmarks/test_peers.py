@@ -1,0 +1,502 @@
+"""Other engines: fair rounds, one line for whatever fails, their workers' loops and file formats.
+
+Most workers here are scripts that speak the protocol and run nothing; transformers runs for real.
+"""
+
+import json
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from benchmarks.command import run
+from benchmarks.peers import __main__ as module
+from benchmarks.peers import process
+from benchmarks.peers.__main__ import STORED, Engines, Kind, Load, Plan
+from benchmarks.peers.process import WORKERS, Capabilities, Outcome, PeerError, Worker
+from benchmarks.peers.results import OURS, summarize
+from forerun.bench.pair import Pair
+from forerun.kernels import native
+from forerun.measure import run as timing
+from forerun.measure.run import Work
+from tests.bench.test_decode import PARAMS, TWO, FakeEngine
+
+pytestmark = [
+    pytest.mark.usefixtures("steady"),
+    pytest.mark.skipif(native.library() is None, reason="no native kernels"),
+]
+FAKE = """
+import json, sys
+def say(answer):
+    print(json.dumps(answer), flush=True)
+def ready():
+    say({"ready": {"version": "9.9", "plain": 4, "speculative": 1, "depths": True}})
+def answer(request, speed=100.0):
+    outputs = [[p[0] + i for i in range(request["tokens"])] for p in request["prompts"]]
+    say({"outputs": outputs, "decode_tokens": speed, "decode_seconds": 1.0,
+         "prefill_seconds": 1.0, "steps": sum(map(len, outputs)) // (1 + request["depth"])})
+"""
+WORKS = """
+ready()
+for line in sys.stdin:
+    request = json.loads(line)
+    answer(request, 100.0 * (1 + request["depth"]))
+"""
+BROKEN = [
+    ("sys.exit('no such model')", "ended with code 1: no such model"),
+    ("ready()\ninput()\nsys.exit(7)", "ended with code 7"),
+    ("ready()\ninput()\ninput()\ninput()", "no answer within 1 seconds: see --timeout"),
+    ("print('Loading weights')", "gave 'Loading weights', which is no answer"),
+    ("say({'hello': 1})", "which is no answer"),
+    ("ready()\ninput()\nsay({'outputs': [[1]]})", "which is no answer"),
+    ("import no_such_engine", "No module named 'no_such_engine': run PYTHON -m pip install fake"),
+    ("say({'error': 'ValueError: too large'})", "ValueError: too large"),
+    ("ready()\nr = json.loads(input())\nr['tokens'] -= 1\nanswer(r)\ninput()", "instead of 8 each"),
+]
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], str]:
+    """Replace an engine's script; return the entry for --peers."""
+
+    def put(name: str, text: str) -> str:
+        script = tmp_path / f"{name}.py"
+        script.write_text(FAKE + text)
+        formats = ("bfloat16", "int8", STORED)
+        monkeypatch.setitem(module.KINDS, name, Kind(str(script), "fake", formats))
+        return f"{name}={sys.executable}"
+
+    return put
+
+
+@pytest.fixture
+def peers(pair: Pair, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Run the benchmark on the tiny pair; return (exit code, stdout, stderr)."""
+
+    def call(*words: str) -> tuple[int, str, str]:
+        draft = f"model:{pair.directory}/draft"
+        models = ["--model", f"{pair.directory}/target", "--draft", draft, "--formats", "int8"]
+        quick = ["--depths", "2", "--tokens", "8", "--repeats", "1", "--threads", "1"]
+        code = 0
+        try:
+            run(lambda: module.main([*models, *quick, *words]))
+        except SystemExit as exit_:
+            code = int(exit_.code or 0)
+        return code, *capsys.readouterr()
+
+    return call
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Worker]:
+    """All workers that are started."""
+    workers: list[Worker] = []
+    begin = Worker.__init__
+
+    def note(self: Worker, *args: Any) -> None:
+        workers.append(self)
+        begin(self, *args)
+
+    monkeypatch.setattr(Worker, "__init__", note)
+    return workers
+
+
+def test_a_report(peers, fake, started: list[Worker]) -> None:
+    """A row for each engine, format and concurrency; a peer that cannot draft for two does not."""
+    entry = fake("llama.cpp", WORKS)
+    flags = ["--formats", "int8,bfloat16,int4", "--requests", "1,2", "--depths", "auto,1,3"]
+    code, out, _ = peers("--peers", entry, *flags, "--repeats", "2", "--json")
+    report = json.loads(out)
+    assert code == 0
+    rows = [(r["engine"], r["format"], r["requests"]) for r in report["results"]]
+    names = ("forerun", "llama.cpp")
+    assert rows == [(e, f, n) for f in ("int8", "bfloat16") for n in (1, 2) for e in names]
+    assert [f["format"] for f in report["failures"]] == ["int4"]
+    ours, theirs = report["results"][:2]
+    assert set(ours["by_depth"]) == {"auto", "1", "3"} and set(theirs["by_depth"]) == {"1", "3"}
+    assert ours["first_difference"] == -1 and ours["ours_over_plain"] is None
+    found = [theirs[name] for name in ("version", "plain", "speculative", "depth", "times_plain")]
+    assert found == ["9.9", 100.0, 400.0, 3, 4.0]
+    assert (theirs["interval"], theirs["accepted_length"]) == ([4.0, 4.0], 4.0)
+    several = report["results"][3]
+    assert several["plain"] == 100.0 and several["speculative"] is several["depth"] is None
+    assert report["bandwidth"] == [10.0, 10.0, 10.0]
+    assert len(started) == 2 and all(worker.process.poll() is not None for worker in started)
+
+
+@pytest.mark.parametrize(("text", "message"), BROKEN)
+def test_a_peer_that_fails(text: str, message: str, peers, fake, started: list[Worker]) -> None:
+    """One line; the other engines go on and no process is left."""
+    entries = f"{fake('openvino', text)},{fake('llama.cpp', WORKS)}"
+    timeout = "1" if "within 1" in message else "60"
+    code, out, err = peers("--peers", entries, "--timeout", timeout)
+    assert code == 0 and "Traceback" not in err + out
+    (line,) = [line for line in err.splitlines() if line.startswith("left out")]
+    assert line.startswith("left out: openvino: ")
+    assert message.replace("PYTHON", sys.executable) in line
+    assert [row.split()[0] for row in out.splitlines()[1:3]] == ["forerun", "llama.cpp"]
+    assert "read bandwidth 10.0 GB/s" in out.splitlines()[-1]
+    assert all(worker.process.poll() is not None for worker in started)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--peers", ","], "at least one peer"),
+        (["--peers", "llamacpp=/bin/sh"], "did you mean 'llama.cpp'"),
+        (["--peers", "server=http://a,server=http://b"], "given twice"),
+        (["--peers", "llama.cpp=./nowhere"], "write llama.cpp=PYTHON"),
+        (["--peers", "server=localhost:8000"], "write server=http://HOST:PORT"),
+        (["--formats", "int5"], "there is no format 'int5'"),
+        (["--formats", STORED], "runs as it is stored"),
+        (["--depths", "0,1"], "depth 0 is plain"),
+        (["--requests", "999"], "fewer than 999 prompts"),
+        (["--tokens", "1"], "tokens=1"),
+        (["--tokens", "999"], "context of 256"),
+        (["--categories", "chats"], "did you mean 'chat'"),
+        (["--prefill", "256"], "prompt of 256 tokens and 1 more"),
+        (["--draft", "suffix"], "give model:PLACE, lookup or off"),
+        (["--converted", __file__], "cannot be a directory"),
+        (["--peers", "drafting-server=http://127.0.0.1:9"], "there is no server at"),
+    ],
+)
+def test_bad_input(peers, words: list[str], message: str) -> None:
+    code, out, err = peers("--peers", f"llama.cpp={sys.executable}", *words)
+    assert (code, out) == (2, "") and message in err and "Traceback" not in err
+
+
+def engine(name: str, log: list[Any], seconds: float = 1.0, fails: int = 99) -> SimpleNamespace:
+    """An engine that logs its runs and fails after some of them."""
+
+    def go(depth: int, prompts: list, tokens: int) -> Outcome:
+        log.append((name, depth, prompts[0], tokens))
+        if len([entry for entry in log if entry[0] == name]) > fails:
+            raise PeerError("it broke")
+        return Outcome(1.0, [[1]], None, seconds)
+
+    return SimpleNamespace(name=name, ready=Capabilities("1", 9, 9, True), run=go)
+
+
+def test_rounds_are_fair() -> None:
+    """Each round runs all arms on the same prompts and starts with another; failures are final."""
+    log: list[Any] = []
+    failures: list[dict[str, str]] = []
+    engines = Engines([engine(OURS, log), engine("a", log), engine("b", log, fails=3)], failures)
+    plan = Plan(Path("x"), "off", None, {}, [], depths=["auto", 3], tokens=100, repeats=3)
+    runs = module.measure_decoding(engines, Load("", 1, [[[5]], [[6]]]), plan, [])
+    arms = [(OURS, 0), (OURS, "auto"), (OURS, 3), ("a", 0), ("a", 3), ("b", 0), ("b", 3)]
+    assert [entry[:2] for entry in log[:7]] == [arms[(turn - 1) % 7] for turn in range(7)]
+    assert {entry[3] for entry in log[:7]} == {64} and {entry[3] for entry in log[7:]} == {100}
+    rounds = [log[7:14], log[14:19], log[19:24]]
+    assert [{entry[2][0] for entry in entries} for entries in rounds] == [{5}, {6}, {5}]
+    assert [entries[0][:2] for entries in rounds] == arms[:3]
+    assert failures == [{"engine": "b", "format": "", "why": "it broke"}]
+    assert list(runs) == arms[:5] and all(len(outcomes) == 3 for outcomes in runs.values())
+
+
+def test_prefill_is_timed_in_turn() -> None:
+    """No two prompts of an engine start alike."""
+    log: list[Any] = []
+    engines = Engines([engine(OURS, log, 1.0), engine("a", log, 2.0)], [])
+    plan = Plan(Path("x"), "off", None, {}, [], repeats=3, prefill=[10, 4])
+    found = module.measure_prefill("int8", engines, plan, [[1, 2, 3], [4, 5], [6, 7]])
+    rows = [(r.engine, r.tokens, r.first_token, r.ours_over) for r in found]
+    assert rows[:2] == [(OURS, 10, 1.0, None), ("a", 10, 2.0, 2.0)] and len(rows) == 4
+    prompts = [prompt for name, _, prompt, _ in log if name == "a"]
+    assert prompts[0] == [1, 2, 3, 4, 5, 6, 7, 1, 2, 3] and prompts[1][:3] == [2, 3, 4]
+    assert prompts == [prompt for name, _, prompt, _ in log if name == OURS]
+
+
+def test_rows_by_hand() -> None:
+    def outcomes(*speeds: float, output: list[int]) -> list[Outcome]:
+        return [Outcome(speed, [output], 2.0) for speed in speeds]
+
+    runs = {
+        (OURS, 0): outcomes(10, 20, output=[1, 2, 3, 4]),
+        (OURS, 2): outcomes(30, 40, output=[1, 2, 3, 4]),
+        ("a", 0): outcomes(5, 20, output=[1, 2, 9, 4]),
+        ("a", 2): outcomes(10, 10, output=[1, 2, 9, 5]),
+        ("a", 4): outcomes(10, 20, output=[1, 2, 9, 4]),
+    }
+    ours, theirs = summarize("int8", 1, [engine(OURS, []), engine("a", [])], runs)
+    assert (ours.plain, ours.speculative, ours.times_plain) == (15, 35, 2.5)
+    assert (theirs.depth, theirs.speculative, theirs.first_difference) == (4, 15, -1)
+    assert theirs.shared_with_ours == 0.5 and theirs.ours_over_plain == 1.5
+    assert theirs.ours_over_speculative == theirs.ours_over_best == 2.5
+
+
+def test_transformers_for_real(peers, pair: Pair) -> None:
+    """In float32 its output is ours: plain, assisted, and with prompt lookup."""
+    flags = ["--formats", "float32", "--draft-format", "bfloat16", "--tokens", "12", "--json"]
+    entry = f"transformers={sys.executable}"
+    code, out, _ = peers("--peers", entry, *flags, "--depths", "3", "--requests", "1,2")
+    report = json.loads(out)
+    assert code == 0 and not report["failures"]
+    ours, alone, _, together = report["results"]
+    assert alone["first_difference"] == -1 and alone["shared_with_ours"] == 1.0
+    assert together["shared_with_ours"] == 1.0 and together["speculative"] is None
+    assert alone["accepted_length"] == pytest.approx(ours["accepted_length"], rel=0.4)
+    code, out, _ = peers("--peers", entry, *flags, "--draft", "lookup", "--prefill", "40")
+    report = json.loads(out)
+    ours, theirs = report["results"]
+    assert ours["speculative"] and theirs["accepted_length"] >= 1
+    assert theirs["first_difference"] == -1 and len(report["prefills"]) == 2
+
+
+def test_a_gguf_file_runs_as_it_is_stored(pair: Pair, script, fake, peers, tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    path = tmp_path / "tiny.Q8_0.gguf"
+    script("write_gguf").convert(pair.directory / "target", "int8", path)
+    (tmp_path / "prompts.json").write_bytes((pair.directory / "prompts.json").read_bytes())
+    check = "options = json.loads(sys.argv[1])\nassert options['lookup'], options\n"
+    entries = f"{fake('llama.cpp', check + WORKS)},transformers={sys.executable}"
+    flags = ["--model", str(path), "--draft", "lookup", "--formats", ""]
+    code, out, _ = peers("--peers", entries, *flags, "--json")
+    report = json.loads(out)
+    assert code == 0 and report["draft"] == "lookup"
+    rows = [(r["engine"], r["format"]) for r in report["results"]]
+    assert rows == [(OURS, "Q8_0"), ("llama.cpp", "Q8_0")]
+    assert [f["engine"] for f in report["failures"]] == ["transformers"]
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
+    """Import a worker's module, and forget it afterwards."""
+    monkeypatch.syspath_prepend(str(WORKERS))
+    before = set(sys.modules)
+    yield __import__
+    for name in set(sys.modules) - before:
+        if str(WORKERS) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
+
+
+def test_workers_time_what_forerun_times(script, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_engine = FakeEngine(monkeypatch, TWO)
+    expected = timing.timed_run(fake_engine, [Work([7]), Work([8])], PARAMS, timing.PLAIN).speed
+    watch = script("worker").Watch(2)
+    now = 0.0
+    for seconds, counts in TWO:
+        now += seconds
+        watch.step(counts, now)
+    answer = watch.answer([[], []])
+    assert answer["decode_tokens"] / answer["decode_seconds"] == expected and answer["steps"] == 7
+
+
+class FakeModel:
+    """Stands for llama.cpp's model: the next token is a function of the text.
+
+    `wrong` of eight texts are continued wrongly, so that a draft model is right sometimes.
+    """
+
+    def __init__(self, wrong: int = 0) -> None:
+        self.wrong, self.rows = wrong, 0
+
+    def begin(self, sequences: int) -> None:
+        self.texts: list[list[int]] = [[] for _ in range(sequences)]
+
+    def read(self, rows: list[tuple[int, int, int, bool]]) -> list[int]:
+        found = []
+        for token, position, sequence, wanted in rows:
+            text = self.texts[sequence]
+            assert position == len(text)
+            text.append(token)
+            found += [self.after(text)] if wanted else []
+        self.rows += len(rows)
+        return found
+
+    def after(self, text: list[int]) -> int:
+        mixed = sum((i + 1) * token for i, token in enumerate(text)) * 7919 % 1009
+        return mixed + (1 if mixed % 8 < self.wrong else 0)
+
+    def keep(self, sequence: int, length: int) -> None:
+        assert length <= len(self.texts[sequence])
+        del self.texts[sequence][length:]
+
+
+class Refrain(FakeModel):
+    """Repeats what it produced twelve tokens ago, with an exception now and then."""
+
+    def after(self, text: list[int]) -> int:
+        return 500 + len(text) if len(text) % 17 == 0 or len(text) < 12 else text[-12]
+
+
+@pytest.mark.parametrize("wrong", [0, 3, 8, None])
+def test_the_loops_of_llama_cpp(wrong: int | None, script, monkeypatch) -> None:
+    """Whatever the draft (None: lookup), the output is the target's; each row is read once."""
+    monkeypatch.setitem(sys.modules, "llama_cpp", ModuleType("llama_cpp"))
+    worker = object.__new__(script("with_llama_cpp").LlamaCpp)
+    worker.target = FakeModel() if wrong is not None else Refrain()
+    worker.drafter = None if wrong is None else FakeModel(wrong)
+    prompts = [[1, 2, 3], [4, 5], [6]]
+    plain = worker.run(0, prompts, 60)
+    assert [len(output) for output in plain["outputs"]] == [60] * 3 and plain["steps"] == 180
+    for depth in (1, 3, 10, 90):
+        answer = worker.run(depth, prompts, 60)
+        assert answer["outputs"] == plain["outputs"]
+        if wrong is None:
+            assert answer["steps"] < 180 * (1 - 0.4 * depth / (depth + 1))
+        elif wrong == 0:
+            assert answer["steps"] == 3 * (1 + -(-59 // (depth + 1)))
+        elif wrong == 8:
+            assert answer["steps"] == 180
+
+
+def test_the_ngram_cache(script) -> None:
+    """The longest n-gram that was seen often enough decides, if its continuation is clear."""
+
+    def draft(text: list[int], most: int = 3) -> list[int]:
+        cache = script("ngram_cache").NgramCache()
+        for end in range(len(text) + 1):
+            cache.read(text[:end])
+        return cache.draft(text, most)
+
+    assert draft([1, 2, 3, 4, 5, 1, 2, 3]) == [4, 5, 1]
+    assert draft([1, 2, 3, 4, 5, 1, 2, 3], 1) == [4]
+    assert draft([1, 2, 3, 4, 9, 2, 3]) == []  # two tokens must be seen twice
+    assert draft([8, 2, 3, 4, 9, 2, 3, 4, 7, 2, 3])[:1] == [4]
+    assert draft([2, 3, 4, 9, 7, 3, 5, 8, 3]) == []  # half is not two thirds
+    assert draft([1, 2, 3, 4, 0, 1, 2, 3, 5, 9, 1, 2, 3])[:1] == [4]  # half is enough for three
+    assert draft([]) == draft([1]) == draft([1, 2], 0) == []
+
+
+@pytest.mark.parametrize("form", ["float32", "bfloat16", "int8", "int4"])
+def test_gguf(form: str, script, tmp_path: Path, pair: Pair) -> None:
+    """Every tensor is there under llama.cpp's name, in the requested format, close to its value."""
+    gguf = pytest.importorskip("gguf")
+    target = pair.directory / "target"
+    script("write_gguf").convert(target, form, tmp_path / "m.gguf")
+    reader = gguf.GGUFReader(tmp_path / "m.gguf")
+    source = script("write_gguf").Checkpoint(target)
+    assert len(reader.tensors) == len(source.names)
+    assert reader.fields["llama.vocab_size"].contents() == 512
+    (tensor,) = [t for t in reader.tensors if t.name == "blk.1.ffn_down.weight"]
+    kind, error = {
+        "float32": ("F32", 0),
+        "bfloat16": ("BF16", 0),
+        "int8": ("Q8_0", 0.01),
+        "int4": ("Q4_0", 0.15),
+    }[form]
+    original = source.read("model.layers.1.mlp.down_proj.weight")
+    read = gguf.dequantize(tensor.data, tensor.tensor_type)
+    assert tensor.tensor_type.name == kind and read.shape == original.shape
+    assert np.abs(read - original).max() <= error * np.abs(original).max()
+    assert [path.name for path in tmp_path.iterdir()] == ["m.gguf"]
+
+
+def test_gguf_interleaves_heads(script) -> None:
+    """Rotating halves (Hugging Face) or neighbours (llama.cpp) gives equal attention."""
+    pytest.importorskip("gguf")
+    interleaved = script("write_gguf").interleaved
+    rng = np.random.default_rng(0)
+    heads, size = 4, 8
+    config = {"num_attention_heads": heads, "num_key_value_heads": heads}
+    weights = [rng.normal(size=(heads * size, 16)) for _ in range(2)]
+    x = rng.normal(size=16)
+    angles = 3 * 10000.0 ** (-np.arange(0, size, 2) / size)
+
+    def pairs(vector: np.ndarray, halves: bool) -> np.ndarray:
+        if halves:
+            return vector.reshape(heads, 2, -1)
+        return vector.reshape(heads, -1, 2).swapaxes(1, 2)
+
+    def attention(names: tuple[str, str], halves: bool) -> np.ndarray:
+        query, key = (
+            interleaved(w, name, config) @ x for w, name in zip(weights, names, strict=True)
+        )
+        a, b = pairs(query, halves).swapaxes(0, 1)
+        cos, sin = np.cos(angles), np.sin(angles)
+        rotated = np.stack([a * cos - b * sin, a * sin + b * cos], 1)
+        return (rotated * pairs(key, halves)).sum((1, 2))
+
+    theirs = attention(("blk.0.attn_q.weight", "blk.0.attn_k.weight"), halves=False)
+    assert np.allclose(attention(("q", "k"), halves=True), theirs)
+    assert not np.allclose(attention(("q", "k"), halves=False), theirs)
+
+
+def test_gguf_refuses_what_it_does_not_know(script, tmp_path: Path, pair: Pair) -> None:
+    pytest.importorskip("gguf")
+    source = tmp_path / "model"
+    source.mkdir()
+    config = json.loads((pair.directory / "target/config.json").read_text())
+    save_file({"a": np.zeros(2, np.float32)}, source / "model.safetensors")
+    for change, message in (
+        ({"model_type": "qwen3"}, "'qwen3'"),
+        ({"rope_scaling": {"rope_type": "llama3"}}, "scaled rotary"),
+        ({"quantization_config": {}}, "quantised"),
+        ({}, "no tensor model.embed_tokens.weight"),
+    ):
+        (source / "config.json").write_text(json.dumps(config | change))
+        with pytest.raises(ValueError, match=message):
+            script("write_gguf").convert(source, "int8", tmp_path / "m.gguf")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    place = script("worker").converted("f", str(source), "int8.gguf")
+    save_file({"a": np.zeros(3, np.float32)}, source / "model.safetensors")
+    assert place != script("worker").converted("f", str(source), "int8.gguf")
+
+
+class Completions(BaseHTTPRequestHandler):
+    """A server of one model that streams three chunks; `has_ids` adds their token ids."""
+
+    has_ids = True
+    asked: ClassVar[list[dict[str, Any]]] = []
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        answers = {"/v1/models": {"data": [{"id": "m"}]}, "/version": {"version": "7"}}
+        self.send_response(200 if self.path in answers else 404)
+        self.end_headers()
+        self.wfile.write(json.dumps(answers.get(self.path, {})).encode())
+
+    def do_POST(self) -> None:
+        self.asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        self.send_response(200)
+        self.end_headers()
+        for ids in ([1], [2, 3], [4, 5, 6]):
+            own = {"token_ids": ids} if self.has_ids else {}
+            self.event({"choices": [{"index": 0, "text": "x", **own}]})
+        self.event({"choices": [], "usage": {"completion_tokens": 6}})
+        self.wfile.write(b"data: [DONE]\n\n")
+
+    def event(self, data: dict[str, Any]) -> None:
+        self.wfile.write(f"data: {json.dumps(data)}\n\n".encode())
+
+
+@pytest.mark.parametrize("has_ids", [True, False])
+def test_a_server(has_ids: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Completions, "has_ids", has_ids)
+    Completions.asked.clear()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Completions)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    where = f"http://127.0.0.1:{server.server_port}/v1/"
+    options = {"where": where, "drafting": False, "threads": 1}
+    worker = Worker("server", sys.executable, "with_server.py", "", options, 60)
+    try:
+        worker.load()
+        assert worker.ready == Capabilities("7", 1 << 20, 0, False)
+        outcome = worker.run(0, [[5, 6], [7]], 6)
+        assert outcome.outputs == ([[1, 2, 3, 4, 5, 6]] * 2 if has_ids else None)
+        assert outcome.speed > 0
+        assert sorted(body["prompt"] for body in Completions.asked) == [[5, 6], [7]]
+        sent = Completions.asked[0]
+        assert (sent["model"], sent["max_tokens"], sent["ignore_eos"]) == ("m", 6, True)
+        with pytest.raises(PeerError, match="made 6 tokens where 9 were asked for"):
+            worker.run(0, [[5]], 9)
+    finally:
+        worker.close()
+        server.shutdown()
+        server.server_close()
+
+
+def test_workers_have_bounded_threads_and_none_of_our_packages(monkeypatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "here")
+    environment = process._environment(3)
+    assert "PYTHONPATH" not in environment and environment["OMP_NUM_THREADS"] == "3"
