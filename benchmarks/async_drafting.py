@@ -28,7 +28,7 @@ MAX_PROMPTS = 4
 
 def draft_before(ahead: Ahead, rows: Sequence[Row], drafts: Sequence[Draft]) -> None:
     """Draft ahead and wait for it, so that it does not run beside the forward pass."""
-    Ahead.begin_ahead(ahead, rows, drafts)
+    Ahead.begin_overlap(ahead, rows, drafts)
     ahead.finish()
 
 
@@ -67,9 +67,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for coupled in (True, False):
             ahead.coupled = coupled
             ahead.asked = ahead.hits = 0
-            ahead.begin_ahead = draft_before.__get__(ahead)  # type: ignore[method-assign]
+            ahead.begin_overlap = draft_before.__get__(ahead)  # type: ignore[method-assign]
             generate(llm, prompts, llm.draft, params, given.depth)
-            del ahead.begin_ahead
+            del ahead.begin_overlap
             shares[coupled] = ahead.hits / ahead.asked
         print(
             f"temperature {temperature:g}: {shares[True]:.1%} anticipated,"

@@ -27,7 +27,7 @@ from forerun.cli.progress import Tell, nothing
 from forerun.engine.request import Request
 from forerun.errors import ConfigError
 from forerun.llm import LLM
-from forerun.measure.corpus import excerpts
+from forerun.measure.workloads import excerpts
 from forerun.runtime.native import NativeDecoder
 from forerun.runtime.torch_runner import Runner
 from forerun.sampling.params import SamplingParams

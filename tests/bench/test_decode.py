@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import scipy.stats
+from forerun.catalogue.memory import recall
 
 from forerun import LLM, ConfigError, RequestError, SamplingParams
 from forerun.bench import decode as module
 from forerun.bench.decode import DecodePlan, measure_decoding, record_results
 from forerun.bench.pair import Pair
-from forerun.catalogue.memory import recall
 from forerun.engine.stats import RequestStats
 from forerun.measure import rounds
 from forerun.measure import run as timing
