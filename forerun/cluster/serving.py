@@ -36,7 +36,7 @@ from forerun.errors import ForerunError, brief, one_line
 from forerun.jsonl import json_line
 from forerun.llm import LLM
 from forerun.probe import probe
-from forerun.server import app, bounds, errors, gate, journal, lanes, listen, tenants
+from forerun.server import app, bounds, errors, gate, lanes, listen, ollama, tenants
 from forerun.server.run import start_logging
 from forerun.server.service import UnavailableError
 from forerun.server.settings import Settings
@@ -46,8 +46,9 @@ RETRIES = 2  # times that a request is sent again because its replica died
 PAGE_SECONDS = 5.0  # in which a replica must answer /health or /metrics
 OVERTIME = 10.0  # seconds after the timeout of a request in which its replica reports it
 QUIET = {"enable_access_log": False, "log_level": "ERROR"}
+MANAGEMENT = {f"/api/{action}" for _, action in ollama.ACTIONS}  # refused, whatever they name
 LISTS = {"/v1/models": "data", "/api/tags": "models", "/api/ps": "models"}
-SCOPE = ("type", "http_version", "method", "scheme", "path", "raw_path", "query_string", "client")
+SCOPE = ("type", "http_version", "method", "scheme", "path", "raw_path", "query_string", "headers")
 
 
 class Replica:
@@ -136,9 +137,7 @@ class Ingress:
     async def _answer(self, request: Request) -> Response:
         body = await request.body()
         value = None
-        with suppress(
-            errors.ApiError, ForerunError, ValueError
-        ):  # a replica reports what is invalid
+        with suppress(errors.ApiError, ForerunError, ValueError):  # a replica reports them
             value = await bounds.parse_aside(body, self._parser)
         value = value if isinstance(value, dict) else {}
         model = self._find_model(value, request.url.path)
@@ -173,10 +172,11 @@ class Ingress:
         name = value.get("model") or (value.get("name") if path.startswith("/api/") else None)
         if path.startswith("/v1/models/"):
             name = path.removeprefix("/v1/models/").removesuffix("/")
-        if not name or not isinstance(name, str):
+        if not name or not isinstance(name, str) or path in MANAGEMENT:
             return self.plan.models[0].name
         if name.removesuffix(":latest") not in names:
-            message = f"there is no model {brief(name)} here, only {', '.join(names)}"
+            known = ", ".join(map(repr, names.values()))
+            message = f"there is no model {brief(name)} here, only {known}"
             raise errors.ApiError(404, message, "model", "model_not_found")
         return names[name.removesuffix(":latest")]
 
@@ -216,19 +216,16 @@ class Ingress:
 
 
 def _scope(request: Request) -> Scope:
-    """Return what a replica needs of a scope, without the origin: CORS is the ingress's task."""
-    scope = {name: request.scope[name] for name in SCOPE if name in request.scope}
-    scope["headers"] = [each for each in request.scope["headers"] if each[0] != b"origin"]
-    MutableHeaders(scope=scope)["x-request-id"] = journal.REQUEST_ID.get()
-    return scope
+    """Return what a replica needs of a scope."""
+    return {name: request.scope[name] for name in SCOPE}
 
 
 async def _body(start: Message, messages: AsyncIterator[Message]) -> AsyncIterator[bytes]:
-    """Yield the parts of a body. If the replica dies, a stream ends with an error event."""
+    """Yield the parts of a body. A stream that fails ends with an error event."""
     try:
         async for message in messages:
             yield message["body"]
-    except UnavailableError as error:
+    except Exception as error:
         content_type = dict(start["headers"]).get(b"content-type", b"")
         content = errors.body(error)[1]
         if content_type.startswith(b"text/event-stream"):
@@ -267,9 +264,7 @@ def build_application(plan: Plan, callers: tenants.Callers, verbose: bool) -> se
     """Return the Ray Serve application: a deployment of each model, and the ingress."""
     models = {}
     for index, model in enumerate(plan.models):
-        settings = replace(  # the ingress has checked host names and origins
-            plan.settings, served_name=model.name, allowed_hosts=("*",), allowed_origins=()
-        )
+        settings = replace(plan.settings, served_name=model.name, allowed_hosts=("*",))
         deployment = serve.deployment(
             Replica,
             name=f"model-{index}",
@@ -314,17 +309,16 @@ def run(plan: Plan, listener: socket.socket, verbose: bool) -> int:
     application = build_application(plan, callers, verbose)
     try:
         ray.init(log_to_driver=False, logging_level=logging.ERROR, **where)
-        signal.signal(
-            signal.SIGTERM, signal.default_int_handler
-        )  # as for SIGINT: KeyboardInterrupt
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # raises KeyboardInterrupt
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
         serve.start(proxy_location="HeadOnly", http_options=http, logging_config=QUIET)
         ingress = serve.run(application, name="forerun", logging_config=QUIET)
         models = json_line({m.name: m.replicas.min for m in plan.models}, ascii_only=True)
         address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-        print(f"forerun: serving replicas {models} on {address}", file=sys.stderr, flush=True)
         with suppress(KeyboardInterrupt):
-            signal.pause()
+            print(f"forerun: serving replicas {models} on {address}", file=sys.stderr, flush=True)
+            while True:
+                signal.pause()
         with suppress(KeyboardInterrupt):
             ingress.drain.remote(settings.shutdown_timeout).result()
         if plan.address:
