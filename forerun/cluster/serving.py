@@ -309,7 +309,8 @@ def run(plan: Plan, listener: socket.socket, verbose: bool) -> int:
     application = build_application(plan, callers, verbose)
     try:
         ray.init(log_to_driver=False, logging_level=logging.ERROR, **where)
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # raises KeyboardInterrupt
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.default_int_handler)  # raises KeyboardInterrupt
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
         serve.start(proxy_location="HeadOnly", http_options=http, logging_config=QUIET)
         ingress = serve.run(application, name="forerun", logging_config=QUIET)
@@ -332,6 +333,8 @@ def run(plan: Plan, listener: socket.socket, verbose: bool) -> int:
 
 def _reason(error: Exception) -> str:
     """Return the last of forerun's own errors that Ray Serve reports, or the given one."""
-    status = repr(serve.status()) if ray.is_initialized() else ""
-    found = re.findall(r"forerun\.errors\.\w+: (.*?)\\n", status)
+    application = serve.status().applications.get("forerun") if ray.is_initialized() else None
+    deployments = application.deployments.values() if application else ()
+    messages = "\n".join(deployment.message for deployment in deployments)
+    found = re.findall(r"forerun\.errors\.\w+: (.*)", messages)
     return one_line(found[-1] if found else str(error))

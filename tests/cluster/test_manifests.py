@@ -1,4 +1,4 @@
-"""What lies in deploy/ says what forerun understands. Whether Docker and Kubernetes do is not tested."""
+"""The files in deploy/ agree with each other and with forerun. Docker and Kubernetes do not run."""
 
 from __future__ import annotations
 
@@ -30,12 +30,19 @@ def test_the_plan_for_kuberay_is_a_plan_that_fits_its_manifest() -> None:
     (workers,), pod = cluster["workerGroupSpecs"], cluster["headGroupSpec"]["template"]
     (model,), (head,) = plan.models, pod["spec"]["containers"]
     assert plan.address == "auto" and plan.settings.host == "0.0.0.0" and model.engine.kv_tokens
-    assert (workers["minReplicas"], workers["maxReplicas"]) == (model.replicas.min, model.replicas.max)
+    assert (workers["minReplicas"], workers["maxReplicas"]) == (
+        model.replicas.min,
+        model.replicas.max,
+    )
     worker = workers["template"]["spec"]["containers"][0]
-    assert int(worker["resources"]["limits"]["cpu"]) == plan.threads(model)
+    assert int(worker["resources"]["limits"]["cpu"]) == model.engine.threads
     mounts = {mount["name"]: mount["mountPath"] for mount in head["volumeMounts"]}
     assert found["RayJob"]["spec"]["entrypoint"] == f"forerun deploy {mounts['plan']}/cluster.toml"
-    assert head["ports"][0]["containerPort"] == plan.settings.port == found["Service"]["spec"]["ports"][0]["targetPort"]
+    assert (
+        head["ports"][0]["containerPort"]
+        == plan.settings.port
+        == found["Service"]["spec"]["ports"][0]["targetPort"]
+    )
     assert found["Service"]["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
     assert found["Service"]["metadata"]["name"] in plan.settings.allowed_hosts
     assert pod["spec"]["terminationGracePeriodSeconds"] > plan.settings.shutdown_timeout
@@ -44,9 +51,13 @@ def test_the_plan_for_kuberay_is_a_plan_that_fits_its_manifest() -> None:
 def test_the_arguments_of_the_model_server_are_those_of_serve() -> None:
     pod = documents("model-server.yaml")["Deployment"]["spec"]["template"]["spec"]
     words = pod["containers"][0]["args"]
-    assert pod["terminationGracePeriodSeconds"] > float(words[words.index("--shutdown-timeout") + 1])
+    assert pod["terminationGracePeriodSeconds"] > float(
+        words[words.index("--shutdown-timeout") + 1]
+    )
     result = CliRunner().invoke(app, [*words, "--port", "70000"])  # all but this one is taken
-    assert "70000" in result.output + str(result.exception) and "No such option" not in result.output
+    assert (
+        "70000" in result.output + str(result.exception) and "No such option" not in result.output
+    )
 
 
 def test_the_container_is_built_of_what_there_is() -> None:
