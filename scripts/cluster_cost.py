@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
-"""What the door of a cluster costs, and what its routing saves, beside servers that are asked directly.
+"""Measure what Ray Serve costs in front of replicas, compared with servers that are asked directly.
 
     python scripts/cluster_cost.py
 
 Starts two replicas behind `forerun deploy` and two `forerun serve` with the same options, on 127.0.0.1, and asks both
 in turn, so that a slow moment of the machine is everybody's. Printed as JSON:
 
-- `prefixes`: the share of prompt tokens that were there already, over conversations of several turns: of one server
-  that has all of them, of the cluster, and of the cluster without affinity.
-- `small`: milliseconds of a request that costs a replica next to nothing, one at a time; `added_ms`, those that it
-  takes more through the door.
+- `prefixes`: the share of prompt tokens found in a prefix cache, over conversations of several turns: of one server
+  and of the cluster.
+- `small`: milliseconds of a request that costs a replica next to nothing, one at a time; `added_ms`, those that the
+  cluster adds.
 - `first`: the same to the first piece of a stream.
 - `tokens`: tokens a second of several streams at once, and the processor time that each process took for one token.
 - `ray`: milliseconds that Ray alone takes for a call that streams one object: there, back, and in all.
@@ -42,17 +42,33 @@ Stats = dict[str, float]
 Ask = Callable[[Any, int], Awaitable[float]]
 
 
-def plan(draft: str, routing: str = "") -> str:
-    """Two replicas in TOML."""
+def plan(draft: str) -> str:
+    """Return the TOML file of a cluster with two replicas."""
     options = "\n".join(f"{name} = {value}" for name, value in OPTIONS.items())
-    return f'{routing}\n[[models]]\nname = "m"\nreplicas = 2\ndraft = "{draft}"\n{options}\n'
+    return f'[[models]]\nname = "m"\nreplicas = 2\ndraft = "{draft}"\n{options}\n'
 
 
 @contextmanager
 def server(draft: str) -> Iterator[tuple[int, str]]:
     """`forerun serve` with the options of a replica: its process and its address."""
-    words = [word for name, value in OPTIONS.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    command = [sys.executable, "-m", "forerun", "serve", "--port", "0", "--served-name", "m", "--draft", draft, *words]
+    words = [
+        word
+        for name, value in OPTIONS.items()
+        for word in (f"--{name.replace('_', '-')}", str(value))
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "forerun",
+        "serve",
+        "--port",
+        "0",
+        "--served-name",
+        "m",
+        "--draft",
+        draft,
+        *words,
+    ]
     with tempfile.NamedTemporaryFile("r") as said:
         with open(said.name, "w") as log:
             process = subprocess.Popen(command, stderr=log)
@@ -80,21 +96,29 @@ async def cached_share(url: str, at_once: int = 3) -> float:
     gate = asyncio.Semaphore(at_once)
     told: list[list[dict[str, str]]] = []
     for i in range(CONVERSATIONS):
-        system = f"You are assistant {i % SYSTEMS}, and these are your rules. " + "Be exact and kind. " * 40
+        system = (
+            f"You are assistant {i % SYSTEMS}, and these are your rules. "
+            + "Be exact and kind. " * 40
+        )
         told.append([{"role": "system", "content": system}])
     usages: list[dict[str, Any]] = []
 
     async def converse(client: Any, number: int) -> None:
         for turn in turns[number]:
             question = (
-                f"Question {turn} of conversation {number}: what about {'abcdefgh'[(number + turn) % 8] * 9}? " * 3
+                f"Question {turn} of conversation {number}: what about {'abcdefgh'[(number + turn) % 8] * 9}? "
+                * 3
             )
             told[number].append({"role": "user", "content": question})
             async with gate:
                 body = {"model": "m", "messages": told[number], "max_tokens": 24, "temperature": 0}
-                answer = (await client.post("/v1/chat/completions", json=body)).raise_for_status().json()
+                answer = (
+                    (await client.post("/v1/chat/completions", json=body)).raise_for_status().json()
+                )
             usages.append(answer["usage"])
-            told[number].append({"role": "assistant", "content": answer["choices"][0]["message"]["content"]})
+            told[number].append(
+                {"role": "assistant", "content": answer["choices"][0]["message"]["content"]}
+            )
 
     async with httpx.AsyncClient(base_url=url, timeout=120) as client, asyncio.TaskGroup() as group:
         for number in range(CONVERSATIONS):
@@ -109,7 +133,14 @@ async def cached_share(url: str, at_once: int = 3) -> float:
 async def stream(client: Any, number: int, tokens: int) -> tuple[float, int]:
     """(Seconds to the first piece, tokens) of one stream."""
     text = f"{number}: " + "the quick brown fox jumps over the lazy dog " * 3
-    body = {"model": "m", "prompt": text, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+    body = {
+        "model": "m",
+        "prompt": text,
+        "max_tokens": tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+    }
     body |= {"stream_options": {"include_usage": True}}
     start, first, count = time.perf_counter(), 0.0, 0
     async with client.stream("POST", "/v1/completions", json=body) as response:
@@ -128,48 +159,69 @@ async def first_piece(client: Any, number: int) -> float:
 async def small(client: Any, number: int) -> float:
     """Seconds of a request that costs a replica next to nothing."""
     start = time.perf_counter()
-    (await client.post("/tokenize", json={"model": "m", "prompt": f"{number} hello"})).raise_for_status()
+    (
+        await client.post("/tokenize", json={"model": "m", "prompt": f"{number} hello"})
+    ).raise_for_status()
     return time.perf_counter() - start
 
 
-async def in_turn(ask: Ask, door: str, servers: Sequence[str], count: int) -> dict[str, Any]:
-    """Milliseconds of the door and of a server that is asked directly, one request after the other."""
-    seconds: dict[str, list[float]] = {"door": [], "direct": []}
-    async with clients([door, *servers]) as (behind, *ahead):
+async def in_turn(ask: Ask, url: str, servers: Sequence[str], count: int) -> dict[str, Any]:
+    """Milliseconds of the cluster and of a server that is asked directly, one request after the other."""
+    seconds: dict[str, list[float]] = {"cluster": [], "direct": []}
+    async with clients([url, *servers]) as (behind, *ahead):
         for i in range(count + 10):
-            for name, client in (("door", behind), ("direct", ahead[i % len(ahead)])):
+            for name, client in (("cluster", behind), ("direct", ahead[i % len(ahead)])):
                 taken = await ask(client, i)
                 if i >= 10:  # the first ones open connections and warm up
                     seconds[name].append(1e3 * taken)
     medians = {name: round(median(values), 2) for name, values in seconds.items()}
-    added = [behind - ahead for behind, ahead in zip(seconds["door"], seconds["direct"], strict=True)]
+    added = [
+        behind - ahead for behind, ahead in zip(seconds["cluster"], seconds["direct"], strict=True)
+    ]
     quarters = [round(each, 2) for each in quantiles(added, n=4)]
-    return {"requests": count, "ms": medians, "added_ms": {"median": quarters[1], "quartiles": quarters[::2]}}
+    return {
+        "requests": count,
+        "ms": medians,
+        "added_ms": {"median": quarters[1], "quartiles": quarters[::2]},
+    }
 
 
 async def tokens_a_second(
-    door: tuple[int, str], servers: Sequence[tuple[int, str]], rounds: int, at_once: int
+    proxied: tuple[int, str], servers: Sequence[tuple[int, str]], rounds: int, at_once: int
 ) -> dict[str, Any]:
-    """Of so many streams at once through the door, and of as many shared evenly by the servers, in turn."""
-    speeds: dict[str, list[float]] = {"door": [], "direct": []}
-    spent: dict[str, list[Stats]] = {"door": [], "direct": []}
-    async with clients([door[1], *(url for _, url in servers)]) as (behind, *ahead):
+    """Of so many streams at once through the cluster, and of as many shared evenly by the servers, in turn."""
+    speeds: dict[str, list[float]] = {"cluster": [], "direct": []}
+    spent: dict[str, list[Stats]] = {"cluster": [], "direct": []}
+    async with clients([proxied[1], *(url for _, url in servers)]) as (behind, *ahead):
         for i in range(rounds + 1):
-            for name, those in (("door", [behind]), ("direct", ahead)):
-                before, start = processor(door[0], servers), time.perf_counter()
+            for name, those in (("cluster", [behind]), ("direct", ahead)):
+                before, start = processor(proxied[0], servers), time.perf_counter()
                 work = [stream(those[j % len(those)], 100 * i + j, 96) for j in range(3 * at_once)]
                 tokens = sum(await limited(work, at_once))
-                after, taken = processor(door[0], servers), time.perf_counter() - start
+                after, taken = processor(proxied[0], servers), time.perf_counter() - start
                 if i:  # the first round warms up
                     speeds[name].append(tokens / taken)
-                    spent[name].append({who: 1e3 * (after[who] - before[who]) / tokens for who in after})
+                    spent[name].append(
+                        {who: 1e3 * (after[who] - before[who]) / tokens for who in after}
+                    )
     medians = {name: round(median(values), 1) for name, values in speeds.items()}
-    ratios = sorted(a / b for a, b in zip(speeds["door"], speeds["direct"], strict=True))
+    ratios = sorted(a / b for a, b in zip(speeds["cluster"], speeds["direct"], strict=True))
     processors = {
-        name: {who: round(median(one[who] for one in rows), 2) for who in rows[0]} for name, rows in spent.items()
+        name: {who: round(median(one[who] for one in rows), 2) for who in rows[0]}
+        for name, rows in spent.items()
     }
-    ratio = {"median": round(median(ratios), 3), "least": round(ratios[0], 3), "most": round(ratios[-1], 3)}
-    return {"streams": at_once, "rounds": rounds, "per_second": medians, "ratio": ratio, "cpu_ms_a_token": processors}
+    ratio = {
+        "median": round(median(ratios), 3),
+        "least": round(ratios[0], 3),
+        "most": round(ratios[-1], 3),
+    }
+    return {
+        "streams": at_once,
+        "rounds": rounds,
+        "per_second": medians,
+        "ratio": ratio,
+        "cpu_ms_a_token": processors,
+    }
 
 
 async def limited(work: Sequence[Any], at_once: int) -> list[int]:
@@ -187,14 +239,22 @@ async def limited(work: Sequence[Any], at_once: int) -> list[int]:
 async def clients(urls: Sequence[str]) -> AsyncIterator[list[Any]]:
     """Clients of several addresses, closed together."""
     async with AsyncExitStack() as stack:
-        yield [await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=120)) for url in urls]
+        yield [
+            await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=120))
+            for url in urls
+        ]
 
 
-def processor(door: int, servers: Sequence[tuple[int, str]]) -> Stats:
+def processor(cluster: int, servers: Sequence[tuple[int, str]]) -> Stats:
     """Seconds of processor time that each kind of process has taken so far."""
-    replicas = replicas_of(door)
-    rest = [pid for pid in below(door)[1:] if pid not in replicas]
-    kinds = {"door": [door], "replicas": replicas, "ray": rest, "servers": [pid for pid, _ in servers]}
+    replicas = replicas_of(cluster)
+    rest = [pid for pid in below(cluster)[1:] if pid not in replicas]
+    kinds = {
+        "deploy": [cluster],
+        "replicas": replicas,
+        "ray": rest,
+        "servers": [pid for pid, _ in servers],
+    }
     kinds["client"] = [os.getpid()]
     return {kind: sum(map(ticks, pids)) / TICK for kind, pids in kinds.items()}
 
@@ -242,34 +302,50 @@ ray.shutdown()
 def ray_alone(count: int) -> dict[str, Any]:
     """What a call of a deployment takes that does nothing."""
     script = ALONE.replace("COUNT", str(count))
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=300)
-    found: dict[str, Any] = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=300
+    )
+    found: dict[str, Any] = json.loads(
+        next(line for line in done.stdout.splitlines() if line.startswith("{"))
+    )
     return found
 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--draft", default="off", help="what drafts (default: off, where tokens cost the same)")
-    parser.add_argument("--requests", type=int, default=100, help="for the time to the first piece (default: 100)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--draft", default="off", help="what drafts (default: off, where tokens cost the same)"
+    )
+    parser.add_argument(
+        "--requests", type=int, default=100, help="for the time to the first piece (default: 100)"
+    )
     parser.add_argument("--rounds", type=int, default=7, help="of tokens a second (default: 7)")
     parser.add_argument("--streams", type=int, default=4, help="at once (default: 4)")
     options = parser.parse_args()
-    found: dict[str, Any] = {"draft": options.draft, "options": OPTIONS, "ray": ray_alone(options.requests)}
+    found: dict[str, Any] = {
+        "draft": options.draft,
+        "options": OPTIONS,
+        "ray": ray_alone(options.requests),
+    }
     print(found, file=sys.stderr, flush=True)
     with server(options.draft) as one:
         shares = {"one server": asyncio.run(cached_share(one[1]))}
-        with cluster(plan(options.draft)) as (process, door), server(options.draft) as other:
-            shares["cluster"] = asyncio.run(cached_share(door))
+        with cluster(plan(options.draft)) as (process, url), server(options.draft) as other:
+            shares["cluster"] = asyncio.run(cached_share(url))
             urls = [one[1], other[1]]
-            found["small"] = asyncio.run(in_turn(small, door, urls, options.requests))
-            found["first"] = asyncio.run(in_turn(first_piece, door, urls, options.requests))
-            speeds = tokens_a_second((process.pid, door), [one, other], options.rounds, options.streams)
+            found["small"] = asyncio.run(in_turn(small, url, urls, options.requests))
+            found["first"] = asyncio.run(in_turn(first_piece, url, urls, options.requests))
+            speeds = tokens_a_second(
+                (process.pid, url), [one, other], options.rounds, options.streams
+            )
             found["tokens"] = asyncio.run(speeds)
     print(found, file=sys.stderr, flush=True)
-    with cluster(plan(options.draft, "routing = { blocks = 0 }")) as (_, door):
-        shares["cluster without affinity"] = asyncio.run(cached_share(door))
-    found["prefixes"] = shares | {"of one server's": round(shares["cluster"] / shares["one server"], 3)}
+    found["prefixes"] = shares | {
+        "of one server's": round(shares["cluster"] / shares["one server"], 3)
+    }
     print(json.dumps(found, indent=1))
 
 

@@ -39,13 +39,15 @@ REQUESTS = 60  # different ones: few, so that each is asked again and again
 
 @contextmanager
 def cluster(plan: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """`forerun deploy` with this plan in TOML: its process and its address. It is ended as a service manager would."""
+    """Run `forerun deploy` with a plan in TOML; yield its process and address. It ends by SIGTERM."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "cluster.toml"
         file.write_text(f'host = "127.0.0.1"\nport = 0\nshutdown_timeout = 5\n{plan}')
         said = Path(folder) / "said"
         with said.open("w") as log:
-            process = subprocess.Popen([sys.executable, "-m", "forerun", "deploy", str(file)], stderr=log)
+            process = subprocess.Popen(
+                [sys.executable, "-m", "forerun", "deploy", str(file)], stderr=log
+            )
         try:
             for _ in range(1200):
                 found = re.search(r"serving replicas .* on (http://\S+)", said.read_text())
@@ -63,7 +65,7 @@ def cluster(plan: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 
 def below(pid: int) -> list[int]:
-    """A process and all that it started."""
+    """Return a process id and those of all its descendants."""
     children: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -77,20 +79,25 @@ def below(pid: int) -> list[int]:
     return found
 
 
-def replicas_of(pid: int) -> list[int]:
-    """The processes of a cluster's replicas."""
+def named(pid: int, title: str) -> list[int]:
+    """Return the descendants of a process whose command line begins with a title."""
 
-    def words(one: int) -> bytes:
+    def command(one: int) -> bytes:
         try:
             return Path(f"/proc/{one}/cmdline").read_bytes()
         except OSError:
             return b""
 
-    return [one for one in below(pid) if words(one).startswith(b"ray::ServeReplica")]
+    return [one for one in below(pid) if command(one).startswith(title.encode())]
+
+
+def replicas_of(pid: int) -> list[int]:
+    """Return the processes of a cluster's replicas."""
+    return named(pid, "ray::ServeReplica:forerun:model")
 
 
 def memory(pids: list[int]) -> float:
-    """MiB of their own that processes hold: not the files that they share."""
+    """Return the anonymous memory of processes in MiB."""
     total = 0
     for pid in pids:
         try:
@@ -135,7 +142,9 @@ class Soak:
     def __init__(self, pid: int, url: str, options: argparse.Namespace) -> None:
         self.pid, self.options, self.tally = pid, options, Tally()
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-        self.client = httpx.AsyncClient(base_url=url, timeout=httpx.Timeout(PATIENCE), limits=limits)
+        self.client = httpx.AsyncClient(
+            base_url=url, timeout=httpx.Timeout(PATIENCE), limits=limits
+        )
         self.begun = time.monotonic()
         self.end = self.begun + 60 * options.minutes
 
@@ -144,7 +153,9 @@ class Soak:
         async with self.client:
             async with asyncio.TaskGroup() as group:
                 for i in range(self.options.streams):
-                    group.create_task(self._ask_on(random.Random(f"{self.options.seed}, stream {i}")))
+                    group.create_task(
+                        self._ask_on(random.Random(f"{self.options.seed}, stream {i}"))
+                    )
                 group.create_task(self._kill_on(random.Random(f"{self.options.seed}, deaths")))
                 group.create_task(self._sample_on())
             await self._whole(PATIENCE)
@@ -157,7 +168,9 @@ class Soak:
             number, start = draw.randrange(REQUESTS), time.monotonic()
             try:
                 async with asyncio.timeout(PATIENCE):
-                    how = await (self._streamed(number) if draw.random() < 0.6 else self._answered(number))
+                    how = await (
+                        self._streamed(number) if draw.random() < 0.6 else self._answered(number)
+                    )
             except TimeoutError:
                 how = ""
                 self.tally.failed[f"no end within {PATIENCE:g} s"] += 1
@@ -179,7 +192,9 @@ class Soak:
     async def _streamed(self, number: int) -> str:
         tokens: list[int] = []
         errors, done, reason = [], 0, None
-        async with self.client.stream("POST", "/v1/completions", json=asked(number) | {"stream": True}) as response:
+        async with self.client.stream(
+            "POST", "/v1/completions", json=asked(number) | {"stream": True}
+        ) as response:
             if response.status_code != 200:
                 await response.aread()
                 return self._refusal(response.status_code, response.json())
@@ -194,7 +209,9 @@ class Soak:
                     tokens += choice["token_ids"]
                     reason = choice["finish_reason"] or reason
         if done != 1 or len(errors) + bool(reason) != 1:
-            self.tally.failed[f"a stream with {done} ends, {len(errors)} errors, finish reason {reason}"] += 1
+            self.tally.failed[
+                f"a stream with {done} ends, {len(errors)} errors, finish reason {reason}"
+            ] += 1
         self._compare(number, tokens, whole=not errors)
         return f"error in a stream: {errors[0]}" if errors else "answer"
 
@@ -214,7 +231,12 @@ class Soak:
 
     async def _kill_on(self, draw: random.Random) -> None:
         while True:
-            await asyncio.sleep(min(draw.uniform(0.5, 1.5) * self.options.every, max(0.0, self.end - time.monotonic())))
+            await asyncio.sleep(
+                min(
+                    draw.uniform(0.5, 1.5) * self.options.every,
+                    max(0.0, self.end - time.monotonic()),
+                )
+            )
             if time.monotonic() > self.end - self.options.every:
                 return
             there = replicas_of(self.pid)
@@ -233,7 +255,7 @@ class Soak:
         end = time.monotonic() + patience
         while time.monotonic() < end:
             page = (await self.client.get("/metrics")).text
-            if f'forerun_replicas{{model="soak"}} {self.options.replicas:.1f}' in page:
+            if len(re.findall(r"^forerun_running\{", page, re.M)) == self.options.replicas:
                 return
             await asyncio.sleep(0.5)
         self.tally.failed["a replica that was killed was not replaced"] += 1
@@ -244,19 +266,28 @@ class Soak:
             await self._sample()
 
     async def _sample(self) -> None:
-        page = (await self.client.get("/metrics")).text
-        again = re.search(r"^forerun_sent_again_total\{.*\} (\S+)$", page, re.M)
-        there = replicas_of(self.pid)
-        rest = [pid for pid in below(self.pid)[1:] if pid not in there]
-        sample = {"seconds": round(time.monotonic() - self.begun, 1), "door_mib": memory([self.pid])}
-        sample |= {"ray_mib": memory(rest), "files": len(os.listdir(f"/proc/{self.pid}/fd")), "replicas": len(there)}
-        if len(there) == self.options.replicas:
-            sample["replicas_mib"] = memory(there)
-        self.tally.samples.append(sample | {"sent_again": float(again[1]) if again else 0.0})
+        replicas, ingress = (
+            replicas_of(self.pid),
+            named(self.pid, "ray::ServeReplica:forerun:Ingress"),
+        )
+        rest = [pid for pid in below(self.pid) if pid not in (*replicas, *ingress)]
+        sample = {
+            "seconds": round(time.monotonic() - self.begun, 1),
+            "ingress_mib": memory(ingress),
+        }
+        sample |= {"ray_mib": memory(rest), "replicas": len(replicas)}
+        sample["files"] = sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in ingress)
+        if len(replicas) == self.options.replicas:
+            sample["replicas_mib"] = memory(replicas)
+        self.tally.samples.append(sample)
 
     def _failures(self) -> list[str]:
         failed = [f"{count} times: {kind}" for kind, count in self.tally.failed.items()]
-        for name, most in (("door_mib", self.options.growth), ("ray_mib", self.options.growth), ("files", 20)):
+        for name, most in (
+            ("ingress_mib", self.options.growth),
+            ("ray_mib", self.options.growth),
+            ("files", 20),
+        ):
             grown = growth(self.tally.samples, name, 60 * self.options.minutes)
             if grown is not None and grown > most:
                 failed.append(f"{name} grew by {grown:g}, more than {most:g}")
@@ -265,7 +296,7 @@ class Soak:
     def report(self) -> dict[str, Any]:
         """The figures."""
         tally, seconds = self.tally, 60 * self.options.minutes
-        names = ("door_mib", "ray_mib", "replicas_mib", "files")
+        names = ("ingress_mib", "ray_mib", "replicas_mib", "files")
         return {
             "minutes": self.options.minutes,
             "kills": tally.kills,
@@ -273,20 +304,35 @@ class Soak:
             "ended": dict(tally.ended),
             "compared": f"{len(tally.said)} requests, each with its seed",
             "tokens_per_second": round(tally.tokens / seconds, 1),
-            "request_ms": percentiles(tally.seconds, (50, 99)) | {"most": round(1e3 * max(tally.seconds, default=0))},
-            "back_after_s": {"median": round(median(tally.back or [0]), 1), "most": round(max(tally.back or [0]), 1)},
+            "request_ms": percentiles(tally.seconds, (50, 99))
+            | {"most": round(1e3 * max(tally.seconds, default=0))},
+            "back_after_s": {
+                "median": round(median(tally.back or [0]), 1),
+                "most": round(max(tally.back or [0]), 1),
+            },
             "grown": {name: growth(tally.samples, name, seconds) for name in names},
             "samples": tally.samples,
         }
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--minutes", type=float, default=10.0, help="how long (default: 10)")
     parser.add_argument("--replicas", type=int, default=2, help="of the model (default: 2)")
-    parser.add_argument("--streams", type=int, default=6, help="clients at the same time (default: 6)")
-    parser.add_argument("--every", type=float, default=20.0, help="seconds from one death to the next (default: 20)")
-    parser.add_argument("--growth", type=float, default=64.0, help="most MiB that the door may grow (default: 64)")
+    parser.add_argument(
+        "--streams", type=int, default=6, help="clients at the same time (default: 6)"
+    )
+    parser.add_argument(
+        "--every", type=float, default=20.0, help="seconds from one death to the next (default: 20)"
+    )
+    parser.add_argument(
+        "--growth",
+        type=float,
+        default=64.0,
+        help="most MiB that the ingress may grow (default: 64)",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the requests and the deaths")
     parser.add_argument("--model", help="instead of the default one")
     options = parser.parse_args()

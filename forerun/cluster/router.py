@@ -14,7 +14,7 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
-KEY_LENGTH = 1024  # characters of a prompt, which may grow from turn to turn
+KEY_LENGTH = 256  # characters of a prompt, which may grow from turn to turn
 MAX_LEAD = 2  # requests that a replica may run more than the least busy one
 
 
