@@ -3,16 +3,18 @@
 
     python scripts/cluster_cost.py
 
-Starts two replicas behind `forerun deploy` and two `forerun serve` with the same options, on 127.0.0.1, and asks both
-in turn, so that a slow moment of the machine is everybody's. Printed as JSON:
+Starts two replicas behind `forerun deploy` and two `forerun serve` with the same options on
+127.0.0.1 and sends requests to both in turn, so that a slow moment of the machine affects both.
+Prints JSON:
 
-- `prefixes`: the share of prompt tokens found in a prefix cache, over conversations of several turns: of one server
-  and of the cluster.
-- `small`: milliseconds of a request that costs a replica next to nothing, one at a time; `added_ms`, those that the
-  cluster adds.
-- `first`: the same to the first piece of a stream.
-- `tokens`: tokens a second of several streams at once, and the processor time that each process took for one token.
-- `ray`: milliseconds that Ray alone takes for a call that streams one object: there, back, and in all.
+- `prefixes`: share of prompt tokens found in a prefix cache, in conversations of several turns, of
+  one server and of the cluster.
+- `small`: milliseconds of a request that costs a replica next to nothing; `added_ms` are those that
+  the cluster adds.
+- `first`: milliseconds to the first part of a stream.
+- `tokens`: tokens per second of concurrent streams, and processor time per token of each kind of
+  process.
+- `ray`: milliseconds of a call of Ray that streams one object: there, back, and in all.
 """
 
 from __future__ import annotations
@@ -106,8 +108,8 @@ async def cached_share(url: str, at_once: int = 3) -> float:
     async def converse(client: Any, number: int) -> None:
         for turn in turns[number]:
             question = (
-                f"Question {turn} of conversation {number}: what about {'abcdefgh'[(number + turn) % 8] * 9}? "
-                * 3
+                f"Question {turn} of conversation {number}: "
+                f"what about {'abcdefgh'[(number + turn) % 8] * 9}? " * 3
             )
             told[number].append({"role": "user", "content": question})
             async with gate:
@@ -166,7 +168,7 @@ async def small(client: Any, number: int) -> float:
 
 
 async def in_turn(ask: Ask, url: str, servers: Sequence[str], count: int) -> dict[str, Any]:
-    """Milliseconds of the cluster and of a server that is asked directly, one request after the other."""
+    """Return milliseconds of the cluster and of a server, one request after the other."""
     seconds: dict[str, list[float]] = {"cluster": [], "direct": []}
     async with clients([url, *servers]) as (behind, *ahead):
         for i in range(count + 10):
@@ -189,7 +191,7 @@ async def in_turn(ask: Ask, url: str, servers: Sequence[str], count: int) -> dic
 async def tokens_a_second(
     proxied: tuple[int, str], servers: Sequence[tuple[int, str]], rounds: int, at_once: int
 ) -> dict[str, Any]:
-    """Of so many streams at once through the cluster, and of as many shared evenly by the servers, in turn."""
+    """Measure concurrent streams through the cluster and shared by the servers, in turn."""
     speeds: dict[str, list[float]] = {"cluster": [], "direct": []}
     spent: dict[str, list[Stats]] = {"cluster": [], "direct": []}
     async with clients([proxied[1], *(url for _, url in servers)]) as (behind, *ahead):

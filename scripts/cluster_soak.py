@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Kill random replicas of a cluster under load, and check that no accepted request is left without an end.
+"""Kill random replicas of a cluster under load and check that every request has an end.
 
     python scripts/cluster_soak.py --minutes 10
 
-Starts `forerun deploy` on 127.0.0.1 with replicas of the default model (or of `--model`). Checked: every request ends
-with its answer or with one error, within two minutes; the same request with a seed has the same tokens, whichever
-replica answers, whole or streamed, before a death and after it; what was killed is replaced; memory does not grow; the
-cluster ends in order. Exit code 1 where one of these fails.
+Starts `forerun deploy` on 127.0.0.1 with replicas of the default model (or of `--model`). Every
+request must end with its answer or one error within two minutes; the same request with a seed must
+have the same tokens from every replica, whole and streamed; killed replicas must be replaced; memory
+must not grow; the cluster must exit in order. The exit code is 1 if one of these fails.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ REQUESTS = 60  # different ones: few, so that each is asked again and again
 
 @contextmanager
 def cluster(plan: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Run `forerun deploy` with a plan in TOML; yield its process and address. It ends by SIGTERM."""
+    """Run `forerun deploy` with a plan in TOML; yield its process and address."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "cluster.toml"
         file.write_text(f'host = "127.0.0.1"\nport = 0\nshutdown_timeout = 5\n{plan}')
@@ -337,7 +337,8 @@ def main() -> int:
     parser.add_argument("--model", help="instead of the default one")
     options = parser.parse_args()
     model = f"model = {json.dumps(options.model)}\n" if options.model else ""
-    plan = f'[[models]]\nname = "soak"\nreplicas = {options.replicas}\nthreads = 1\nkv_tokens = 16384\n{model}'
+    model += f"replicas = {options.replicas}\nthreads = 1\nkv_tokens = 16384\n"
+    plan = f'[[models]]\nname = "soak"\n{model}'
     with cluster(plan) as (process, url):
         soak = Soak(process.pid, url, options)
         failed = asyncio.run(soak.run())

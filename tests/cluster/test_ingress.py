@@ -94,20 +94,22 @@ def answering(*parts: str, start: Mapping[str, Any] = START, dies: bool = False)
 
 def ask(
     handles: Mapping[str, FakeHandle],
-    method: str = "POST",
     path: str = "/v1/completions",
+    *,
     plan: Mapping[str, Any] = TWO,
     headers: Mapping[str, str] | None = None,
+    content: bytes | None = None,
     **body: Any,
 ) -> httpx2.Response:
-    """The answer of an ingress with these handles."""
+    """The answer of an ingress with these handles: to a POST if there is a body, else to a GET."""
     made = make_plan(plan)
     ingress = Ingress(made, handles, Callers.of(made.settings))
-    transport = httpx2.ASGITransport(app=ingress.gate, raise_app_exceptions=False)
+    transport = httpx2.ASGITransport(app=ingress.gate)
+    content = json.dumps(body).encode() if body else content
 
     async def send() -> httpx2.Response:
         async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:
-            content = json.dumps(body) if method == "POST" else None
+            method = "POST" if content else "GET"
             return await client.request(method, path, content=content, headers=headers)
 
     return asyncio.run(send())
@@ -120,55 +122,43 @@ def handles(*answers: Answer) -> dict[str, FakeHandle]:
 @pytest.mark.parametrize(
     ("path", "body", "expected"),
     [
-        ("/v1/completions", {}, "small"),
+        ("/v1/completions", {"prompt": "x"}, "small"),
         ("/v1/completions", {"model": "small:latest"}, "small"),
         ("/v1/completions", {"model": "large"}, "large"),
         ("/api/show", {"name": "large:latest"}, "large"),
         ("/v1/completions", {"name": "large"}, "small"),
         ("/api/pull", {"model": "anything"}, "small"),
         ("/v1/completions", {"model": 5}, "small"),  # a replica reports the mistake
+        ("/v1/models/large", {}, "large"),
     ],
 )
 def test_model_of_a_request(path: str, body: dict[str, Any], expected: str) -> None:
-    assert ask(handles(answering("small")), path=path, **body).text == expected
-
-
-def test_model_in_the_path() -> None:
-    found = handles(answering("small"))
-    assert ask(found, "GET", "/v1/models/large").text == "large"
-    assert ask(found, "GET", "/v1/models/absent").status_code == 404
+    assert ask(handles(answering("small")), path, **body).text == expected
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/api/chat"])
 def test_unknown_model_is_an_error_that_names_the_known_ones(path: str) -> None:
-    response = ask(handles(answering("small")), path=path, model="medium")
+    response = ask(handles(answering("small")), path, model="medium")
     assert response.status_code == 404
     assert "no model 'medium' here, only 'small', 'large:latest'" in response.text
 
 
 def test_invalid_json_is_left_to_a_replica() -> None:
     found = handles(answering("invalid"))
-    plan = make_plan(TWO)
-    ingress = Ingress(plan, found, Callers.of(plan.settings))
-    transport = httpx2.ASGITransport(app=ingress.gate)
-
-    async def send() -> str:
-        async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:
-            return (await client.post("/v1/completions", content=b'{"model": ')).text
-
-    assert asyncio.run(send()) == "invalid"
+    assert ask(found, content=b'{"model": ').text == "invalid"
     assert found["small"].requests[0][1] == b'{"model": '
 
 
 def test_keys_and_sizes_are_checked_before_a_body_is_read() -> None:
     plan = TWO | {"api_key": "secret", "max_body": 100}
     found = handles(answering("small"))
-    assert ask(found, plan=plan).status_code == 401
     key = {"authorization": "Bearer secret"}
+    assert ask(found, plan=plan, prompt="x").status_code == 401
     assert ask(found, plan=plan, headers=key, prompt="x" * 200).status_code == 413
-    assert ask(found, plan=plan, headers=key | {"host": "evil.example"}).status_code == 421
+    host = key | {"host": "evil.example"}
+    assert ask(found, plan=plan, headers=host, prompt="x").status_code == 421
     assert not found["small"].requests
-    assert ask(found, plan=plan, headers=key).text == "small"
+    assert ask(found, plan=plan, headers=key, prompt="x").text == "small"
 
 
 def test_requests_of_a_conversation_have_one_key() -> None:
@@ -214,26 +204,17 @@ def test_a_stream_whose_replica_dies_ends_with_one_error(start: Any, last: str) 
 
 def test_an_answer_without_events_is_broken_off() -> None:
     """An answer that is not a stream has no place for an error: its connection must end."""
-    plan = make_plan(TWO)
-    found = handles(answering("half", dies=True))
-    ingress = Ingress(plan, found, Callers.of(plan.settings))
-    transport = httpx2.ASGITransport(app=ingress.gate)
-
-    async def send() -> None:
-        async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:
-            await client.post("/v1/completions", json={})
-
     with pytest.raises(Exception, match="response already started"):
-        asyncio.run(send())
+        ask(handles(answering("half", dies=True)), prompt="x")
 
 
 @pytest.mark.parametrize("path", ["/health", "/ready"])
 def test_health_needs_a_replica_of_every_model_that_must_have_one(path: str) -> None:
     found = {"small": FakeHandle(pages=[("a", "ok")]), "large:latest": FakeHandle()}
-    assert ask(found, "GET", path).status_code == 200
+    assert ask(found, path).status_code == 200
     for pages in ([], [("a", "")], [RayActorError()]):
         found["small"].pages = pages
-        response = ask(found, "GET", path)
+        response = ask(found, path)
         assert response.status_code == 503
         assert "no replica of small is up" in response.text
 
@@ -243,7 +224,7 @@ def test_lists_have_the_entries_of_all_models() -> None:
         name: FakeHandle(pages=[("a", json.dumps({"object": "list", "data": [{"id": name}]}))])
         for name in ("small", "large:latest")
     }
-    listed = ask(found, "GET", "/v1/models").json()
+    listed = ask(found, "/v1/models").json()
     assert listed == {"object": "list", "data": [{"id": "small"}, {"id": "large:latest"}]}
 
 
@@ -253,7 +234,7 @@ def test_metrics_of_all_replicas_are_one_page() -> None:
         "small": FakeHandle(pages=[("a", text), ("b", text.replace("2.0", "3.0"))]),
         "large:latest": FakeHandle(),
     }
-    (family,) = text_string_to_metric_families(ask(found, "GET", "/metrics").text)
+    (family,) = text_string_to_metric_families(ask(found, "/metrics").text)
     values = {sample.labels["replica"]: sample.value for sample in family.samples}
     assert values == {"a": 2.0, "b": 3.0}
     assert all(s.labels["model"] == "small" and s.labels["why"] == "x" for s in family.samples)
@@ -265,7 +246,7 @@ def test_metrics_need_the_key_of_the_operator(tmp_path: Any) -> None:
     plan = TWO | {"api_keys": str(tmp_path / "keys")}
     headers = {"authorization": "Bearer key-of-alice"}
     found = handles(answering("small"))
-    assert ask(found, "GET", "/metrics", plan=plan, headers=headers).status_code == 403
+    assert ask(found, "/metrics", plan=plan, headers=headers).status_code == 403
 
 
 def replica_of(app: Any) -> Replica:
