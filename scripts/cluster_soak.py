@@ -5,8 +5,8 @@
 
 Starts `forerun deploy` on 127.0.0.1 with replicas of the default model (or of `--model`). Every
 request must end with its answer or one error within two minutes; the same request with a seed must
-have the same tokens from every replica, whole and streamed; killed replicas must be replaced; memory
-must not grow; the cluster must exit in order. The exit code is 1 if one of these fails.
+have the same tokens from every replica, whole and streamed; killed replicas must be replaced;
+memory must not grow; the cluster must exit in order. The exit code is 1 if one of these fails.
 """
 
 from __future__ import annotations
